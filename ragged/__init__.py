@@ -1,0 +1,11 @@
+"""Grouped arrays and grouped matrix products for JAX."""
+
+from ragged._arithmetic import per_group as per_group
+from ragged._arithmetic import per_row as per_row
+from ragged._grouped import grouped_matmul as grouped_matmul
+from ragged._grouped import transposed_grouped_matmul as transposed_grouped_matmul
+from ragged._matmul import matmul as matmul
+from ragged._tensor import GroupedTensor as GroupedTensor
+from ragged._tensor import concat as concat
+
+__version__ = "0.1.0"

@@ -1,0 +1,162 @@
+"""What every public product checks before it does anything, and how it says what is wrong."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from ragged._lowering import Options, check_backend
+from ragged._tensor import GroupedTensor, describe
+
+Tiling = tuple[int, int, int] | Callable[[int, int, int], tuple[int, int, int] | None] | None
+
+
+class Site(NamedTuple):
+    """A public call and its operands, for the text of errors: what is wrong, what came, and the mend."""
+
+    call: str
+    operands: dict[str, Any]
+
+    def fail(self, error: type[Exception], problem: str, mend: str) -> NoReturn:
+        got = ", ".join(f"{name}={describe(x)}" for name, x in self.operands.items())
+        raise error(f"`{self.call}`: {problem}\nGot {got}.\n{mend}")
+
+    def also(self, **operands: Any) -> "Site":
+        return self._replace(operands=self.operands | operands)
+
+
+def is_arraylike(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray)
+
+
+def result_dtype(site: Site, lhs: Any, rhs: Any, preferred: Any, existing: Any) -> Any:
+    """The result's dtype: asked for, or that of `existing_out`, or the operands' common one."""
+    for name, dtype in (("lhs", lhs), ("rhs", rhs)):
+        if jnp.issubdtype(dtype, jnp.complexfloating):
+            site.fail(NotImplementedError, f"`{name}` is complex.", "Multiply the real and imaginary parts apart.")
+        if not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
+            site.fail(
+                TypeError, f"`{name}` has dtype {jnp.dtype(dtype).name}.", "Cast it to a float or an integer dtype."
+            )
+    floats = [d for d in (lhs, rhs) if jnp.issubdtype(d, jnp.floating)]
+    if preferred is None and existing is not None:
+        preferred = existing.dtype
+    if preferred is not None:
+        try:
+            preferred = jax.dtypes.canonicalize_dtype(preferred)
+            numeric = jnp.issubdtype(preferred, jnp.floating) or jnp.issubdtype(preferred, jnp.integer)
+        except TypeError:
+            numeric = False
+        if not numeric or (floats and jnp.issubdtype(preferred, jnp.integer)):
+            site.fail(
+                TypeError,
+                f"`preferred_element_type` is {preferred!r}, which can't hold the product.",
+                "Pass a real floating dtype (for integer operands, an integer dtype will do), or None.",
+            )
+        return jnp.dtype(preferred)
+    if not floats:
+        common = jnp.promote_types(lhs, rhs)
+        return jnp.promote_types(common, jnp.int32) if jnp.dtype(common).itemsize < 4 else common
+    wide = [d for d in floats if jnp.dtype(d).itemsize > 1]
+    return jnp.promote_types(wide[0], wide[-1]) if wide else jnp.dtype(jnp.bfloat16)
+
+
+def check_options(
+    site: Site, backend: Any, precision: Any, tiling: Any, interpret: Any, extents: tuple[int, int, int]
+) -> Options:
+    """The options of a call whose product is `extents = (m, k, n)`."""
+    check_backend(backend, site.call)
+    try:
+        # Anything that `lax.dot_general` takes.
+        precision = (
+            jax.lax.canonicalize_precision(precision) if hasattr(jax.lax, "canonicalize_precision") else precision
+        )
+    except ValueError:
+        site.fail(ValueError, f"unknown `precision` {precision!r}.", "Pass what `jax.lax.dot_general` takes.")
+    if not isinstance(interpret, bool):
+        site.fail(TypeError, f"`interpret` must be a bool, not {interpret!r}.", "Pass True or False.")
+    if callable(tiling):
+        chosen = tiling(*extents)
+        if chosen is None:
+            site.fail(
+                ValueError,
+                f"no tuned tiling for (m, k, n) = {extents}.",
+                "Have `tiling` return a tuple for it, or pass `tiling=None` for the library's own choice.",
+            )
+        tiling = chosen
+    if tiling is not None:
+        sound = isinstance(tiling, tuple | list) and len(tiling) == 3
+        if not sound or not all(isinstance(t, int | np.integer) and t > 0 for t in tiling):
+            site.fail(
+                ValueError,
+                f"`tiling` is {tiling!r}.",
+                "It must be three positive ints (tile_m, tile_k, tile_n), a function of (m, k, n), or None.",
+            )
+        tiling = tuple(int(t) for t in tiling)
+    return Options(precision=precision, backend=backend, tiling=tiling, interpret=interpret)
+
+
+def check_offset(site: Site, group_offset: Any) -> Array | None:
+    """`group_offset` as a `()` int32 array."""
+    if group_offset is None:
+        return None
+    offset = jnp.asarray(group_offset)
+    site = site.also(group_offset=offset)
+    if offset.ndim != 0:
+        site.fail(
+            ValueError,
+            f"`group_offset` must have shape (), but has {offset.shape}.",
+            "It is one number, the index of the first group held: `jnp.int32(first)`.",
+        )
+    if not jnp.issubdtype(offset.dtype, jnp.integer):
+        site.fail(TypeError, "`group_offset` must be an integer.", "Pass `jnp.int32(first)`.")
+    return offset.astype(jnp.int32)
+
+
+def check_existing(site: Site, existing: Any, shape: tuple[int, ...], dtype: Any) -> None:
+    """Whether the buffer `existing_out` fits the result's."""
+    site = site.also(existing_out=existing)
+    if existing.shape != shape:
+        site.fail(
+            ValueError,
+            f"`existing_out` has shape {existing.shape} but the result has {shape}.",
+            "It must be a tensor like the result.",
+        )
+    if existing.dtype != dtype:
+        site.fail(
+            TypeError,
+            f"`existing_out` has dtype {existing.dtype.name} but the result has {jnp.dtype(dtype).name}.",
+            "Cast one to the other, or leave `preferred_element_type` out.",
+        )
+
+
+def check_num_actual_groups(site: Site, num_actual_groups: Any) -> None:
+    if num_actual_groups is not None and (not isinstance(num_actual_groups, int) or num_actual_groups < 1):
+        site.fail(
+            ValueError,
+            f"`num_actual_groups` is {num_actual_groups!r}.",
+            "It must be a positive int: how many groups the result holds.",
+        )
+
+
+def operand(site: Site, name: str, x: Any) -> GroupedTensor | Array:
+    """An operand of `matmul`: a `GroupedTensor`, or an array of rank 2 (shared by all groups)."""
+    if isinstance(x, GroupedTensor) and is_arraylike(x.data):
+        return x
+    if isinstance(x, GroupedTensor) or not is_arraylike(x):
+        site.fail(
+            TypeError,
+            f"`{name}` is {'a GroupedTensor whose data is ' if isinstance(x, GroupedTensor) else ''}"
+            f"{describe(getattr(x, 'data', x))}, not an array.",
+            "Pass a `GroupedTensor` or an array.",
+        )
+    if x.ndim not in (2, 3):
+        site.fail(
+            ValueError,
+            f"`{name}` is a plain array with {x.ndim} dims.",
+            "A plain array is uniform with 3 dims [g, first, last], or one matrix shared by all groups with 2.",
+        )
+    return GroupedTensor(jnp.asarray(x)) if x.ndim == 3 else jnp.asarray(x)

@@ -1,0 +1,299 @@
+"""`matmul`: check the operands, infer the layout, bind the primitive."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Int
+
+from ragged import _check
+from ragged._check import Site, Tiling
+from ragged._layout import Layout, Product, infer_layout
+from ragged._primitive import Call, Operands, bind
+from ragged._tensor import GroupedTensor, is_concrete
+from ragged.kernels import schedule
+
+
+def matmul(
+    lhs: GroupedTensor | Array | Any,
+    rhs: GroupedTensor | Array | Any,
+    *,
+    preferred_element_type: Any = None,
+    precision: Any = None,
+    existing_out: GroupedTensor | Array | Any = None,
+    group_offset: Int[Array, ""] | Any = None,
+    num_actual_groups: int | Any = None,
+    capacity: int | None = None,
+    max_last: int | None = None,
+    backend: str | Any = None,
+    tiling: Tiling | Any = None,
+    interpret: bool | Any = False,
+) -> GroupedTensor:
+    """Multiplies two sequences of matrices, group by group.
+
+    `out[i] = lhs[i] @ rhs[i]`, accumulated in float32. What the product is follows from which dims are ragged:
+
+    | lhs (first·last)        | rhs                     | out                         | name            |
+    |-------------------------|-------------------------|-----------------------------|-----------------|
+    | uniform `[g, m, k]`     | uniform `[g, k, n]`     | uniform `[g, m, n]`         | `batched`       |
+    | ragged rows `[m, k]`    | uniform `[g, k, n]`     | ragged rows `[m, n]`        | `forward`       |
+    | uniform `[g, m, k]`     | ragged columns `[k, n]` | ragged columns `[m, n]`     | `forward_left`  |
+    | ragged columns `[m, k]` | ragged rows `[k, n]`    | uniform `[g, m, n]`         | `wgrad`         |
+    | ragged rows `[m, k]`    | ragged columns `[k, n]` | ragged both `[m, max_last]` | `outer`         |
+    | ragged both             | ragged rows `[k, n]`    | ragged rows `[m, n]`        | `inner_rows`    |
+    | ragged columns `[m, k]` | ragged both             | ragged columns `[m, n]`     | `inner_columns` |
+    | ragged both             | ragged both             | ragged both `[m, max_last]` | `ragged`        |
+
+    So the gradients of `y = matmul(x, w)` are `matmul(dy, w.mT)` and `matmul(x.mT, dy)`.
+
+    **Arguments:**
+
+    - `lhs`, `rhs`: a `GroupedTensor`, or a plain array: 3-D is uniform, 2-D is one matrix shared by all groups of the other
+      operand. The inner dims are both ragged or both not; where they are ragged, `lhs.last_dims` and `rhs.first_dims` must be
+      equal (checked where both are known; those of `lhs` count).
+    - `preferred_element_type`: the dtype of the result. By default that of `existing_out`; else the operands' common dtype;
+      int32 for integers of fewer bits; bfloat16 where both operands have 8 bits and at least one is a float.
+    - `precision`: as in `jax.lax.dot_general`.
+    - `existing_out`: added to the product before it is rounded. A tensor like the result, or its buffer.
+    - `group_offset`: `()` int array. The uniform operand (in a wgrad, the result) holds only the groups `group_offset`,
+      `group_offset + 1`, ... of the ragged one's. Rows of other groups come out zero.
+    - `num_actual_groups`: in a wgrad, how many groups the result holds; all by default.
+    - `capacity`, `max_last`: where the operands don't tell how large the result's buffer must be. `max_last`: its columns, for
+      a result that is ragged in both dims; by default the most that one group can have. `capacity`: its extent along its
+      packed axis, where that dim is not packed in the operand that it comes from (`lhs` or `rhs` is ragged in both dims); by
+      default `num_groups` times the most that one group can have. What doesn't fit is cut off.
+    - `backend`: `"xla"`, `"pallas_tpu"`, `"triton_gpu"`, or None for the platform's own, chosen when lowering.
+    - `tiling`: `(tile_m, tile_k, tile_n)`, a function of `(m, k, n)` that gives one, or None for the library's choice.
+      Derivatives use the same tile for the same dim. XLA uses the entries of ragged dims and tiles the others itself.
+    - `interpret`: run a Pallas or Triton kernel's body on the CPU. XLA has nothing to interpret.
+
+    **Returns:** a `GroupedTensor` with the dims of the operands, never `transposed`; zeros in the tail.
+
+    **Raises:** `TypeError` for a wrong kind or dtype, `ValueError` for shapes, raggedness and options, `NotImplementedError`
+    for complex numbers.
+
+    !!! example
+        ```python
+        import jax.numpy as jnp
+        import ragged
+        x = ragged.GroupedTensor(jnp.ones((16, 4)), first_dims=jnp.array([3, 5, 0, 4], jnp.int32))
+        w = jnp.ones((4, 4, 8))
+        y = ragged.matmul(x, w)
+        assert y.shape == (16, 8)
+        dw = ragged.matmul(x.mT, y)
+        assert dw.shape == (4, 4, 8)
+        ```
+    """
+    site = Site("ragged.matmul(lhs, rhs)", {"lhs": lhs, "rhs": rhs})
+    lhs, rhs = _check.operand(site, "lhs", lhs), _check.operand(site, "rhs", rhs)
+    layout = _infer(site, lhs, rhs)
+    _check_extents(site, layout, lhs, rhs, group_offset)
+    _check.check_num_actual_groups(site, num_actual_groups)
+    if num_actual_groups is not None and layout.name != "wgrad":
+        site.fail(
+            ValueError, f"`num_actual_groups` is for a wgrad; this is the layout {layout.name!r}.", "Leave it out."
+        )
+    existing = _existing(site, layout, existing_out)
+    dtype = _check.result_dtype(site, lhs.dtype, rhs.dtype, preferred_element_type, existing)
+    extents = (lhs.shape[-2], lhs.shape[-1], rhs.shape[-1])
+    options = _check.check_options(site, backend, precision, tiling, interpret, extents)
+    offset = _check.check_offset(site, group_offset)
+
+    # Terms as the primitive wants them: the packed axis first.
+    lhs_term, rhs_term = _stored(lhs, "mk"), _stored(rhs, "kn")
+    out_letters = "nm" if layout.name in ("forward_left", "inner_columns") else "mn"
+    product = Product(lhs_term.letters, rhs_term.letters, out_letters, layout.ragged)
+    sizes = {"m": _dims(lhs, 0), "k": _dims(lhs, 1), "n": _dims(rhs, 1)}
+    shape = _result_shape(site, layout, lhs, rhs, num_actual_groups, capacity, max_last)
+    if existing is not None:
+        _check.check_existing(site, existing, shape, dtype)
+        existing = existing.mT if out_letters == "nm" else existing
+    if out_letters == "nm":
+        shape = (*shape[:-2], shape[-1], shape[-2])
+
+    operands = Operands(
+        lhs_term.buffer, rhs_term.buffer, tuple(sizes[letter] for letter in layout.ragged), offset, existing
+    )
+    out = _bind_shared(operands, Call(product, shape, dtype, options))
+    out = out.mT if out_letters == "nm" else out
+    return GroupedTensor(out, getattr(lhs, "first_dims", None), getattr(rhs, "last_dims", None))
+
+
+class _Term(NamedTuple):
+    buffer: Array
+    letters: str
+
+
+def _stored(x: GroupedTensor | Array, letters: str) -> _Term:
+    """The buffer of `x` as it lies in memory, packed axis first, and the order of its letters."""
+    if not isinstance(x, GroupedTensor):
+        return _Term(x, letters)
+    flip = x.transposed if x.packed_axis is None else x.packed_axis == -1
+    return _Term(x.data.mT, letters[::-1]) if flip else _Term(jnp.asarray(x.data), letters)
+
+
+def _dims(x: GroupedTensor | Array, which: int) -> Array | None:
+    dims = (x.first_dims, x.last_dims)[which] if isinstance(x, GroupedTensor) else None
+    return None if dims is None else jnp.asarray(dims).astype(jnp.int32)
+
+
+def _ragged(x: GroupedTensor | Array) -> tuple[bool, bool]:
+    return x.ragged if isinstance(x, GroupedTensor) else (False, False)
+
+
+def _infer(site: Site, lhs: GroupedTensor | Array, rhs: GroupedTensor | Array) -> Layout:
+    if not isinstance(lhs, GroupedTensor) and not isinstance(rhs, GroupedTensor):
+        site.fail(
+            ValueError,
+            "both operands are single matrices; there are no groups.",
+            "Use `jnp.matmul`, or give one a group axis.",
+        )
+    layout = infer_layout(_ragged(lhs), _ragged(rhs))
+    if layout is None:
+        words = {True: "ragged", False: "not ragged"}
+        (m, k), (k_rhs, n) = _ragged(lhs), _ragged(rhs)
+        site.fail(
+            ValueError,
+            "the contracted dims must both be ragged or both not.\n"
+            f"lhs: first dim {words[m]}, last dim {words[k]}. rhs: first dim {words[k_rhs]}, last dim {words[n]}.",
+            f"Did you mean `{'lhs.mT' if k and not k_rhs else 'rhs.mT'}`? The last dim of `lhs` meets the first of `rhs`.",
+        )
+    return layout
+
+
+def _check_extents(
+    site: Site, layout: Layout, lhs: GroupedTensor | Array, rhs: GroupedTensor | Array, group_offset: Any
+) -> None:
+    """Numbers of groups, and the contracted extent."""
+    k_lhs, k_rhs = lhs.shape[-1], rhs.shape[-2]
+    if "k" not in layout.ragged and k_lhs != k_rhs:
+        site.fail(
+            ValueError,
+            f"the last dim of `lhs` is {k_lhs} but the first dim of `rhs` is {k_rhs}.",
+            "They are contracted and must be equal.",
+        )
+    if not isinstance(lhs, GroupedTensor) or not isinstance(rhs, GroupedTensor):
+        if group_offset is not None:
+            site.fail(
+                ValueError, "`group_offset` with a matrix that all groups share.", "Give the matrix a group axis."
+            )
+        return
+    uniform = {"forward": "rhs", "forward_left": "lhs", "wgrad": "the result"}.get(layout.name)
+    if group_offset is not None and uniform is None:
+        site.fail(
+            ValueError,
+            f"`group_offset` in the layout {layout.name!r}, which has no uniform operand to be a shard.",
+            "It is for one uniform and one ragged operand, or for a wgrad.",
+        )
+    held, groups = (rhs, lhs) if uniform == "rhs" else (lhs, rhs)
+    shard = group_offset is not None and uniform in ("lhs", "rhs") and held.num_groups <= groups.num_groups
+    if lhs.num_groups != rhs.num_groups and not shard:
+        name = uniform if uniform in ("lhs", "rhs") else "rhs"
+        site.fail(
+            ValueError,
+            f"`lhs` has {lhs.num_groups} groups but `rhs` has {rhs.num_groups}.",
+            f"`{name}` needs one matrix per group, including empty groups"
+            + (" (or fewer, with `group_offset`)." if uniform in ("lhs", "rhs") else "."),
+        )
+    if "k" not in layout.ragged:
+        return
+    if lhs.packed_axis == -1 and rhs.packed_axis == -2 and k_lhs != k_rhs:
+        site.fail(
+            ValueError,
+            f"the contracted axis has a capacity of {k_lhs} in `lhs` but {k_rhs} in `rhs`.",
+            "Both hold the same groups side by side, and must have the same capacity.",
+        )
+    if is_concrete(lhs.last_dims, rhs.first_dims) and not np.array_equal(lhs.last_dims, rhs.first_dims):
+        site.fail(
+            ValueError,
+            "the contracted dims have different sizes: "
+            f"lhs.last_dims={np.asarray(lhs.last_dims).tolist()}, rhs.first_dims={np.asarray(rhs.first_dims).tolist()}.",
+            "They are contracted group by group and must be equal.",
+        )
+
+
+def _existing(site: Site, layout: Layout, existing_out: Any) -> Any:
+    """The buffer of `existing_out`."""
+    if existing_out is None or _check.is_arraylike(existing_out):
+        return existing_out
+    wanted = tuple(flag == "R" for flag in layout.out.split("·"))
+    site = site.also(existing_out=existing_out)
+    if not isinstance(existing_out, GroupedTensor):
+        site.fail(TypeError, "`existing_out` is not a tensor.", "Pass a tensor like the result, or its buffer.")
+    if existing_out.ragged != wanted or (wanted == (True, True) and existing_out.packed_axis == -1):
+        site.fail(
+            ValueError,
+            f"`existing_out` is {existing_out.kind}, but the result of the layout {layout.name!r} is {layout.out}.",
+            "It must be a tensor like the result.",
+        )
+    return existing_out.data
+
+
+def _result_shape(
+    site: Site,
+    layout: Layout,
+    lhs: GroupedTensor | Array,
+    rhs: GroupedTensor | Array,
+    num_actual_groups: int | None,
+    capacity: int | None,
+    max_last: int | None,
+) -> tuple[int, ...]:
+    """The shape of the result's buffer, rows first."""
+    m, n = lhs.shape[-2], rhs.shape[-1]
+    out = [letter for letter in "mn" if letter in layout.ragged]
+    num_groups = lhs.num_groups if isinstance(lhs, GroupedTensor) else rhs.num_groups  # pyright: ignore
+    if max_last is not None and len(out) < 2:
+        site.fail(
+            ValueError, f"`max_last` in the layout {layout.name!r}.", "It is for results that are ragged in both dims."
+        )
+    if not out:
+        if capacity is not None:
+            site.fail(ValueError, "`capacity` for a uniform result.", "Leave it out.")
+        return (num_actual_groups or num_groups, m, n)
+    source, axis, extent = (lhs, -2, m) if out[0] == "m" else (rhs, -1, n)
+    if isinstance(source, GroupedTensor) and source.packed_axis == axis:
+        if capacity is not None:
+            site.fail(
+                ValueError,
+                f"`capacity` is {capacity}, but the result takes the capacity of its operand, {extent}.",
+                "Leave it out.",
+            )
+    else:
+        extent = num_groups * extent if capacity is None else capacity
+    if len(out) == 2:
+        return extent, n if max_last is None else max_last
+    return (extent, n) if out[0] == "m" else (m, extent)
+
+
+def _bind_shared(operands: Operands, call: Call) -> Array:
+    """Binds the product. A matrix that all groups share makes them one: their rows lie side by side."""
+    product = call.product
+    shared = [name for name in ("lhs", "rhs") if getattr(operands, name).ndim < product.ndim(getattr(product, name))]
+    if not shared:
+        return bind(operands, call)
+    (name,) = shared
+    other = "rhs" if name == "lhs" else "lhs"
+    matrix, groups = getattr(operands, name)[None], getattr(operands, other)
+    if operands.sizes:
+        total = schedule.group_offsets(operands.sizes[0], groups.shape[0])[-1:]
+        return bind(operands._replace(sizes=(total,), **{name: matrix}), call)
+    # [g, free, contracted] -> [1, g * free, contracted]
+    letters = getattr(product, other)
+    free = letters[0] if letters[0] in product.out else letters[1]
+    if letters[0] != free:
+        letters, groups = letters[::-1], groups.mT
+    g, rows, contracted = groups.shape
+    kept = product.out.replace(free, "")
+    out_letters = free + kept
+    swap = product.out != out_letters
+    shape = call.shape if not swap else (call.shape[0], call.shape[2], call.shape[1])
+    existing = operands.existing
+    if existing is not None:
+        existing = (existing.mT if swap else existing).reshape(1, g * rows, shape[2])
+    out = bind(
+        operands._replace(existing=existing, **{name: matrix, other: groups.reshape(1, g * rows, contracted)}),
+        call._replace(product=product._replace(out=out_letters, **{other: letters}), shape=(1, g * rows, shape[2])),
+    )
+    out = out.reshape(shape)
+    return out.mT if swap else out

@@ -1,0 +1,213 @@
+"""The one JAX primitive under every grouped product: how it is typed, differentiated, batched and lowered.
+
+Its operands are plain arrays: `lhs`, `rhs`, then the sizes `(g,)` of each ragged letter in the order `m`, `k`, `n`, then
+`group_offset` and `existing_out` where there are any. `Call` holds all that is static. Any operand may have one more leading
+axis, a batch axis; the rank says whether it has. `Call.out_batch` says whether the result keeps it or is summed over it.
+
+    out[i] = existing_out[i] + lhs[i] @ rhs[i]        (bilinear in lhs and rhs, affine in existing_out)
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ragged import _lowering
+from ragged._layout import Product
+from ragged._lowering import Options
+
+
+class Call(NamedTuple):
+    """All that is static about one product."""
+
+    product: Product
+    shape: tuple[int, ...]  # of the result, without a batch axis
+    dtype: Any  # of the result
+    options: Options
+    out_batch: bool = False
+    has_offset: bool = False
+    has_existing: bool = False
+
+
+class Operands(NamedTuple):
+    lhs: Any
+    rhs: Any
+    sizes: tuple[Any, ...]  # one a ragged letter
+    offset: Any = None
+    existing: Any = None
+
+    def flat(self) -> list[Any]:
+        return [self.lhs, self.rhs, *self.sizes, *(x for x in (self.offset, self.existing) if x is not None)]
+
+    def with_batch_axis(self, call: Call) -> list[bool]:
+        """Which of the flat operands have a batch axis."""
+        p = call.product
+        ndims = [p.ndim(p.lhs), p.ndim(p.rhs)] + [1] * len(self.sizes) + [0] * call.has_offset
+        ndims += [len(call.shape)] * call.has_existing
+        return [jnp.ndim(x) > ndim for x, ndim in zip(self.flat(), ndims, strict=True)]
+
+
+def _unflatten(args: Sequence[Any], call: Call) -> Operands:
+    sizes_end = 2 + len(call.product.ragged)
+    rest = list(args[sizes_end:])
+    offset = rest.pop(0) if call.has_offset else None
+    existing = rest.pop(0) if call.has_existing else None
+    return Operands(args[0], args[1], tuple(args[2:sizes_end]), offset, existing)
+
+
+def bind(operands: Operands, call: Call) -> Array:
+    """The product of `operands`. See the module's docstring."""
+    call = call._replace(has_offset=operands.offset is not None, has_existing=operands.existing is not None)
+    args = [jnp.asarray(x) for x in operands.flat()]
+    # Inside `shard_map`, all operands must vary over the same mesh axes.
+    varying = [jax.typeof(x).manual_axis_type.varying for x in args]
+    everywhere = frozenset().union(*varying)
+    args = [
+        lax.pcast(x, tuple(sorted(everywhere - axes, key=str)), to="varying") if everywhere - axes else x
+        for x, axes in zip(args, varying, strict=True)
+    ]
+    return ragged_matmul_p.bind(*args, call=call)
+
+
+ragged_matmul_p = Primitive("ragged_matmul")
+
+
+@ragged_matmul_p.def_abstract_eval
+def _abstract_eval(*avals: Any, call: Call) -> Any:
+    if any(axis is not None for aval in avals for axis in aval.sharding.spec):
+        raise NotImplementedError(
+            "`ragged.matmul`: an operand is sharded over a mesh axis of type `Explicit`.\n"
+            f"Got {', '.join(map(str, avals))}.\n"
+            "Call it inside `jax.shard_map`, or make that mesh axis `Auto`."
+        )
+    operands = _unflatten(avals, call)
+    shape = call.shape
+    if call.out_batch:
+        (batch,) = {x.shape[0] for x, b in zip(avals, operands.with_batch_axis(call), strict=True) if b}
+        shape = (batch, *shape)
+    sharding = NamedSharding(avals[0].sharding.mesh, PartitionSpec(*[None] * len(shape)))
+    return avals[0].update(shape=shape, dtype=jnp.dtype(call.dtype), weak_type=False, sharding=sharding)
+
+
+@partial(jax.jit, static_argnames="call")
+def _eager(*args: Array, call: Call) -> Array:
+    return ragged_matmul_p.bind(*args, call=call)
+
+
+ragged_matmul_p.def_impl(_eager)
+
+
+# --- derivatives -------------------------------------------------------------------------------------------------------
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> tuple[Any, Any]:
+    """`d(lhs @ rhs) = dlhs @ rhs + lhs @ drhs`, and `existing_out`'s own tangent."""
+    out = bind(_unflatten(primals, call), call)
+    x, dx = _unflatten(primals, call)._replace(existing=None), _unflatten(tangents, call)
+    terms = []
+    if not isinstance(dx.lhs, ad.Zero):
+        terms.append(bind(x._replace(lhs=dx.lhs), call))
+    if not isinstance(dx.rhs, ad.Zero):
+        terms.append(bind(x._replace(rhs=dx.rhs), call))
+    if call.has_existing and not isinstance(dx.existing, ad.Zero):
+        terms.append(_lowering.zero_tail(dx.existing, x.sizes, call.product))
+    if not terms:
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+    return out, sum(terms[1:], terms[0])
+
+
+def _transpose(ct: Any, *args: Any, call: Call) -> list[Any]:
+    """The cotangent of one operand is a product of the same kind: its term and `out` trade places."""
+    x = _unflatten(args, call)
+    cts: list[Any] = [None] * len(args)
+    if isinstance(ct, ad.Zero):
+        return cts
+
+    def cotangent(wrt: str, aval: Any, operands: Operands) -> Array:
+        product = call.product.derivative(wrt)
+        ndim = product.ndim(product.out)
+        batched = aval.ndim > ndim
+        shape = aval.shape[aval.ndim - ndim :]
+        return bind(operands, call._replace(product=product, shape=shape, dtype=aval.dtype, out_batch=batched))
+
+    if ad.is_undefined_primal(x.lhs):
+        cts[0] = cotangent("lhs", x.lhs.aval, x._replace(lhs=ct, existing=None))
+    if ad.is_undefined_primal(x.rhs):
+        cts[1] = cotangent("rhs", x.rhs.aval, x._replace(rhs=ct, existing=None))
+    if call.has_existing and ad.is_undefined_primal(x.existing):
+        cts[-1] = _lowering.zero_tail(ct, x.sizes, call.product).astype(x.existing.aval.dtype)
+    return cts
+
+
+ad.primitive_jvps[ragged_matmul_p] = _jvp
+ad.primitive_transposes[ragged_matmul_p] = _transpose
+
+
+# --- batching ----------------------------------------------------------------------------------------------------------
+
+
+def _batch(args: Sequence[Any], dims: Sequence[Any], *, call: Call) -> tuple[Array, int]:
+    """One batch axis is the primitive's own. A second one is merged with the first."""
+    # The rank of a mapped operand counts the new axis; leave it out to see the one that was there before.
+    ndims = [jnp.ndim(x) - (d is not None) for x, d in zip(args, dims, strict=True)]
+    bare = _unflatten([jax.ShapeDtypeStruct((0,) * n, jnp.float32) for n in ndims], call)
+    has_inner = bare.with_batch_axis(call)
+    outer = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+    inner_sizes = [
+        jnp.moveaxis(x, d, 0).shape[1] if d is not None else x.shape[0]
+        for x, d, inner in zip(args, dims, has_inner, strict=True)
+        if inner
+    ]
+    inner = inner_sizes[0] if inner_sizes else None
+
+    def lead(x: Array, d: int | None, has: bool, keep: bool) -> Array:
+        """`x` as `[outer * inner, ...]`; as it is where it has neither axis and need not have (`keep`)."""
+        if d is None and not has and not keep:
+            return x
+        x = jnp.broadcast_to(x, (outer, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+        if inner is None:
+            return x
+        if not has:
+            x = jnp.broadcast_to(x[:, None], (outer, inner, *x.shape[1:]))
+        return x.reshape(outer * inner, *x.shape[2:])
+
+    # `existing_out` has the result's axes, always.
+    keep = [False] * len(args)
+    if call.has_existing:
+        keep[-1] = True
+    new_args = [lead(*each) for each in zip(args, dims, has_inner, keep, strict=True)]
+    out = bind(_unflatten(new_args, call), call._replace(out_batch=True))
+    if inner is None:
+        return out, 0
+    out = out.reshape(outer, inner, *out.shape[1:])
+    return (out, 0) if call.out_batch else (_lowering.sum_batch(out, axis=1), 0)
+
+
+batching.primitive_batchers[ragged_matmul_p] = _batch
+
+
+# --- lowering ----------------------------------------------------------------------------------------------------------
+
+
+def _compute_on(backend: str) -> Callable[..., Array]:
+    def compute(*args: Array, call: Call) -> Array:
+        return _lowering.compute(
+            call.options.backend or backend,
+            **_unflatten(args, call)._asdict(),
+            product=call.product,
+            shape=call.shape,
+            dtype=call.dtype,
+            out_batch=call.out_batch,
+            options=call.options,
+        )
+
+    return compute
+
+
+mlir.register_lowering(ragged_matmul_p, mlir.lower_fun(_compute_on("xla"), multiple_results=False))

@@ -1,0 +1,462 @@
+"""`GroupedTensor`: a sequence of matrices in one buffer.
+
+With `first_dims=[3, 0, 2]` and a buffer of 6 rows and 2 columns:
+
+    data     group              x[0]  rows 0..2 of the buffer
+    a a      0                  x[1]  no rows
+    b b      0                  x[2]  rows 3..4
+    c c      0
+    d d      2                  offsets   [0, 3, 3, 5]
+    e e      2                  capacity  6
+    ? ?      tail               the tail may hold anything, and never matters
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.core import Tracer
+from jaxtyping import Bool, Int, Shaped
+
+from ragged._arithmetic import Arithmetic
+from ragged.kernels import schedule
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray)
+
+
+def is_concrete(*xs: Any) -> bool:
+    """Whether all values are known: arrays, and not tracers."""
+    return all(_is_array(x) and not isinstance(x, Tracer) for x in xs)
+
+
+def describe(x: Any) -> str:
+    """`f32[4,8]` for an array, a `GroupedTensor`'s repr, the type's name for anything else."""
+    if isinstance(x, GroupedTensor):
+        return repr(x)
+    if _is_array(x) or isinstance(x, jax.ShapeDtypeStruct):
+        dtype = jnp.dtype(x.dtype).name
+        for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
+            dtype = dtype.replace(long, short)
+        return f"{dtype}[{','.join(map(str, x.shape))}]"
+    return f"a {type(x).__name__}"
+
+
+class GroupedTensor(Arithmetic):
+    """A sequence of `g` matrices in one buffer, whose first dim, last dim, both or neither differ from group to group.
+
+    | kind           | `first_dims` | `last_dims` | `data`             | group `i`                                       |
+    |----------------|--------------|-------------|--------------------|-------------------------------------------------|
+    | uniform        | None         | None        | `[g, first, last]` | `data[i]`                                       |
+    | ragged rows    | `[g]`        | None        | `[rows, last]`     | `data[o[i]:o[i+1]]`                             |
+    | ragged columns | None         | `[g]`       | `[first, cols]`    | `data[:, o[i]:o[i+1]]`                          |
+    | ragged both    | `[g]`        | `[g]`       | `[rows, max_last]` | `data[o[i]:o[i+1], :last_dims[i]]`, left-aligned |
+
+    `o` are the offsets: the running sum of the dims. What lies past the last group is the *tail*. Its content is undefined
+    on input, NaN included, and never affects a result or a gradient; every result has zeros there. The same holds for
+    the columns of a ragged-both tensor beyond `last_dims`.
+
+    **Fields:**
+
+    - `data`: the buffer.
+    - `first_dims`, `last_dims`: `(g,)` int32 (or uint32), the size of each group's first / last dim; None: not ragged.
+    - `transposed`: static. Whether the buffer is seen through `mT`, that is, whether `data.mT` is what lies in memory.
+      `mT` flips it. For a ragged-both tensor it says which axis is packed: with `transposed`, `data` is
+      `[max_first, cols]` and group `i` is `data[:first_dims[i], o[i]:o[i+1]]`, where `o` are the offsets of `last_dims`.
+
+    **Raises:** `TypeError` or `ValueError` for what can be seen without looking at values: ranks, numbers of groups, dtypes
+    of dims. `validate` checks the values. Leaves that are no arrays (None, specs, shapes, in_axes) are not checked.
+
+    !!! example
+        ```python
+        import jax.numpy as jnp
+        from ragged import GroupedTensor
+        x = GroupedTensor(jnp.ones((16, 4)), first_dims=jnp.array([3, 5, 0, 4], jnp.int32))
+        assert x.num_groups == 4 and x.capacity == 16
+        assert x[1].shape == (5, 4)
+        ```
+    """
+
+    data: Array | Any
+    first_dims: Int[Array, " g"] | Any = None
+    last_dims: Int[Array, " g"] | Any = None
+    transposed: bool = eqx.field(static=True, default=False, kw_only=True)
+
+    def __check_init__(self) -> None:
+        for name in ("first_dims", "last_dims"):
+            dims = getattr(self, name)
+            if isinstance(dims, list | tuple):
+                raise TypeError(
+                    f"`GroupedTensor`: `{name}` is a {type(dims).__name__}.\n"
+                    f"Got {name}={dims}.\n"
+                    f"Pass an array: `jnp.array({name}, jnp.int32)`."
+                )
+            if not _is_array(dims):
+                continue
+            if dims.dtype not in (jnp.int32, jnp.uint32):
+                raise TypeError(
+                    f"`GroupedTensor`: `{name}` must be int32 or uint32, one size a group.\n"
+                    f"Got {name}={describe(dims)}.\n"
+                    f"Cast it: `{name}.astype(jnp.int32)`."
+                )
+            if dims.ndim != 1:
+                raise ValueError(
+                    f"`GroupedTensor`: `{name}` must have shape (g,), one size a group.\nGot {name}={describe(dims)}."
+                )
+        first, last = self.first_dims, self.last_dims
+        if _is_array(first) and _is_array(last) and first.shape != last.shape:
+            raise ValueError(
+                f"`GroupedTensor`: `first_dims` has {first.shape[0]} groups but `last_dims` has {last.shape[0]}.\n"
+                f"Got first_dims={describe(first)}, last_dims={describe(last)}.\n"
+                "Both need one size per group, including empty groups."
+            )
+        if not _is_array(self.data) or not all(d is None or _is_array(d) for d in (first, last)):
+            return
+        ndim = 3 if first is None and last is None else 2
+        if self.data.ndim != ndim:
+            if ndim == 2:
+                mend = "A ragged buffer has no group axis: its groups are packed along the ragged axis."
+            else:
+                mend = "Without `first_dims` and `last_dims` it is uniform and needs a group axis in front."
+            raise ValueError(
+                f"`GroupedTensor`: `data` must have {ndim} dims, but has {self.data.ndim}.\n"
+                f"Got data={describe(self.data)}, first_dims={describe(first)}, last_dims={describe(last)}.\n{mend}"
+            )
+
+    # --- what it is ----------------------------------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The buffer's shape."""
+        return self.data.shape
+
+    @property
+    def dtype(self) -> Any:
+        """The buffer's dtype."""
+        return self.data.dtype
+
+    @property
+    def ndim(self) -> int:
+        """The buffer's rank: 3 for a uniform tensor, 2 for a ragged one."""
+        return self.data.ndim
+
+    @property
+    def ragged(self) -> tuple[bool, bool]:
+        """Whether the first and the last dim of the groups are ragged."""
+        return self.first_dims is not None, self.last_dims is not None
+
+    @property
+    def kind(self) -> str:
+        """`"uniform"`, `"ragged rows"`, `"ragged columns"` or `"ragged both"`."""
+        return {
+            (False, False): "uniform",
+            (True, False): "ragged rows",
+            (False, True): "ragged columns",
+            (True, True): "ragged both",
+        }[self.ragged]
+
+    @property
+    def packed_axis(self) -> int | None:
+        """The buffer's axis along which the groups are packed: -2 (rows), -1 (columns), or None if uniform."""
+        if self.kind == "ragged both":
+            return -1 if self.transposed else -2
+        return {"uniform": None, "ragged rows": -2, "ragged columns": -1}[self.kind]
+
+    @property
+    def packed_dims(self) -> Int[Array, " g"]:
+        """The groups' sizes along the packed axis."""
+        axis = self._require_packed("packed_dims")
+        return jnp.asarray(self.first_dims if axis == -2 else self.last_dims).astype(jnp.int32)
+
+    @property
+    def num_groups(self) -> int:
+        """How many matrices it holds, empty ones included."""
+        for dims in (self.first_dims, self.last_dims):
+            if dims is not None:
+                return dims.shape[-1]
+        return self.data.shape[-3]
+
+    @property
+    def capacity(self) -> int:
+        """The static extent of the packed axis. `ValueError` for a uniform tensor."""
+        return self.data.shape[self._require_packed("capacity")]
+
+    @property
+    def offsets(self) -> Int[Array, " g+1"]:
+        """Where each group begins and ends along the packed axis: a leading 0, then the running sum of the sizes.
+
+        Never past the capacity, whatever the sizes are. `ValueError` for a uniform tensor.
+        """
+        return schedule.group_offsets(self.packed_dims, self.capacity)
+
+    @property
+    def group_ids(self) -> Int[Array, " capacity"]:
+        """`(capacity,)` int32: the group of each row (or column) of the buffer; `num_groups` in the tail."""
+        return schedule.group_ids(self.offsets, self.capacity)
+
+    @property
+    def mask(self) -> Bool[Array, "..."]:
+        """True where the buffer holds an element of a group. The buffer's shape."""
+        if self.packed_axis is None:
+            return jnp.ones(self.shape, bool)
+        if self.packed_axis == -1:
+            return self.mT.mask.mT
+        return schedule.element_mask(self.packed_dims, self.last_dims, *self.shape)
+
+    @property
+    def mT(self) -> Self:
+        """Every group transposed. The dims trade places, and so do the buffer's last two axes.
+
+        Under `jit` no copy is made where the result goes into `ragged.matmul`. `x.mT.mT` is `x`.
+        """
+        return type(self)(self.data.mT, self.last_dims, self.first_dims, transposed=not self.transposed)
+
+    def __repr__(self) -> str:
+        parts = [describe(self.data)]
+        for name in ("first_dims", "last_dims"):
+            dims = getattr(self, name)
+            if dims is None:
+                continue
+            axis = -2 if name == "first_dims" else -1
+            if not is_concrete(dims) or np.ndim(dims) != 1 or dims.shape[0] > 8:
+                parts.append(f"{name}={describe(dims)}")
+            elif axis == self.packed_axis and _is_array(self.data):
+                word = "rows" if axis == -2 else "columns"
+                total = f"{np.sum(np.asarray(dims))} of {self.data.shape[axis]} {word}"
+                parts.append(f"{name}={np.asarray(dims).tolist()} ({total})")
+            else:
+                parts.append(f"{name}={np.asarray(dims).tolist()}")
+        if self.transposed:
+            parts.append("transposed")
+        return f"GroupedTensor({', '.join(parts)})"
+
+    def _require_packed(self, what: str) -> int:
+        if self.packed_axis is None:
+            raise ValueError(
+                f"`GroupedTensor.{what}`: a uniform tensor has no ragged axis.\nGot {self!r}.\n"
+                "Its groups are `data[i]`, all of the same shape."
+            )
+        return self.packed_axis
+
+    def _replace_data(self, data: Array) -> Self:
+        return type(self)(data, self.first_dims, self.last_dims, transposed=self.transposed)
+
+    # --- checking values -----------------------------------------------------------------------------------------------
+
+    def validate(self) -> Self:
+        """Checks the sizes: none negative, none wider than the buffer, their sum within the capacity.
+
+        **Returns:** the tensor itself. Under `jit` use the result: the check hangs on its dims.
+
+        **Raises:** `ValueError` naming the first bad group where the sizes are known; where they are traced, a run-time error
+        (through `equinox.error_if`) that names it too.
+        """
+        checked = {"first_dims": self.first_dims, "last_dims": self.last_dims}
+        for name, axis in (("first_dims", -2), ("last_dims", -1)):
+            dims = checked[name]
+            if dims is None:
+                continue
+            extent = self.data.shape[axis]
+            packed = axis == self.packed_axis
+            if is_concrete(dims):
+                sizes = np.asarray(dims).astype(np.int64)
+                reach = np.cumsum(sizes) if packed else sizes
+                bad = np.flatnonzero((sizes < 0) | (reach > extent))
+                if bad.size:
+                    raise ValueError(self._bad_group(name, int(bad[0]), sizes, extent, packed))
+            elif self.num_groups:
+                sizes = jnp.asarray(dims)
+                # Capped sizes: their sum leaves the capacity before it can wrap around.
+                capped = jnp.clip(sizes, -1, extent + 1).astype(jnp.int32)
+                left = extent - (jnp.cumsum(capped) - capped) if packed else jnp.full_like(capped, extent)
+                bad = (capped < 0) | (capped > left)
+                messages = [self._bad_group(name, i, None, extent, packed) for i in range(self.num_groups)]
+                checked[name] = eqx.branched_error_if(dims, jnp.any(bad), jnp.argmax(bad), messages)
+        return type(self)(self.data, **checked, transposed=self.transposed)
+
+    def _bad_group(self, name: str, group: int, sizes: np.ndarray | None, extent: int, packed: bool) -> str:
+        value = "" if sizes is None else f" {sizes[group]}"
+        if packed:
+            problem = f"is negative, or the sum of the sizes up to it is above the capacity of {extent}"
+        else:
+            problem = f"is negative, or above the buffer's extent of {extent}"
+        got = "" if sizes is None else f"\nGot {name}={sizes.tolist()}."
+        return f"`GroupedTensor.validate`: the size{value} of group {group} in `{name}` {problem}.{got}"
+
+    # --- groups --------------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return self.num_groups
+
+    def __getitem__(self, index: int) -> Shaped[Array, "first last"]:
+        """Group `index` as an array. Needs concrete dims."""
+        if not isinstance(index, int | np.integer):
+            raise TypeError(
+                f"`GroupedTensor[...]`: the index must be an int, the group. Got {describe(index)}.\n"
+                "Index the buffer itself as `x.data[...]`."
+            )
+        if not -self.num_groups <= index < self.num_groups:
+            raise IndexError(f"`GroupedTensor[{index}]`: there are {self.num_groups} groups.")
+        index = index % self.num_groups
+        if self.packed_axis is None:
+            return self.data[index]
+        if not is_concrete(*(d for d in (self.first_dims, self.last_dims) if d is not None)):
+            raise ValueError(
+                f"`GroupedTensor[{index}]`: the group's shape depends on sizes that are not known while tracing.\n"
+                f"Got {self!r}.\nUnder `jit` work on the whole tensor: `ragged.matmul`, `map`, `sum`, `to_padded`."
+            )
+        start, end = np.asarray(self.offsets)[index : index + 2]
+        first = slice(start, end) if self.packed_axis == -2 else slice(None)
+        last = slice(start, end) if self.packed_axis == -1 else slice(None)
+        if self.kind == "ragged both":
+            if self.packed_axis == -2:
+                last = slice(0, max(0, int(self.last_dims[index])))
+            else:
+                first = slice(0, max(0, int(self.first_dims[index])))
+        return jnp.asarray(self.data)[first, last]
+
+    def __iter__(self) -> Iterator[Array]:
+        return iter(self.to_list())
+
+    def to_list(self) -> list[Array]:
+        """The groups as arrays. Needs concrete dims."""
+        return [self[i] for i in range(self.num_groups)]
+
+    # --- conversion ----------------------------------------------------------------------------------------------------
+
+    def astype(self, dtype: Any) -> Self:
+        """The same tensor with its buffer cast to `dtype`."""
+        return self._replace_data(self.data.astype(dtype))
+
+    def to_padded(self, max_len: int, fill_value: Any = 0) -> Shaped[Array, "g first last"]:
+        """The groups side by side in `[g, max_len, last]` (ragged rows or both) or `[g, first, max_len]` (ragged columns).
+
+        A group longer than `max_len` is cut off there. Where there is no element: `fill_value`.
+        """
+        axis = self._require_packed("to_padded")
+        if axis == -1:
+            return self.mT.to_padded(max_len, fill_value).mT
+        starts, ends = self.offsets[:-1, None], self.offsets[1:, None]
+        rows = starts + jnp.arange(max_len, dtype=jnp.int32)  # [g, max_len]
+        inside = (rows < ends)[..., None]
+        if self.last_dims is not None:
+            inside = inside & (jnp.arange(self.shape[-1]) < self.last_dims[:, None])[:, None]
+        padded = self.data.at[rows].get(mode="fill", fill_value=0)
+        return jnp.where(inside, padded, jnp.asarray(fill_value, self.dtype))
+
+    @classmethod
+    def from_padded(
+        cls, padded: Shaped[Array, "g max_first last"], first_dims: Int[Array, " g"], *, capacity: int | None = None
+    ) -> "GroupedTensor":
+        """Ragged rows from `[g, max_first, last]` and each group's number of rows: the inverse of `to_padded`.
+
+        `capacity`: rows of the buffer; all of the padded rows by default. Sizes above `max_first` count as `max_first`.
+        """
+        if padded.ndim != 3:
+            raise ValueError(
+                f"`GroupedTensor.from_padded`: `padded` must be [g, max_first, last].\nGot padded={describe(padded)}."
+            )
+        g, longest, last = padded.shape
+        capacity = g * longest if capacity is None else capacity
+        dims = jnp.clip(first_dims, 0, longest).astype(jnp.int32)
+        offsets = schedule.group_offsets(dims, capacity)
+        ids = schedule.group_ids(offsets, capacity)
+        place = jnp.arange(capacity, dtype=jnp.int32) - offsets[jnp.minimum(ids, g)]
+        source = jnp.where(ids < g, ids * longest + place, g * longest)  # past the end in the tail
+        data = padded.reshape(-1, last).at[source].get(mode="fill", fill_value=0)
+        return cls(data, first_dims=dims)
+
+    @classmethod
+    def from_list(
+        cls, groups: Sequence[Array | np.ndarray], *, ragged: str = "first", capacity: int | None = None
+    ) -> "GroupedTensor":
+        """Packs matrices into one buffer.
+
+        **Arguments:**
+
+        - `groups`: arrays `[first, last]` of one dtype. Those dims that aren't ragged must agree.
+        - `ragged`: `"first"` (ragged rows), `"last"` (ragged columns) or `"both"`.
+        - `capacity`: the extent of the packed axis; the sum of the sizes by default. The tail is zero.
+        """
+        if ragged not in ("first", "last", "both"):
+            raise ValueError(f"`GroupedTensor.from_list`: `ragged` must be 'first', 'last' or 'both'. Got {ragged!r}.")
+        arrays = [jnp.asarray(group) for group in groups]
+        if not arrays or any(a.ndim != 2 for a in arrays) or len({a.dtype for a in arrays}) > 1:
+            raise ValueError(
+                "`GroupedTensor.from_list`: needs at least one matrix, all of one dtype.\n"
+                f"Got [{', '.join(map(describe, arrays))}]."
+            )
+        if ragged == "last":
+            return cls.from_list([a.mT for a in arrays], capacity=capacity)._untransposed_mT()
+        firsts, lasts = [a.shape[0] for a in arrays], [a.shape[1] for a in arrays]
+        if ragged == "first" and len(set(lasts)) > 1:
+            raise ValueError(
+                f"`GroupedTensor.from_list`: the groups' last dims differ: {lasts}.\n"
+                'Pass `ragged="last"` if only they differ, `ragged="both"` if the first dims do too.'
+            )
+        total = sum(firsts)
+        capacity = total if capacity is None else capacity
+        if capacity < total:
+            raise ValueError(f"`GroupedTensor.from_list`: `capacity` is {capacity}, but the groups need {total}.")
+        widest = max(lasts)
+        rows = [jnp.pad(a, ((0, 0), (0, widest - a.shape[1]))) for a in arrays]
+        data = jnp.concatenate([*rows, jnp.zeros((capacity - total, widest), arrays[0].dtype)])
+        last_dims = jnp.array(lasts, jnp.int32) if ragged == "both" else None
+        return cls(data, jnp.array(firsts, jnp.int32), last_dims)
+
+    def _untransposed_mT(self) -> "GroupedTensor":
+        """`mT` as a tensor whose own buffer is row-major."""
+        return GroupedTensor(self.data.mT, self.last_dims, self.first_dims)
+
+
+def concat(tensors: Sequence[GroupedTensor]) -> GroupedTensor:
+    """One tensor with the groups of all `tensors`, in order.
+
+    All must be of one kind, dtype and non-ragged extent. The result's capacity is the sum of theirs; its groups are packed
+    without gaps, and its tail is zero. Works under `jit`.
+
+    **Raises:** `ValueError` if the tensors can't be joined.
+    """
+    if not tensors:
+        raise ValueError("`ragged.concat`: needs at least one tensor. Got an empty sequence.")
+    head = tensors[0]
+    free = None if head.packed_axis is None else -3 - head.packed_axis
+    for i, other in enumerate(tensors):
+        same = (
+            other.kind == head.kind
+            and other.transposed == head.transposed
+            and other.dtype == head.dtype
+            and (other.shape[1:] == head.shape[1:] if free is None else other.shape[free] == head.shape[free])
+        )
+        if not same:
+            raise ValueError(
+                f"`ragged.concat`: tensor {i} doesn't fit tensor 0.\nGot {other!r} and {head!r}.\n"
+                "All must be of one kind, dtype and non-ragged extent."
+            )
+    if head.packed_axis is None:
+        return GroupedTensor(jnp.concatenate([t.data for t in tensors]), transposed=head.transposed)
+    if head.packed_axis == -1:
+        joined = concat([t.mT for t in tensors])
+        return joined.mT if head.transposed else joined._untransposed_mT()
+    # Where each group's rows stand in the buffers laid end to end, tails and all.
+    bases = np.cumsum([0] + [t.capacity for t in tensors])
+    starts = jnp.concatenate([base + t.offsets[:-1] for base, t in zip(bases, tensors, strict=False)])
+    sizes = jnp.concatenate([jnp.diff(t.offsets) for t in tensors])
+    capacity = int(bases[-1])
+    offsets = schedule.group_offsets(sizes, capacity)
+    ids = schedule.group_ids(offsets, capacity)
+    row = jnp.arange(capacity, dtype=jnp.int32)
+    source = jnp.where(ids < len(sizes), starts[jnp.minimum(ids, len(sizes) - 1)] + row - offsets[ids], capacity)
+    data = jnp.concatenate([t.data for t in tensors]).at[source].get(mode="fill", fill_value=0)
+    last_dims = None
+    if head.last_dims is not None:
+        last_dims = jnp.concatenate([t.last_dims for t in tensors])
+    joined = GroupedTensor(data, sizes.astype(jnp.int32), last_dims)
+    return (
+        joined if last_dims is None else joined._replace_data(jnp.where(joined.mask, data, jnp.zeros((), data.dtype)))
+    )

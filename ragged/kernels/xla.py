@@ -1,0 +1,289 @@
+"""Grouped products in plain XLA: no custom kernel, any platform, fast on the CPU."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from ragged.kernels import schedule
+
+
+def accumulator_dtype(dtype: Any) -> Any:
+    """float32; int32 for integers; what is wider than that stays as it is."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.promote_types(dtype, jnp.int32) if jnp.dtype(dtype).itemsize < 4 else jnp.dtype(dtype)
+    return jnp.promote_types(dtype, jnp.float32) if jnp.dtype(dtype).itemsize > 1 else jnp.dtype(jnp.float32)
+
+
+def compute_dtype(lhs: Any, rhs: Any) -> Any:
+    """What both operands of a dot are cast to, without loss: XLA's CPU dots are fast in float32, bfloat16 and int8 only."""
+    lhs, rhs = sorted((jnp.dtype(lhs), jnp.dtype(rhs)), key=lambda d: d.itemsize)
+    integers = [jnp.issubdtype(d, jnp.integer) for d in (lhs, rhs)]
+    if all(integers):
+        signed_bytes = all(d.itemsize == 1 and jnp.issubdtype(d, jnp.signedinteger) for d in (lhs, rhs))
+        return jnp.dtype(jnp.int8) if signed_bytes else jnp.promote_types(jnp.promote_types(lhs, rhs), jnp.int32)
+    if rhs.itemsize == 1:
+        return jnp.dtype(jnp.bfloat16)  # 8 bits of mantissa hold every int8 and every fp8
+    common = rhs if lhs.itemsize == 1 and not integers[1] else jnp.promote_types(lhs, rhs)
+    return jnp.dtype(jnp.float32) if common == jnp.float16 else common
+
+
+def tiled_matmul(
+    lhs: Array,
+    rhs: Array,
+    sizes: dict[str, Array],
+    *,
+    axes: tuple[str, str, str],
+    shape: tuple[int, ...],
+    preferred_element_type: Any,
+    precision: Any = None,
+    tiling: dict[str, int] | None = None,
+    existing_out: Array | None = None,
+) -> Array:
+    """The product where two or three letters are ragged, tile by tile.
+
+    Every term holds a ragged letter, so every buffer is `[packed, other]`, with a batch axis or without. A tile spans the
+    whole of a letter that isn't ragged. FLOPs: what the groups need, rounded up to whole tiles along ragged letters.
+    """
+    terms = dict(zip(("lhs", "rhs", "out"), axes, strict=True))
+    shapes = {"lhs": lhs.shape, "rhs": rhs.shape, "out": shape}
+    contracted = next(letter for letter in "mkn" if letter not in terms["out"])
+    batch = next((x.shape[0] for x in (lhs, rhs) if x.ndim == 3), None)
+    batch = next((x.shape[0] for x in sizes.values() if x.ndim == 2), batch)
+    batched: dict[str, bool] = {"lhs": lhs.ndim == 3, "rhs": rhs.ndim == 3, "out": batch is not None}
+    num_groups = next(iter(sizes.values())).shape[-1]
+
+    # A batch element is `num_groups` further groups: sizes that fit every buffer, where each group starts in each buffer
+    # (both `[batch * g]`), and the tiles.
+    def flat(x: Array) -> Array:
+        return jnp.broadcast_to(x, (batch or 1, num_groups)).reshape(-1).astype(jnp.int32)
+
+    length = {letter: flat(jnp.maximum(size, 0)) for letter, size in sizes.items()}
+    starts, tiles = {}, {}
+    for term, (packed, other) in terms.items():
+        rows, columns = shapes[term][-2:]
+        if packed in sizes:
+            offsets = schedule.group_offsets(sizes[packed], rows)
+            begin = offsets[..., :-1]
+            length[packed] = jnp.minimum(length[packed], flat(offsets[..., 1:] - begin))
+            if batched[term]:
+                begin = begin + (rows * jnp.arange(batch or 1, dtype=jnp.int32))[:, None]
+            starts[term] = flat(begin)
+            tile = tiling[packed] if tiling else _mean_tile(rows, num_groups)
+            tiles[packed] = min(tiles.get(packed, rows), rows, tile)
+        if other in sizes:
+            length[other] = jnp.minimum(length[other], columns)
+            tiles[other] = min(tiles.get(other, columns), columns, tiling[other] if tiling else 256)
+
+    # One tile of padding: a tile that begins inside a group never has to be moved to fit the buffer.
+    def padded(x: Array, letters: str) -> Array:
+        x = x.reshape(-1, x.shape[-1])
+        return jnp.pad(x, [(0, tiles.get(letter, 0)) for letter in letters])
+
+    common = compute_dtype(lhs.dtype, rhs.dtype)
+    accumulator = accumulator_dtype(common)
+    buffers = {"lhs": padded(lhs.astype(common), terms["lhs"]), "rhs": padded(rhs.astype(common), terms["rhs"])}
+    first, second = ("lhs", "rhs") if terms["out"][0] in terms["lhs"] else ("rhs", "lhs")
+    contract = tuple((terms[term].index(contracted),) for term in (first, second))
+
+    def window(term: str, group: Array, at: dict[str, Array]) -> tuple[list[Array], list[int]]:
+        """First index and extent of a tile of `term`."""
+        packed, other = terms[term]
+        begin = [starts[term][group] + at[packed], at.get(other, jnp.int32(0))]
+        return begin, [tiles[packed], tiles.get(other, shapes[term][-1])]
+
+    def inside(term: str, letters: str, group: Array, at: dict[str, Array]) -> Array:
+        """Which elements of a tile of `term` lie inside the group, along `letters`."""
+        mask = jnp.ones((1, 1), bool)
+        for axis, letter in enumerate(terms[term]):
+            if letter in sizes and letter in letters:
+                place = at[letter] + lax.iota(jnp.int32, tiles[letter])
+                mask = mask & jnp.expand_dims(place < length[letter][group], 1 - axis)
+        return mask
+
+    def dot(group: Array, at: dict[str, Array]) -> Array:
+        operands = []
+        for term in (first, second):
+            tile = lax.dynamic_slice(buffers[term], *window(term, group, at))
+            operands.append(jnp.where(inside(term, contracted, group, at), tile, jnp.zeros((), common)))
+        return lax.dot_general(
+            *operands, dimension_numbers=(contract, ((), ())), precision=precision, preferred_element_type=accumulator
+        )
+
+    kept = [letter for letter in terms["out"] if letter in sizes]
+
+    def visit(group: Array, count: dict[str, Array], index: Array, out: Array) -> Array:
+        at = {}
+        for letter in reversed(kept):
+            at[letter] = index % count[letter] * tiles[letter]
+            index = index // count[letter]
+        begin, extent = window("out", group, at)
+        if contracted in sizes:
+
+            def add(step: Array, total: Array) -> Array:
+                return total + dot(group, at | {contracted: step * tiles[contracted]})
+
+            total = lax.fori_loop(0, count[contracted], add, jnp.zeros(extent, accumulator))
+        else:
+            total = dot(group, at)
+        old = lax.dynamic_slice(out, begin, extent)
+        new = total if existing_out is None else total + old.astype(accumulator)
+        new = jnp.where(inside("out", terms["out"], group, at), new.astype(out.dtype), old)
+        return lax.dynamic_update_slice(out, new, begin)
+
+    def all_tiles(group: Array, out: Array) -> Array:
+        count = {letter: -(-length[letter][group] // tiles[letter]) for letter in sizes}
+        visits = jnp.prod(jnp.stack([count[letter] for letter in kept]))
+        return lax.fori_loop(0, visits, partial(visit, group, count), out)
+
+    full = shape if batch is None else (batch, *shape)
+    start = jnp.zeros(full, preferred_element_type) if existing_out is None else existing_out
+    out = padded(start.astype(preferred_element_type), terms["out"])
+    out = lax.fori_loop(0, (batch or 1) * num_groups, all_tiles, out)
+    return out[: out.shape[0] - tiles.get(terms["out"][0], 0), : shape[-1]].reshape(full)
+
+
+def _mean_tile(rows: int, num_groups: int) -> int:
+    """About the mean group, a power of two in 16..256."""
+    return int(np.clip(1 << (rows // max(num_groups, 1)).bit_length(), 16, 256))
+
+
+def grouped_matmul(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    *,
+    preferred_element_type: Any,
+    precision: Any = None,
+    tiling: tuple[int, int, int] | None = None,
+    group_offset: Array | None = None,
+    existing_out: Array | None = None,
+    transpose_rhs: bool = False,
+) -> Array:
+    """`[m, k] × [h, k, n] -> [m, n]`: see the contract in `ragged.kernels`."""
+    m, held = lhs.shape[-2], rhs.shape[-3]
+    starts, ends = schedule.segments(group_sizes, m, group_offset, held)
+    index = jnp.arange(held, dtype=jnp.int32)
+    batch = _batch_size((lhs, 2), (rhs, 3), (starts, 1))
+    if batch is not None:
+        # A batch element is `held` further groups, `m` rows further down.
+        element = jnp.arange(batch, dtype=jnp.int32)[:, None]
+        starts, ends = ((x + m * element).reshape(-1) for x in (starts, ends))
+        index = (index + (held * element if rhs.ndim == 4 else 0 * element)).reshape(-1)
+        lhs = jnp.broadcast_to(lhs, (batch, *lhs.shape[-2:])).reshape(batch * m, -1)
+        rhs = rhs.reshape(-1, *rhs.shape[-2:])
+        existing_out = None if existing_out is None else existing_out.reshape(batch * m, -1)
+    out = _forward(
+        lhs,
+        rhs,
+        starts,
+        ends,
+        index,
+        transpose_rhs=transpose_rhs,
+        dtype=preferred_element_type,
+        precision=precision,
+        tallest=tiling[0] if tiling else None,
+        existing_out=existing_out,
+    )
+    return out if batch is None else out.reshape(batch, m, -1)
+
+
+def transposed_grouped_matmul(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    *,
+    preferred_element_type: Any,
+    precision: Any = None,
+    tiling: tuple[int, int, int] | None = None,
+    group_offset: Array | None = None,
+    num_actual_groups: int | None = None,
+    existing_out: Array | None = None,
+    sum_batch: bool = False,
+) -> Array:
+    """`[a, m] × [m, b] -> [h, a, b]`: see the contract in `ragged.kernels`."""
+    lhs = lhs.mT  # [m, a]; cancels where the caller's was an `mT`
+    m = lhs.shape[-2]
+    held = group_sizes.shape[-1] if num_actual_groups is None else num_actual_groups
+    starts, ends = schedule.segments(group_sizes, m, group_offset, held)
+    batch = _batch_size((lhs, 2), (rhs, 2), (starts, 1))
+    starts, ends = starts.reshape(-1, held), ends.reshape(-1, held)
+    if batch is not None:
+        element = jnp.arange(batch, dtype=jnp.int32)[:, None]
+        starts, ends = starts + m * element, ends + m * element
+        lhs, rhs = (jnp.broadcast_to(x, (batch, *x.shape[-2:])).reshape(batch * m, -1) for x in (lhs, rhs))
+        if not sum_batch:
+            starts, ends = starts.reshape(1, -1), ends.reshape(1, -1)
+            existing_out = None if existing_out is None else existing_out.reshape(-1, *existing_out.shape[-2:])
+    out = _wgrad(
+        lhs,
+        rhs,
+        starts,
+        ends,
+        dtype=preferred_element_type,
+        precision=precision,
+        tallest=tiling[0] if tiling else None,
+        existing_out=existing_out,
+    )
+    return out if batch is None or sum_batch else out.reshape(batch, held, *out.shape[-2:])
+
+
+def _batch_size(*operands: tuple[Array, int]) -> int | None:
+    """The batch axis's extent, from arrays and the ranks they have without it; None if there is none."""
+    return next((x.shape[0] for x, ndim in operands if x.ndim > ndim), None)
+
+
+def _forward(lhs, rhs, starts, ends, index, *, transpose_rhs, dtype, precision, tallest, existing_out):
+    m = lhs.shape[0]
+    t = min(tallest or 64, m)
+    common = compute_dtype(lhs.dtype, rhs.dtype)
+    acc = accumulator_dtype(common)
+
+    def group(i, out):
+        w = lax.dynamic_index_in_dim(rhs, index[i], 0, False).astype(common)
+
+        def visit(j, out):
+            r0 = starts[i] + j * t
+            a = jnp.minimum(r0, m - t)
+            x = lax.dynamic_slice_in_dim(lhs, a, t).astype(common)
+            y = lax.dot_general(
+                x, w, (((1,), (1 if transpose_rhs else 0,)), ((), ())), precision=precision, preferred_element_type=acc
+            )
+            old = lax.dynamic_slice_in_dim(out, a, t)
+            rows = a + jnp.arange(t)
+            if existing_out is not None:
+                y = y + old
+            y = jnp.where(((rows >= r0) & (rows < ends[i]))[:, None], y.astype(dtype), old)
+            return lax.dynamic_update_slice_in_dim(out, y, a, 0)
+
+        return lax.fori_loop(0, -(-(ends[i] - starts[i]) // t), visit, out)
+
+    n = rhs.shape[1 if transpose_rhs else 2]
+    out = jnp.zeros((m, n), dtype) if existing_out is None else existing_out
+    return lax.fori_loop(0, index.shape[0], group, out)
+
+
+def _wgrad(lhs, rhs, starts, ends, *, dtype, precision, tallest, existing_out):
+    m = lhs.shape[0]
+    t = min(tallest or 64, m)
+    common = compute_dtype(lhs.dtype, rhs.dtype)
+    acc = accumulator_dtype(common)
+
+    def one(st, en):
+        def visit(j, tot):
+            r0 = st + j * t
+            a = jnp.minimum(r0, m - t)
+            rows = a + jnp.arange(t)
+            mask = ((rows >= r0) & (rows < en))[:, None]
+            x, y = (jnp.where(mask, lax.dynamic_slice_in_dim(z, a, t).astype(common), 0) for z in (lhs, rhs))
+            return tot + lax.dot_general(
+                x, y, (((0,), (0,)), ((), ())), precision=precision, preferred_element_type=acc
+            )
+
+        return lax.fori_loop(0, -(-(en - st) // t), visit, jnp.zeros((lhs.shape[1], rhs.shape[1]), acc))
+
+    out = jax.lax.map(lambda se: sum(one(se[0][b], se[1][b]) for b in range(starts.shape[0])), (starts.T, ends.T))
+    return (out if existing_out is None else out + existing_out).astype(dtype)
