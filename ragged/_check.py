@@ -10,6 +10,7 @@ from jax import Array
 
 from ragged._lowering import Options, check_backend
 from ragged._tensor import GroupedTensor, describe
+from ragged.kernels.xla import accumulator_dtype, promote
 
 Tiling = tuple[int, int, int] | Callable[[int, int, int], tuple[int, int, int] | None] | None
 
@@ -58,10 +59,9 @@ def result_dtype(site: Site, lhs: Any, rhs: Any, preferred: Any, existing: Any) 
             )
         return jnp.dtype(preferred)
     if not floats:
-        common = jnp.promote_types(lhs, rhs)
-        return jnp.promote_types(common, jnp.int32) if jnp.dtype(common).itemsize < 4 else common
+        return accumulator_dtype(promote(lhs, rhs))
     wide = [d for d in floats if jnp.dtype(d).itemsize > 1]
-    return jnp.promote_types(wide[0], wide[-1]) if wide else jnp.dtype(jnp.bfloat16)
+    return promote(wide[0], wide[-1]) if wide else jnp.dtype(jnp.bfloat16)
 
 
 def check_options(
@@ -70,11 +70,9 @@ def check_options(
     """The options of a call whose product is `extents = (m, k, n)`."""
     check_backend(backend, site.call)
     try:
-        # Anything that `lax.dot_general` takes.
-        precision = (
-            jax.lax.canonicalize_precision(precision) if hasattr(jax.lax, "canonicalize_precision") else precision
-        )
-    except ValueError:
+        one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+        jax.eval_shape(lambda x: jax.lax.dot(x, x, precision=precision), one)
+    except (TypeError, ValueError):
         site.fail(ValueError, f"unknown `precision` {precision!r}.", "Pass what `jax.lax.dot_general` takes.")
     if not isinstance(interpret, bool):
         site.fail(TypeError, f"`interpret` must be a bool, not {interpret!r}.", "Pass True or False.")
@@ -96,6 +94,7 @@ def check_options(
                 "It must be three positive ints (tile_m, tile_k, tile_n), a function of (m, k, n), or None.",
             )
         tiling = tuple(int(t) for t in tiling)
+    precision = tuple(precision) if isinstance(precision, list) else precision
     return Options(precision=precision, backend=backend, tiling=tiling, interpret=interpret)
 
 

@@ -96,7 +96,7 @@ def compute(
             **common,
         )
     if batched and not out_batch:
-        wide = accumulator_dtype(dtype)
+        wide = xla.accumulator_dtype(dtype)
         out = compute(
             backend,
             lhs,
@@ -174,14 +174,9 @@ def _batched(
         lhs.astype(compute_dtype),
         rhs.astype(compute_dtype),
         precision=precision,
-        preferred_element_type=accumulator_dtype(compute_dtype),
+        preferred_element_type=xla.accumulator_dtype(compute_dtype),
     )
-    return result.astype(dtype) if existing_out is None else (result + existing_out).astype(dtype)
-
-
-def accumulator_dtype(dtype: Any) -> Any:
-    """float32; int32 for integers; what is wider than that stays as it is."""
-    return xla.accumulator_dtype(dtype)
+    return result.astype(dtype) if existing_out is None else (result + existing_out.astype(result.dtype)).astype(dtype)
 
 
 def zero_tail(x: Array, sizes: tuple[Array, ...], product: Product) -> Array:
@@ -198,4 +193,4 @@ def zero_tail(x: Array, sizes: tuple[Array, ...], product: Product) -> Array:
 
 def sum_batch(x: Array, axis: int) -> Array:
     """Sum over a batch axis, in the accumulator's dtype."""
-    return jnp.sum(x, axis=axis, dtype=accumulator_dtype(x.dtype)).astype(x.dtype)
+    return jnp.sum(x, axis=axis, dtype=xla.accumulator_dtype(x.dtype)).astype(x.dtype)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
@@ -210,4 +211,15 @@ def _compute_on(backend: str) -> Callable[..., Array]:
     return compute
 
 
-mlir.register_lowering(ragged_matmul_p, mlir.lower_fun(_compute_on("xla"), multiple_results=False))
+def _rule(backend: str) -> Callable[..., Any]:
+    lower = mlir.lower_fun(_compute_on(backend), multiple_results=False)
+
+    def rule(ctx: mlir.LoweringRuleContext, *args: Any, call: Call) -> Any:
+        # Over which mesh axes a value varies has been checked by now; a kernel's loops need not carry it along.
+        plain = [[ShapedArray(aval.shape, aval.dtype) for aval in avals] for avals in (ctx.avals_in, ctx.avals_out)]
+        return lower(ctx.replace(avals_in=plain[0], avals_out=plain[1]), *args, call=call)
+
+    return rule
+
+
+mlir.register_lowering(ragged_matmul_p, _rule("xla"))

@@ -12,7 +12,7 @@ With `first_dims=[3, 0, 2]` and a buffer of 6 rows and 2 columns:
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Self
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -187,7 +187,7 @@ class GroupedTensor(Arithmetic):
         return self.data.shape[self._require_packed("capacity")]
 
     @property
-    def offsets(self) -> Int[Array, " g+1"]:
+    def offsets(self) -> Int[Array, " g_plus_1"]:
         """Where each group begins and ends along the packed axis: a leading 0, then the running sum of the sizes.
 
         Never past the capacity, whatever the sizes are. `ValueError` for a uniform tensor.
@@ -209,12 +209,12 @@ class GroupedTensor(Arithmetic):
         return schedule.element_mask(self.packed_dims, self.last_dims, *self.shape)
 
     @property
-    def mT(self) -> Self:
+    def mT(self) -> "GroupedTensor":
         """Every group transposed. The dims trade places, and so do the buffer's last two axes.
 
         Under `jit` no copy is made where the result goes into `ragged.matmul`. `x.mT.mT` is `x`.
         """
-        return type(self)(self.data.mT, self.last_dims, self.first_dims, transposed=not self.transposed)
+        return GroupedTensor(self.data.mT, self.last_dims, self.first_dims, transposed=not self.transposed)
 
     def __repr__(self) -> str:
         parts = [describe(self.data)]
@@ -243,12 +243,12 @@ class GroupedTensor(Arithmetic):
             )
         return self.packed_axis
 
-    def _replace_data(self, data: Array) -> Self:
-        return type(self)(data, self.first_dims, self.last_dims, transposed=self.transposed)
+    def _replace_data(self, data: Array) -> "GroupedTensor":
+        return GroupedTensor(data, self.first_dims, self.last_dims, transposed=self.transposed)
 
     # --- checking values -----------------------------------------------------------------------------------------------
 
-    def validate(self) -> Self:
+    def validate(self) -> "GroupedTensor":
         """Checks the sizes: none negative, none wider than the buffer, their sum within the capacity.
 
         **Returns:** the tensor itself. Under `jit` use the result: the check hangs on its dims.
@@ -277,7 +277,7 @@ class GroupedTensor(Arithmetic):
                 bad = (capped < 0) | (capped > left)
                 messages = [self._bad_group(name, i, None, extent, packed) for i in range(self.num_groups)]
                 checked[name] = eqx.branched_error_if(dims, jnp.any(bad), jnp.argmax(bad), messages)
-        return type(self)(self.data, **checked, transposed=self.transposed)
+        return GroupedTensor(self.data, **checked, transposed=self.transposed)
 
     def _bad_group(self, name: str, group: int, sizes: np.ndarray | None, extent: int, packed: bool) -> str:
         value = "" if sizes is None else f" {sizes[group]}"
@@ -329,7 +329,7 @@ class GroupedTensor(Arithmetic):
 
     # --- conversion ----------------------------------------------------------------------------------------------------
 
-    def astype(self, dtype: Any) -> Self:
+    def astype(self, dtype: Any) -> "GroupedTensor":
         """The same tensor with its buffer cast to `dtype`."""
         return self._replace_data(self.data.astype(dtype))
 

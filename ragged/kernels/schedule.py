@@ -26,7 +26,7 @@ def group_offsets(group_sizes: Int[Array, "*batch g"], capacity: int) -> Int[Arr
     return jnp.concatenate([jnp.zeros_like(ends[..., :1]), ends], axis=-1)
 
 
-def group_ids(offsets: Int[Array, " g+1"], capacity: int) -> Int[Array, " capacity"]:
+def group_ids(offsets: Int[Array, " g_plus_1"], capacity: int) -> Int[Array, " capacity"]:
     """The group of each row, int32; `g` in the tail."""
     return jnp.searchsorted(offsets[1:], jnp.arange(capacity, dtype=jnp.int32), side="right").astype(jnp.int32)
 
@@ -42,7 +42,7 @@ def element_mask(
     if other_sizes is None:
         return jnp.broadcast_to((jnp.arange(rows, dtype=jnp.int32) < offsets[-1])[:, None], (rows, columns))
     widths = other_sizes.at[group_ids(offsets, rows)].get(mode="fill", fill_value=0)
-    return jnp.arange(columns, dtype=jnp.int32) < widths[:, None]
+    return jnp.arange(columns, dtype=jnp.int32)[None] < widths[:, None]
 
 
 def held_groups(
@@ -54,7 +54,8 @@ def held_groups(
     """
     # Clipped before it is added to, so that no offset can wrap around into range.
     offset = jnp.clip(jnp.asarray(group_offset, jnp.int32), -held, num_groups)
-    index = offset[..., None] + jnp.arange(held, dtype=jnp.int32)
+    place = jnp.arange(held, dtype=jnp.int32).reshape((1,) * offset.ndim + (held,))
+    index = offset[..., None] + place
     exists = (index >= 0) & (index < num_groups)
     return jnp.clip(index, 0, max(num_groups - 1, 0)), exists
 

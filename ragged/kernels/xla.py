@@ -11,23 +11,32 @@ from jax import Array, lax
 from ragged.kernels import schedule
 
 
+def promote(lhs: Any, rhs: Any) -> Any:
+    """The operands' common dtype, also where the user has made implicit promotion strict: here it is asked for."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.promote_types(lhs, rhs)
+
+
 def accumulator_dtype(dtype: Any) -> Any:
     """float32; int32 for integers; what is wider than that stays as it is."""
-    if jnp.issubdtype(dtype, jnp.integer):
-        return jnp.promote_types(dtype, jnp.int32) if jnp.dtype(dtype).itemsize < 4 else jnp.dtype(dtype)
-    return jnp.promote_types(dtype, jnp.float32) if jnp.dtype(dtype).itemsize > 1 else jnp.dtype(jnp.float32)
+    if jnp.dtype(dtype).itemsize >= 4:
+        return jnp.dtype(dtype)
+    return jnp.dtype(jnp.int32 if jnp.issubdtype(dtype, jnp.integer) else jnp.float32)
 
 
 def compute_dtype(lhs: Any, rhs: Any) -> Any:
-    """What both operands of a dot are cast to, without loss: XLA's CPU dots are fast in float32, bfloat16 and int8 only."""
+    """What both operands of a dot are cast to, without loss.
+
+    XLA's dots on the CPU are fast in float32, bfloat16 and int8. The 8 bits of bfloat16's mantissa hold every int8 and fp8.
+    """
     lhs, rhs = sorted((jnp.dtype(lhs), jnp.dtype(rhs)), key=lambda d: d.itemsize)
     integers = [jnp.issubdtype(d, jnp.integer) for d in (lhs, rhs)]
     if all(integers):
         signed_bytes = all(d.itemsize == 1 and jnp.issubdtype(d, jnp.signedinteger) for d in (lhs, rhs))
-        return jnp.dtype(jnp.int8) if signed_bytes else jnp.promote_types(jnp.promote_types(lhs, rhs), jnp.int32)
+        return jnp.dtype(jnp.int8) if signed_bytes else accumulator_dtype(promote(lhs, rhs))
     if rhs.itemsize == 1:
-        return jnp.dtype(jnp.bfloat16)  # 8 bits of mantissa hold every int8 and every fp8
-    common = rhs if lhs.itemsize == 1 and not integers[1] else jnp.promote_types(lhs, rhs)
+        return jnp.dtype(jnp.bfloat16)
+    common = rhs if lhs.itemsize == 1 and not integers[1] else promote(lhs, rhs)
     return jnp.dtype(jnp.float32) if common == jnp.float16 else common
 
 
@@ -48,8 +57,8 @@ def tiled_matmul(
     Every term holds a ragged letter, so every buffer is `[packed, other]`, with a batch axis or without. A tile spans the
     whole of a letter that isn't ragged. FLOPs: what the groups need, rounded up to whole tiles along ragged letters.
     """
-    terms = dict(zip(("lhs", "rhs", "out"), axes, strict=True))
-    shapes = {"lhs": lhs.shape, "rhs": rhs.shape, "out": shape}
+    terms: dict[str, str] = dict(zip(("lhs", "rhs", "out"), axes, strict=True))
+    shapes: dict[str, tuple[int, ...]] = {"lhs": lhs.shape, "rhs": rhs.shape, "out": shape}
     contracted = next(letter for letter in "mkn" if letter not in terms["out"])
     batch = next((x.shape[0] for x in (lhs, rhs) if x.ndim == 3), None)
     batch = next((x.shape[0] for x in sizes.values() if x.ndim == 2), batch)
@@ -70,7 +79,7 @@ def tiled_matmul(
             begin = offsets[..., :-1]
             length[packed] = jnp.minimum(length[packed], flat(offsets[..., 1:] - begin))
             if batched[term]:
-                begin = begin + (rows * jnp.arange(batch or 1, dtype=jnp.int32))[:, None]
+                begin = begin.reshape(-1, num_groups) + (rows * jnp.arange(batch or 1, dtype=jnp.int32))[:, None]
             starts[term] = flat(begin)
             tile = tiling[packed] if tiling else _mean_tile(rows, num_groups)
             tiles[packed] = min(tiles.get(packed, rows), rows, tile)
@@ -87,7 +96,7 @@ def tiled_matmul(
     accumulator = accumulator_dtype(common)
     buffers = {"lhs": padded(lhs.astype(common), terms["lhs"]), "rhs": padded(rhs.astype(common), terms["rhs"])}
     first, second = ("lhs", "rhs") if terms["out"][0] in terms["lhs"] else ("rhs", "lhs")
-    contract = tuple((terms[term].index(contracted),) for term in (first, second))
+    contract = (terms[first].index(contracted),), (terms[second].index(contracted),)
 
     def window(term: str, group: Array, at: dict[str, Array]) -> tuple[list[Array], list[int]]:
         """First index and extent of a tile of `term`."""
@@ -171,8 +180,8 @@ def grouped_matmul(
     if batch is not None:
         # A batch element is `held` further groups, `m` rows further down.
         element = jnp.arange(batch, dtype=jnp.int32)[:, None]
-        starts, ends = ((x + m * element).reshape(-1) for x in (starts, ends))
-        index = (index + (held * element if rhs.ndim == 4 else 0 * element)).reshape(-1)
+        starts, ends = ((x.reshape(-1, held) + m * element).reshape(-1) for x in (starts, ends))
+        index = (index[None] + (held if rhs.ndim == 4 else 0) * element).reshape(-1)
         lhs = jnp.broadcast_to(lhs, (batch, *lhs.shape[-2:])).reshape(batch * m, -1)
         rhs = rhs.reshape(-1, *rhs.shape[-2:])
         existing_out = None if existing_out is None else existing_out.reshape(batch * m, -1)
@@ -253,9 +262,9 @@ def _forward(lhs, rhs, starts, ends, index, *, transpose_rhs, dtype, precision, 
                 x, w, (((1,), (1 if transpose_rhs else 0,)), ((), ())), precision=precision, preferred_element_type=acc
             )
             old = lax.dynamic_slice_in_dim(out, a, t)
-            rows = a + jnp.arange(t)
+            rows = a + jnp.arange(t, dtype=jnp.int32)
             if existing_out is not None:
-                y = y + old
+                y = y + old.astype(acc)
             y = jnp.where(((rows >= r0) & (rows < ends[i]))[:, None], y.astype(dtype), old)
             return lax.dynamic_update_slice_in_dim(out, y, a, 0)
 
@@ -276,7 +285,7 @@ def _wgrad(lhs, rhs, starts, ends, *, dtype, precision, tallest, existing_out):
         def visit(j, tot):
             r0 = st + j * t
             a = jnp.minimum(r0, m - t)
-            rows = a + jnp.arange(t)
+            rows = a + jnp.arange(t, dtype=jnp.int32)
             mask = ((rows >= r0) & (rows < en))[:, None]
             x, y = (jnp.where(mask, lax.dynamic_slice_in_dim(z, a, t).astype(common), 0) for z in (lhs, rhs))
             return tot + lax.dot_general(
@@ -286,4 +295,4 @@ def _wgrad(lhs, rhs, starts, ends, *, dtype, precision, tallest, existing_out):
         return lax.fori_loop(0, -(-(en - st) // t), visit, jnp.zeros((lhs.shape[1], rhs.shape[1]), acc))
 
     out = jax.lax.map(lambda se: sum(one(se[0][b], se[1][b]) for b in range(starts.shape[0])), (starts.T, ends.T))
-    return (out if existing_out is None else out + existing_out).astype(dtype)
+    return (out if existing_out is None else out + existing_out.astype(acc)).astype(dtype)

@@ -1,0 +1,128 @@
+"""The case table: every layout, numbers of groups, ways to spread sizes, with slack or without, NaN in the tails."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+
+from ragged import GroupedTensor
+from ragged._layout import LAYOUTS
+
+from . import oracle
+
+NAMES = [layout.name for layout in LAYOUTS.values()]
+LETTERS = {layout.name: layout.ragged for layout in LAYOUTS.values()}
+SPREADS = ("even", "zipf", "half_empty", "giant")
+
+# Largest and rms error, relative to the largest element, by the dtype of the result.
+TOLERANCE = {
+    "float64": (1e-13, 1e-14),  # a few units in the last place of sums of up to 128 products
+    "float32": (2e-5, 2e-6),
+    "bfloat16": (2**-8, 2**-9),  # half a unit in the last place, and the operands are exact
+    "float16": (2**-11, 2**-12),
+    "int32": (0, 0),
+}
+
+
+def spread(rng: np.random.Generator, kind: str, g: int, total: int) -> np.ndarray:
+    """`g` sizes that sum to `total`."""
+    if kind == "even":
+        weights = np.ones(g)
+    elif kind == "zipf":
+        weights = rng.permutation(1 / np.arange(1, g + 1) ** 1.2)
+    elif kind == "half_empty":
+        weights = rng.permutation(np.arange(g) % 2 == 0) * 1.0
+    else:
+        weights = np.zeros(g)
+        weights[rng.integers(g)] = 1
+    ends = np.round(np.cumsum(weights) / weights.sum() * total)
+    return np.diff(ends, prepend=0).astype(np.int32)
+
+
+@dataclass
+class Case:
+    """A product: the groups as NumPy matrices, and the operands as tensors whose tails hold NaN."""
+
+    layout: str
+    sizes: dict[str, np.ndarray]
+    lhs_groups: oracle.Groups
+    rhs_groups: oracle.Groups
+    lhs: GroupedTensor
+    rhs: GroupedTensor
+
+    @property
+    def out_ragged(self) -> tuple[bool, bool]:
+        return "m" in LETTERS[self.layout], "n" in LETTERS[self.layout]
+
+    def unpack(self, data: np.ndarray) -> oracle.Groups:
+        """The groups in a buffer of the result."""
+        return oracle.unpack(np.asarray(data), self.out_ragged, self.sizes["m"].tolist(), self.sizes["n"].tolist())
+
+    def assert_tail_zero(self, out: GroupedTensor) -> None:
+        groups = self.unpack(np.asarray(out.data).astype(np.float64))
+        inside = oracle.pack([np.ones_like(g) for g in groups], self.out_ragged, out.shape, fill=0.0)
+        tail = np.asarray(out.data).astype(np.float64)[inside == 0]
+        assert np.array_equal(tail, np.zeros_like(tail)), "the tail of the result must be zero"
+
+
+def tensor(
+    groups: oracle.Groups,
+    ragged: tuple[bool, bool],
+    capacity: int,
+    widest: int,
+    *,
+    packed_last: bool = False,
+    fill: float = np.nan,
+) -> GroupedTensor:
+    """A `GroupedTensor` of `groups`. `packed_last`: a ragged-both tensor (or a uniform one) seen through `mT`."""
+    first, last = groups[0].shape
+    shape = {
+        (False, False): (len(groups), first, last),
+        (True, False): (capacity, last),
+        (False, True): (first, capacity),
+        (True, True): (widest, capacity) if packed_last else (capacity, widest),
+    }[ragged]
+    data = oracle.pack(groups, ragged, shape, fill, packed_last and ragged == (True, True))
+    firsts = jnp.array([g.shape[0] for g in groups], jnp.int32) if ragged[0] else None
+    lasts = jnp.array([g.shape[1] for g in groups], jnp.int32) if ragged[1] else None
+    return GroupedTensor(jnp.asarray(data), firsts, lasts, transposed=packed_last)
+
+
+def make(
+    layout: str,
+    *,
+    g: int = 4,
+    kind: str = "zipf",
+    slack: bool = True,
+    dtype: str = "float32",
+    capacity: int = 96,
+    uniform: tuple[int, int, int] = (7, 5, 6),
+    lhs_packed_last: bool = False,
+    rhs_packed_last: bool = False,
+    seed: int = 0,
+    fill: float = np.nan,
+) -> Case:
+    """Random operands for a layout. Ragged letters have sizes that sum to the capacity, or to less with `slack`."""
+    rng = np.random.default_rng(seed)
+    letters = LETTERS[layout]
+    sizes = {}
+    for letter, extent in zip("mkn", uniform, strict=True):
+        total = capacity - (capacity // 5 if slack else 0)
+        sizes[letter] = spread(rng, kind, g, total) if letter in letters else np.full(g, extent, np.int32)
+
+    def values(shape: tuple[int, int]) -> np.ndarray:
+        if np.issubdtype(jnp.dtype(dtype), np.integer):
+            info = jnp.iinfo(dtype)
+            return rng.integers(info.min, info.max + 1, shape).astype(jnp.dtype(dtype))
+        return rng.standard_normal(shape).astype(jnp.dtype(dtype))
+
+    def flags(term: str) -> tuple[bool, bool]:
+        return term[0] in letters, term[1] in letters
+
+    lhs_groups = [values((m, k)) for m, k in zip(sizes["m"], sizes["k"], strict=True)]
+    rhs_groups = [values((k, n)) for k, n in zip(sizes["k"], sizes["n"], strict=True)]
+    lhs_widest = int(max(sizes["m"] if lhs_packed_last else sizes["k"])) + 3
+    rhs_widest = int(max(sizes["k"] if rhs_packed_last else sizes["n"])) + 2
+    lhs = tensor(lhs_groups, flags("mk"), capacity, lhs_widest, packed_last=lhs_packed_last, fill=fill)
+    rhs = tensor(rhs_groups, flags("kn"), capacity, rhs_widest, packed_last=rhs_packed_last, fill=fill)
+    return Case(layout, sizes, lhs_groups, rhs_groups, lhs, rhs)

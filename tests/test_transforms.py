@@ -1,0 +1,295 @@
+"""Every JAX transformation of `ragged.matmul`, in all eight layouts."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+
+import ragged
+from ragged import GroupedTensor
+
+from . import cases
+from .cases import LETTERS, NAMES
+
+
+@pytest.fixture
+def x64() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+def small(layout: str, dtype: str = "float64", seed: int = 0, **kwargs: Any) -> cases.Case:
+    return cases.make(layout, g=3, kind="zipf", capacity=12, uniform=(4, 3, 2), dtype=dtype, seed=seed, **kwargs)
+
+
+def loss_of(case: cases.Case, **options: Any) -> Callable[[Array, Array], Array]:
+    """A scalar function of the two buffers, not linear in either."""
+
+    def loss(lhs: Array, rhs: Array) -> Array:
+        out = ragged.matmul(
+            GroupedTensor(lhs, case.lhs.first_dims, case.lhs.last_dims, transposed=case.lhs.transposed),
+            GroupedTensor(rhs, case.rhs.first_dims, case.rhs.last_dims, transposed=case.rhs.transposed),
+            **options,
+        )
+        weights = jnp.cos(jnp.arange(out.data.size, dtype=out.dtype)).reshape(out.shape)
+        return jnp.sum(jnp.sin(out.data) * weights)
+
+    return loss
+
+
+def directions(case: cases.Case, seed: int) -> list[Array]:
+    """A random direction for each operand, also in the tails, where it must not matter."""
+    rng = np.random.default_rng(seed)
+    return [jnp.asarray(rng.standard_normal(x.shape), x.dtype) for x in (case.lhs, case.rhs)]
+
+
+def dot(xs: Any, ys: Any) -> Array:
+    return sum((jnp.vdot(x, y) for x, y in zip(xs, ys, strict=True)), start=jnp.zeros((), xs[0].dtype))
+
+
+@pytest.mark.parametrize("packed_last", [False, True])
+@pytest.mark.parametrize("layout", NAMES)
+def test_first_derivatives_equal_finite_differences(layout: str, packed_last: bool, x64: None) -> None:
+    """T3, B1, B4, O16: forward and reverse mode, by each operand, with NaN in the tails."""
+    case = small(layout, lhs_packed_last=packed_last, rhs_packed_last=packed_last)
+    loss, args = loss_of(case), [case.lhs.data, case.rhs.data]
+    grads = jax.grad(loss, argnums=(0, 1))(*args)
+    h = 1e-5
+    for which, operand in enumerate((case.lhs, case.rhs)):
+        direction = [jnp.zeros_like(x) for x in args]
+        direction[which] = directions(case, seed=1)[which]
+        ahead, behind = ([a + s * d for a, d in zip(args, direction, strict=True)] for s in (h, -h))
+        differences = (loss(*ahead) - loss(*behind)) / (2 * h)
+        _, forward = jax.jvp(loss, args, direction)
+        scale = float(jnp.linalg.norm(grads[which]) * jnp.linalg.norm(direction[which]))
+        assert abs(float(forward - differences)) <= 1e-6 * scale
+        assert abs(float(jnp.vdot(grads[which], direction[which]) - differences)) <= 1e-6 * scale
+        assert scale > 0
+        outside = ~np.asarray(operand.mask)
+        assert np.array_equal(np.asarray(grads[which])[outside], np.zeros(outside.sum())), "a gradient's tail is zero"
+
+
+@pytest.mark.parametrize("layout", NAMES)
+def test_hessian_vector_products_agree(layout: str, x64: None) -> None:
+    """B2: forward over reverse, reverse over reverse, reverse over forward, and differences of gradients."""
+    case = small(layout)
+    loss, args = loss_of(case), [case.lhs.data, case.rhs.data]
+    direction = directions(case, seed=2)
+    grad = jax.grad(loss, argnums=(0, 1))
+    _, forward_reverse = jax.jvp(grad, args, direction)
+    reverse_reverse = jax.grad(lambda *xs: dot(grad(*xs), direction), argnums=(0, 1))(*args)
+    reverse_forward = jax.grad(lambda *xs: jax.jvp(loss, xs, tuple(direction))[1], argnums=(0, 1))(*args)
+    h = 1e-5
+    ahead, behind = (grad(*[a + s * d for a, d in zip(args, direction, strict=True)]) for s in (h, -h))
+    for which in (0, 1):
+        want = (ahead[which] - behind[which]) / (2 * h)
+        scale = float(jnp.max(jnp.abs(want)))
+        assert scale > 0
+        for got in (forward_reverse, reverse_reverse, reverse_forward):
+            assert float(jnp.max(jnp.abs(got[which] - want))) <= 1e-6 * scale
+
+
+def test_hessian_is_symmetric_and_full(x64: None) -> None:
+    """B2: the Hessian of a wgrad, all of it."""
+    case = cases.make("wgrad", g=2, capacity=4, uniform=(2, 0, 2), dtype="float64")
+    loss, args = loss_of(case), [case.lhs.data, case.rhs.data]
+    hessian = jax.hessian(loss, argnums=(0, 1))(*args)
+    blocks = [[np.asarray(hessian[i][j]).reshape(8, 8) for j in (0, 1)] for i in (0, 1)]
+    full = np.block(blocks)
+    assert np.abs(full).max() > 0
+    np.testing.assert_allclose(full, full.T, atol=1e-12)
+
+
+SUBSETS = [s for n in (1, 2, 3) for s in itertools.combinations(("lhs", "dims", "rhs"), n)]
+
+
+@pytest.mark.parametrize("mapped", SUBSETS, ids="+".join)
+@pytest.mark.parametrize("layout", NAMES)
+def test_vmap_of_any_subset(layout: str, mapped: tuple[str, ...], x64: None) -> None:
+    """B3: values and gradients equal those of a loop; gradients taken inside and outside of the map."""
+    batch = [small(layout, seed=seed) for seed in range(3)]
+    widest = {
+        side: [max(getattr(c, side).shape[axis] for c in batch) for axis in (-2, -1)] for side in ("lhs", "rhs")
+    }
+
+    def pad(x: GroupedTensor, side: str) -> Array:
+        # Ragged-both operands are as wide as their own widest group: bring them to one shape.
+        (rows, columns), data = widest[side], x.data
+        return jnp.pad(
+            data, [(0, 0)] * (data.ndim - 2) + [(0, rows - data.shape[-2]), (0, columns - data.shape[-1])], constant_values=jnp.nan
+        )
+
+    def pick(what: str, get: Callable[[cases.Case], Any]) -> tuple[Any, int | None]:
+        """The mapped values stacked, or the first one's."""
+        values = [get(case) for case in batch]
+        if what not in mapped or values[0] is None:
+            return values[0], None
+        return jnp.stack(values), 0
+
+    letters = LETTERS[layout]
+    if not letters and "dims" in mapped:
+        pytest.skip("the batched layout has no dims to map")
+    inputs, axes = zip(
+        pick("lhs", lambda c: pad(c.lhs, "lhs")),
+        pick("rhs", lambda c: pad(c.rhs, "rhs")),
+        *[pick("dims", lambda c, letter=letter: jnp.asarray(c.sizes[letter])) for letter in letters],
+        strict=True,
+    )
+
+    def product(lhs: Array, rhs: Array, *dims: Array) -> Array:
+        of = dict(zip(letters, dims, strict=True))
+        out = ragged.matmul(
+            GroupedTensor(lhs, of.get("m"), of.get("k")),
+            GroupedTensor(rhs, of.get("k"), of.get("n")),
+        )
+        return jnp.sin(out.data)
+
+    def loss(*args: Array) -> Array:
+        out = product(*args)
+        return jnp.sum(out * jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape))
+
+    def element(i: int) -> list[Array]:
+        return [x if axis is None else x[i] for x, axis in zip(inputs, axes, strict=True)]
+
+    got = jax.vmap(product, in_axes=axes)(*inputs)
+    want = jnp.stack([product(*element(i)) for i in range(3)])
+    np.testing.assert_allclose(got, want, atol=1e-13)
+
+    inside = jax.vmap(jax.grad(loss, argnums=(0, 1)), in_axes=axes)(*inputs)
+    outside = jax.grad(lambda lhs, rhs: jax.vmap(loss, in_axes=axes)(lhs, rhs, *inputs[2:]).sum(), argnums=(0, 1))(
+        inputs[0], inputs[1]
+    )
+    loop = [jax.grad(loss, argnums=(0, 1))(*element(i)) for i in range(3)]
+    for which in (0, 1):
+        each = jnp.stack([g[which] for g in loop])
+        np.testing.assert_allclose(inside[which], each, atol=1e-12)
+        np.testing.assert_allclose(outside[which], each if axes[which] == 0 else each.sum(0), atol=1e-12)
+
+
+@pytest.mark.parametrize("layout", NAMES)
+def test_nested_vmap(layout: str, x64: None) -> None:
+    """B3: two maps, of different operands and of the same; and a gradient that sums over one of them."""
+    case = small(layout)
+    rng = np.random.default_rng(3)
+    lhs = jnp.asarray(rng.standard_normal((2, *case.lhs.shape)))
+    rhs = jnp.asarray(rng.standard_normal((3, *case.rhs.shape)))
+
+    def product(a: Array, b: Array) -> Array:
+        return ragged.matmul(
+            GroupedTensor(a, case.lhs.first_dims, case.lhs.last_dims),
+            GroupedTensor(b, case.rhs.first_dims, case.rhs.last_dims),
+        ).data
+
+    want = jnp.stack([jnp.stack([product(a, b) for b in rhs]) for a in lhs])
+    each_pair = jax.vmap(jax.vmap(product, (None, 0)), (0, None))
+    np.testing.assert_allclose(each_pair(lhs, rhs), want, atol=1e-13)
+    both = jax.vmap(jax.vmap(product, (0, None), out_axes=1), (None, 0), out_axes=1)(lhs, rhs)
+    np.testing.assert_allclose(both, jnp.moveaxis(want, (0, 1, 2), (2, 1, 0)), atol=1e-13)
+
+    def loss(a: Array, b: Array) -> Array:
+        return jnp.sum(jnp.sin(each_pair(a, b)))
+
+    def slow_loss(a: Array, b: Array) -> Array:
+        return sum((jnp.sum(jnp.sin(product(x, y))) for x in a for y in b), start=jnp.zeros(()))
+
+    for got, wanted in zip(jax.grad(loss, (0, 1))(lhs, rhs), jax.grad(slow_loss, (0, 1))(lhs, rhs), strict=True):
+        np.testing.assert_allclose(got, wanted, atol=1e-12)
+    # A map over a gradient that itself sums over a map.
+    summed = jax.vmap(jax.grad(lambda b, a: jnp.sum(jnp.sin(jax.vmap(product, (0, None))(a, b)))), (0, None))(rhs, lhs)
+    np.testing.assert_allclose(summed, jax.grad(slow_loss, 1)(lhs, rhs), atol=1e-12)
+
+
+@pytest.mark.parametrize("layout", NAMES)
+def test_jit_scan_and_remat(layout: str) -> None:
+    case = small(layout, dtype="float32")
+    loss, args = loss_of(case), (case.lhs.data, case.rhs.data)
+    value, grads = jax.value_and_grad(loss, argnums=(0, 1))(*args)
+
+    jitted = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(*args)
+    remat = jax.value_and_grad(jax.checkpoint(loss), argnums=(0, 1))(*args)
+
+    def scanned(lhs: Array, rhs: Array) -> Array:
+        stacked = jax.tree.map(lambda x: jnp.stack([x, x]), case.lhs)
+
+        def step(total: Array, x: GroupedTensor) -> tuple[Array, None]:
+            return total + loss(lhs, rhs) + 0 * jnp.nansum(x.data).astype(total.dtype), None
+
+        return jax.lax.scan(step, jnp.zeros(()), stacked)[0] / 2
+
+    scan = jax.value_and_grad(scanned, argnums=(0, 1))(*args)
+    for other in (jitted, remat, scan):
+        np.testing.assert_allclose(other[0], value, rtol=1e-5)
+        for got, want in zip(other[1], grads, strict=True):
+            np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_grouped_tensors_cross_transformations_as_pytrees() -> None:
+    """T1: a model of `GroupedTensor`s is differentiated, mapped and scanned over like any pytree."""
+    case = small("forward", dtype="float32")
+
+    @eqx.filter_jit
+    def step(w: GroupedTensor, x: GroupedTensor) -> GroupedTensor:
+        grad = eqx.filter_grad(lambda w: jnp.sum(ragged.matmul(x, w).data ** 2))(w)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, w, grad)
+
+    new = step(case.rhs, case.lhs)
+    assert jax.tree.structure(new) == jax.tree.structure(case.rhs)
+    transposed = eqx.filter_grad(lambda w: jnp.sum(ragged.matmul(case.lhs, w.mT).data ** 2))(case.rhs.mT)
+    assert jax.tree.structure(transposed) == jax.tree.structure(case.rhs.mT)
+    np.testing.assert_allclose(case.rhs.data - 0.1 * transposed.data.mT, new.data, rtol=1e-5)
+
+
+@pytest.mark.parametrize("layout", NAMES)
+def test_export_for_three_platforms_from_one_machine(layout: str) -> None:
+    """B5: traced once, exported for CPU, CUDA and TPU, forward and backward."""
+    case = small(layout, dtype="float32")
+    fn = jax.jit(jax.value_and_grad(loss_of(case), argnums=(0, 1)))
+    args = (case.lhs.data, case.rhs.data)
+    exported = jax.export.export(fn, platforms=["cpu", "cuda", "tpu"])(*args)
+    assert exported.platforms == ("cpu", "cuda", "tpu")
+    value, grads = exported.call(*args)
+    want_value, want_grads = fn(*args)
+    np.testing.assert_allclose(value, want_value, rtol=1e-6)
+    for got, want in zip(grads, want_grads, strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("layout", NAMES)
+def test_shard_map(layout: str, check_vma: bool) -> None:
+    """Data-parallel: each device has its own lhs and dims; rhs is shared, and its cotangent is summed over devices."""
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+    case = small(layout, dtype="float32")
+    rng = np.random.default_rng(0)
+    lhs = jnp.asarray(rng.standard_normal((4, *case.lhs.shape)), jnp.float32)
+    rhs = jnp.asarray(rng.standard_normal(case.rhs.shape), jnp.float32)
+
+    def product(a: Array, b: Array) -> Array:
+        out = ragged.matmul(
+            GroupedTensor(a[0], case.lhs.first_dims, case.lhs.last_dims),
+            GroupedTensor(b, case.rhs.first_dims, case.rhs.last_dims),
+        )
+        return jnp.sin(out.data)[None]
+
+    sharded = jax.shard_map(product, mesh=mesh, in_specs=(spec("d"), spec()), out_specs=spec("d"), check_vma=check_vma)
+    want = jnp.concatenate([product(a[None], rhs) for a in lhs])
+    np.testing.assert_allclose(jax.jit(sharded)(lhs, rhs), want, atol=1e-5)
+    got = jax.jit(jax.grad(lambda a, b: sharded(a, b).sum(), argnums=(0, 1)))(lhs, rhs)
+    wanted = jax.grad(lambda a, b: sum(product(x[None], b).sum() for x in a), argnums=(0, 1))(lhs, rhs)
+    for g, w in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(g, w, atol=1e-4)
+
+
+def test_explicit_sharding_is_refused_clearly() -> None:
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.ones((8, 4)), jax.NamedSharding(mesh, jax.P("d", None)))
+        with pytest.raises(NotImplementedError, match="inside `jax.shard_map`, or make that mesh axis `Auto`"):
+            ragged.matmul(GroupedTensor(x, first_dims=jnp.array([3, 5], jnp.int32)), jnp.ones((2, 4, 3)))
