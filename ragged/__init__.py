@@ -2,6 +2,7 @@
 
 from ragged._arithmetic import per_group as per_group
 from ragged._arithmetic import per_row as per_row
+from ragged._explain import explain as explain
 from ragged._grouped import grouped_matmul as grouped_matmul
 from ragged._grouped import transposed_grouped_matmul as transposed_grouped_matmul
 from ragged._matmul import matmul as matmul

@@ -9,7 +9,8 @@ from jaxtyping import Int
 from ragged import _check
 from ragged._check import Site, Tiling
 from ragged._layout import Product
-from ragged._primitive import Call, Operands, bind
+from ragged._lowering import Call, Operands
+from ragged._primitive import bind
 
 
 def grouped_matmul(
@@ -43,7 +44,7 @@ def grouped_matmul(
     **Raises:** `ValueError` for shapes and options, `TypeError` for dtypes.
     """
     site = Site("ragged.grouped_matmul(lhs, rhs, group_sizes)", {"lhs": lhs, "rhs": rhs, "group_sizes": group_sizes})
-    _check_arrays(site, lhs, 2, rhs, 3, group_sizes)
+    _check_arrays(site, lhs, 2, rhs, 3, group_sizes, input_buffer_count)
     k_axis, n_axis = (2, 1) if transpose_rhs else (1, 2)
     m, k, n = lhs.shape[0], lhs.shape[1], rhs.shape[n_axis]
     if rhs.shape[k_axis] != k:
@@ -99,7 +100,7 @@ def transposed_grouped_matmul(
     site = Site(
         "ragged.transposed_grouped_matmul(lhs, rhs, group_sizes)", {"lhs": lhs, "rhs": rhs, "group_sizes": group_sizes}
     )
-    _check_arrays(site, lhs, 2, rhs, 2, group_sizes)
+    _check_arrays(site, lhs, 2, rhs, 2, group_sizes, input_buffer_count)
     (k, m), n = lhs.shape, rhs.shape[1]
     if rhs.shape[0] != m:
         site.fail(
@@ -120,7 +121,9 @@ def transposed_grouped_matmul(
     )
 
 
-def _check_arrays(site: Site, lhs: Any, lhs_rank: int, rhs: Any, rhs_rank: int, group_sizes: Any) -> None:
+def _check_arrays(
+    site: Site, lhs: Any, lhs_rank: int, rhs: Any, rhs_rank: int, group_sizes: Any, input_buffer_count: Any
+) -> None:
     for name, x, rank in (("lhs", lhs, lhs_rank), ("rhs", rhs, rhs_rank), ("group_sizes", group_sizes, 1)):
         if not _check.is_arraylike(x):
             site.fail(TypeError, f"`{name}` is not an array.", "`ragged.matmul` takes a `GroupedTensor`.")
@@ -132,6 +135,8 @@ def _check_arrays(site: Site, lhs: Any, lhs_rank: int, rhs: Any, rhs_rank: int, 
             )
     if group_sizes.dtype not in (jnp.int32, jnp.uint32):
         site.fail(TypeError, "`group_sizes` must be int32 or uint32.", "Cast it: `group_sizes.astype(jnp.int32)`.")
+    if not isinstance(input_buffer_count, int) or input_buffer_count < 1:
+        site.fail(ValueError, f"`input_buffer_count` is {input_buffer_count!r}.", "It must be a positive int.")
 
 
 def _bind(

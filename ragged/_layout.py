@@ -85,6 +85,10 @@ class Product(NamedTuple):
             return self._replace(lhs=self.out, out=self.lhs)
         return self._replace(rhs=self.out, out=self.rhs)
 
+    @property
+    def contracted(self) -> str:
+        return next(letter for letter in "mkn" if letter not in self.out)
+
     def is_uniform(self, term: str) -> bool:
         return not set(term) & set(self.ragged)
 

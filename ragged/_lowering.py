@@ -1,7 +1,7 @@
 """From a product to the kernel that computes it: the eight layouts come down to four kernels.
 
 ragged letters            kernel
-none                      `lax.dot_general`, on every platform
+none                      `batched_matmul`
 one, kept                 `grouped_matmul` (forward, dgrad, and both from the left)
 the contracted one        `transposed_grouped_matmul` (wgrad)
 two or three              `tiled_matmul`
@@ -28,12 +28,71 @@ class Options(NamedTuple):
     interpret: bool = False
 
 
+class Call(NamedTuple):
+    """All that is static about one product."""
+
+    product: Product
+    shape: tuple[int, ...]  # of the result, without a batch axis
+    dtype: Any  # of the result
+    options: Options
+    out_batch: bool = False
+    has_offset: bool = False
+    has_existing: bool = False
+
+
+class Operands(NamedTuple):
+    """The arrays of one product. Any may have a batch axis in front; its rank says whether it has."""
+
+    lhs: Any
+    rhs: Any
+    sizes: tuple[Any, ...]  # `(g,)` for each ragged letter, in the order m, k, n
+    offset: Any = None
+    existing: Any = None
+
+    def flat(self) -> list[Any]:
+        return [self.lhs, self.rhs, *self.sizes, *(x for x in (self.offset, self.existing) if x is not None)]
+
+    def has_batch_axis(self, call: Call) -> list[bool]:
+        """Which of the flat operands have a batch axis."""
+        p = call.product
+        ndims = [p.ndim(p.lhs), p.ndim(p.rhs)] + [1] * len(self.sizes) + [0] * call.has_offset
+        ndims += [len(call.shape)] * call.has_existing
+        return [x.ndim > ndim for x, ndim in zip(self.flat(), ndims, strict=True)]
+
+    def batch_size(self, call: Call) -> int | None:
+        """The extent of the batch axis; None if no operand has one."""
+        sizes = {x.shape[0] for x, has in zip(self.flat(), self.has_batch_axis(call), strict=True) if has}
+        (size,) = sizes or {None}
+        return size
+
+
 BACKENDS: dict[str, ModuleType | str] = {
     "xla": xla,
     "pallas_tpu": "this version of ragged has no TPU kernels yet",
     "triton_gpu": "this version of ragged has no GPU kernels yet",
 }
 """Each backend's module, or why there is none."""
+
+PLATFORMS = {"cpu": "xla", "cuda": "triton_gpu", "tpu": "pallas_tpu"}
+"""Each platform's own backend. Where it is missing, or lacks a kernel, XLA's is used."""
+
+
+def chosen_backend(platform: str, kernel: str) -> tuple[str, str]:
+    """The backend that runs a kernel on a platform, and why it isn't the platform's own (or "")."""
+    own = PLATFORMS.get(platform, "xla")
+    module = BACKENDS[own]
+    if isinstance(module, str):
+        return "xla", module
+    return (own, "") if hasattr(module, kernel) else ("xla", f"{own} has no {kernel}")
+
+
+def kernel_name(product: Product) -> str:
+    """The kernel that computes a product."""
+    if not product.ragged:
+        return "batched_matmul"
+    if len(product.ragged) > 1:
+        return "tiled_matmul"
+    return "grouped_matmul" if product.ragged in product.out else "transposed_grouped_matmul"
 
 
 def check_backend(name: str | None, call: str) -> None:
@@ -50,133 +109,56 @@ def check_backend(name: str | None, call: str) -> None:
     )
 
 
-def compute(
-    backend: str,
-    lhs: Array,
-    rhs: Array,
-    sizes: tuple[Array, ...],
-    offset: Array | None,
-    existing: Array | None,
-    *,
-    product: Product,
-    shape: tuple[int, ...],
-    dtype: Any,
-    out_batch: bool,
-    options: Options,
-) -> Array:
-    """The product on one backend. Operands and result as in `_primitive`."""
-    module = BACKENDS[backend]
-    assert isinstance(module, ModuleType)
-    p = product
-    contracted = next(letter for letter in "mkn" if letter not in p.out)
-    batched = lhs.ndim > p.ndim(p.lhs) or rhs.ndim > p.ndim(p.rhs) or any(s.ndim > 1 for s in sizes)
-    batch = _batch_size(lhs, rhs, sizes, p) if batched else None
-    if 0 in lhs.shape or 0 in rhs.shape or 0 in shape or any(s.shape[-1] == 0 for s in sizes):
-        zeros = jnp.zeros((batch, *shape) if out_batch else shape, dtype)
-        return zeros if existing is None else zeros + zero_tail(existing, sizes, p)
-    if existing is not None:
-        existing = zero_tail(existing, sizes, p)
-    common: dict[str, Any] = {"existing_out": existing, "precision": options.precision}
+def compute(platform: str, operands: Operands, call: Call) -> Array:
+    """The product on one platform, or on the backend that was asked for. Operands and result as in `_primitive`."""
+    x, p, kernel = operands, call.product, kernel_name(call.product)
+    batch = x.batch_size(call)
+    if batch is not None and not call.out_batch and kernel != "transposed_grouped_matmul":
+        # Only a wgrad sums over the batch as it goes.
+        wide = call._replace(dtype=xla.accumulator_dtype(call.dtype), out_batch=True)
+        return jnp.sum(compute(platform, operands, wide), axis=0).astype(call.dtype)
+    existing = None if x.existing is None else zero_tail(x.existing, x.sizes, p)
+    if 0 in (*x.lhs.shape, *x.rhs.shape, *call.shape, *(s.shape[-1] for s in x.sizes)):
+        shape = (batch, *call.shape) if batch is not None and call.out_batch else call.shape
+        return jnp.zeros(shape, call.dtype) if existing is None else existing
+    name = call.options.backend or chosen_backend(platform, kernel)[0]
+    run = getattr(BACKENDS[name], kernel, None) or getattr(xla, kernel)
+    run = partial(run, preferred_element_type=call.dtype, precision=call.options.precision, existing_out=existing)
+    contracted = p.contracted
+    tiles = None if call.options.tiling is None else dict(zip("mkn", call.options.tiling, strict=True))
 
-    if p.ragged == contracted:
-        # lhs [k, a], rhs [k, b] -> [g, a, b]
-        a, b = lhs, rhs
-        tile_a, tile_b = p.lhs[1], p.rhs[1]
-        if p.out[0] != p.lhs[1]:
-            a, b, tile_a, tile_b = rhs, lhs, tile_b, tile_a
-        return module.transposed_grouped_matmul(
-            a.mT,
-            b,
-            sizes[0],
-            group_offset=offset,
-            num_actual_groups=shape[0],
-            sum_batch=batched and not out_batch,
-            tiling=_tiling(options, (contracted, tile_a, tile_b)),
-            preferred_element_type=dtype,
-            **common,
-        )
-    if batched and not out_batch:
-        wide = xla.accumulator_dtype(dtype)
-        out = compute(
-            backend,
-            lhs,
-            rhs,
-            sizes,
-            offset,
-            None,
-            product=p,
-            shape=shape,
-            dtype=wide,
-            out_batch=True,
-            options=options,
-        )
-        return sum_batch(out, axis=0).astype(dtype)
-    if not p.ragged:
-        return _batched(lhs, rhs, p, contracted, dtype, batch, **common)
-    if len(p.ragged) == 1:
-        # a [m, k] ragged, b [g, k, n] or [g, n, k] -> [m, n]
-        a, b, b_letters = (lhs, rhs, p.rhs) if p.ragged in p.lhs else (rhs, lhs, p.lhs)
-        free = b_letters.replace(contracted, "")
-        return module.grouped_matmul(
-            a,
-            b,
-            sizes[0],
-            group_offset=offset,
-            transpose_rhs=b_letters[0] != contracted,
-            tiling=_tiling(options, (p.ragged, contracted, free)),
-            preferred_element_type=dtype,
-            **common,
-        )
-    tiled = getattr(module, "tiled_matmul", xla.tiled_matmul)
-    return tiled(
-        lhs,
-        rhs,
-        dict(zip(p.ragged, sizes, strict=True)),
-        axes=(p.lhs, p.rhs, p.out),
-        shape=shape,
-        tiling=None if options.tiling is None else dict(zip("mkn", options.tiling, strict=True)),
-        preferred_element_type=dtype,
-        **common,
-    )
+    def tiling(*letters: str) -> tuple[int, ...] | None:
+        return None if tiles is None else tuple(tiles[letter] for letter in letters)
 
-
-def _tiling(options: Options, letters: tuple[str, str, str]) -> tuple[int, int, int] | None:
-    if options.tiling is None:
-        return None
-    of = dict(zip("mkn", options.tiling, strict=True))
-    return of[letters[0]], of[letters[1]], of[letters[2]]
-
-
-def _batch_size(lhs: Array, rhs: Array, sizes: tuple[Array, ...], p: Product) -> int:
-    for x, ndim in ((lhs, p.ndim(p.lhs)), (rhs, p.ndim(p.rhs)), *((s, 1) for s in sizes)):
-        if x.ndim > ndim:
-            return x.shape[0]
-    raise AssertionError("no operand has a batch axis")
-
-
-def _batched(
-    lhs: Array,
-    rhs: Array,
-    p: Product,
-    contracted: str,
-    dtype: Any,
-    batch: int | None,
-    *,
-    existing_out: Array | None,
-    precision: Any,
-) -> Array:
-    """Uniform × uniform: one `einsum` over the group axis and, where there is one, the batch axis."""
-    compute_dtype = xla.compute_dtype(lhs.dtype, rhs.dtype)
-    terms = [("b" if x.ndim == 4 else "") + "g" + letters for x, letters in ((lhs, p.lhs), (rhs, p.rhs))]
-    out = ("g" if batch is None else "bg") + p.out
-    result = jnp.einsum(
-        f"{terms[0]},{terms[1]}->{out}",
-        lhs.astype(compute_dtype),
-        rhs.astype(compute_dtype),
-        precision=precision,
-        preferred_element_type=xla.accumulator_dtype(compute_dtype),
-    )
-    return result.astype(dtype) if existing_out is None else (result + existing_out.astype(result.dtype)).astype(dtype)
+    match kernel:
+        case "batched_matmul":
+            return run(x.lhs, x.rhs, axes=(p.lhs, p.rhs, p.out))
+        case "tiled_matmul":
+            sizes = dict(zip(p.ragged, x.sizes, strict=True))
+            return run(x.lhs, x.rhs, sizes, axes=(p.lhs, p.rhs, p.out), shape=call.shape, tiling=tiles)
+        case "grouped_matmul":
+            # a [m, k] ragged, b [g, k, n] or [g, n, k] -> [m, n]
+            (a, _), (b, b_letters) = sorted(((x.lhs, p.lhs), (x.rhs, p.rhs)), key=lambda term: p.ragged not in term[1])
+            return run(
+                a,
+                b,
+                x.sizes[0],
+                group_offset=x.offset,
+                transpose_rhs=b_letters[0] != contracted,
+                tiling=tiling(p.ragged, contracted, b_letters.replace(contracted, "")),
+            )
+        case _:
+            # lhs [k, a], rhs [k, b] -> [g, a, b]
+            a, b = (x.lhs, x.rhs) if p.out[0] in p.lhs else (x.rhs, x.lhs)
+            return run(
+                a.mT,
+                b,
+                x.sizes[0],
+                group_offset=x.offset,
+                num_actual_groups=call.shape[0],
+                sum_batch=not call.out_batch,
+                tiling=tiling(contracted, *p.out),
+            )
 
 
 def zero_tail(x: Array, sizes: tuple[Array, ...], product: Product) -> Array:
@@ -187,10 +169,7 @@ def zero_tail(x: Array, sizes: tuple[Array, ...], product: Product) -> Array:
         return x
     mask = partial(schedule.element_mask, rows=x.shape[-2], columns=x.shape[-1])
     if any(s.ndim > 1 for s in sizes):
-        mask = jax.vmap(mask, in_axes=(0, None if of.get(other) is None else 0))
-    return jnp.where(mask(of[packed], of.get(other)), x, jnp.zeros((), x.dtype))
-
-
-def sum_batch(x: Array, axis: int) -> Array:
-    """Sum over a batch axis, in the accumulator's dtype."""
-    return jnp.sum(x, axis=axis, dtype=xla.accumulator_dtype(x.dtype)).astype(x.dtype)
+        batch = max(s.shape[0] for s in sizes if s.ndim > 1)
+        of = {letter: jnp.broadcast_to(s, (batch, s.shape[-1])) for letter, s in of.items()}
+        mask = jax.vmap(mask)
+    return jnp.where(jnp.broadcast_to(mask(of[packed], of.get(other)), x.shape), x, jnp.zeros((), x.dtype))

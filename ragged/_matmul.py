@@ -10,7 +10,8 @@ from jaxtyping import Int
 from ragged import _check
 from ragged._check import Site, Tiling
 from ragged._layout import Layout, Product, infer_layout
-from ragged._primitive import Call, Operands, bind
+from ragged._lowering import Call, Operands
+from ragged._primitive import bind
 from ragged._tensor import GroupedTensor, is_concrete
 from ragged.kernels import schedule
 
@@ -85,6 +86,51 @@ def matmul(
         assert dw.shape == (4, 4, 8)
         ```
     """
+    plan = plan_matmul(
+        lhs,
+        rhs,
+        preferred_element_type=preferred_element_type,
+        precision=precision,
+        existing_out=existing_out,
+        group_offset=group_offset,
+        num_actual_groups=num_actual_groups,
+        capacity=capacity,
+        max_last=max_last,
+        backend=backend,
+        tiling=tiling,
+        interpret=interpret,
+    )
+    out = _bind_shared(plan.operands, plan.call)
+    return GroupedTensor(out.mT if plan.swapped else out, plan.first_dims, plan.last_dims)
+
+
+class Plan(NamedTuple):
+    """What a call of `matmul` comes down to."""
+
+    layout: Layout
+    operands: Operands
+    call: Call
+    swapped: bool  # the primitive's result is the transpose of the call's
+    first_dims: Array | Any
+    last_dims: Array | Any
+
+
+def plan_matmul(
+    lhs: Any,
+    rhs: Any,
+    *,
+    preferred_element_type: Any = None,
+    precision: Any = None,
+    existing_out: Any = None,
+    group_offset: Any = None,
+    num_actual_groups: Any = None,
+    capacity: Any = None,
+    max_last: Any = None,
+    backend: Any = None,
+    tiling: Any = None,
+    interpret: Any = False,
+) -> Plan:
+    """Checks a call of `matmul`, and says what to bind. Arguments and errors are its."""
     site = Site("ragged.matmul(lhs, rhs)", {"lhs": lhs, "rhs": rhs})
     lhs, rhs = _check.operand(site, "lhs", lhs), _check.operand(site, "rhs", rhs)
     layout = _infer(site, lhs, rhs)
@@ -99,25 +145,23 @@ def matmul(
     extents = (lhs.shape[-2], lhs.shape[-1], rhs.shape[-1])
     options = _check.check_options(site, backend, precision, tiling, interpret, extents)
     offset = _check.check_offset(site, group_offset)
-
-    # Terms as the primitive wants them: the packed axis first.
-    lhs_term, rhs_term = _stored(lhs, "mk"), _stored(rhs, "kn")
-    out_letters = "nm" if layout.name in ("forward_left", "inner_columns") else "mn"
-    product = Product(lhs_term.letters, rhs_term.letters, out_letters, layout.ragged)
-    sizes = {"m": _dims(lhs, 0), "k": _dims(lhs, 1), "n": _dims(rhs, 1)}
     shape = _result_shape(site, layout, lhs, rhs, num_actual_groups, capacity, max_last)
     if existing is not None:
         _check.check_existing(site, existing, shape, dtype)
-        existing = existing.mT if out_letters == "nm" else existing
-    if out_letters == "nm":
-        shape = (*shape[:-2], shape[-1], shape[-2])
 
+    # Terms as the primitive wants them: the packed axis first.
+    lhs_term, rhs_term = _stored(lhs, "mk"), _stored(rhs, "kn")
+    swapped = "n" in layout.ragged and "m" not in layout.ragged
+    if swapped:
+        shape = (*shape[:-2], shape[-1], shape[-2])
+        existing = None if existing is None else existing.mT
+    product = Product(lhs_term.letters, rhs_term.letters, "nm" if swapped else "mn", layout.ragged)
+    sizes = {"m": _dims(lhs, 0), "k": _dims(lhs, 1), "n": _dims(rhs, 1)}
     operands = Operands(
         lhs_term.buffer, rhs_term.buffer, tuple(sizes[letter] for letter in layout.ragged), offset, existing
     )
-    out = _bind_shared(operands, Call(product, shape, dtype, options))
-    out = out.mT if out_letters == "nm" else out
-    return GroupedTensor(out, getattr(lhs, "first_dims", None), getattr(rhs, "last_dims", None))
+    first_dims, last_dims = getattr(lhs, "first_dims", None), getattr(rhs, "last_dims", None)
+    return Plan(layout, operands, Call(product, shape, dtype, options), swapped, first_dims, last_dims)
 
 
 class _Term(NamedTuple):

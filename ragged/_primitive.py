@@ -1,15 +1,15 @@
 """The one JAX primitive under every grouped product: how it is typed, differentiated, batched and lowered.
 
 Its operands are plain arrays: `lhs`, `rhs`, then the sizes `(g,)` of each ragged letter in the order `m`, `k`, `n`, then
-`group_offset` and `existing_out` where there are any. `Call` holds all that is static. Any operand may have one more leading
-axis, a batch axis; the rank says whether it has. `Call.out_batch` says whether the result keeps it or is summed over it.
+`group_offset` and `existing_out` where there are any. `Call` holds all that is static. Any operand may have one more
+leading axis, a batch axis. `Call.out_batch` says whether the result keeps it or is summed over it.
 
     out[i] = existing_out[i] + lhs[i] @ rhs[i]        (bilinear in lhs and rhs, affine in existing_out)
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,38 +20,8 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ragged import _lowering
-from ragged._layout import Product
-from ragged._lowering import Options
-
-
-class Call(NamedTuple):
-    """All that is static about one product."""
-
-    product: Product
-    shape: tuple[int, ...]  # of the result, without a batch axis
-    dtype: Any  # of the result
-    options: Options
-    out_batch: bool = False
-    has_offset: bool = False
-    has_existing: bool = False
-
-
-class Operands(NamedTuple):
-    lhs: Any
-    rhs: Any
-    sizes: tuple[Any, ...]  # one a ragged letter
-    offset: Any = None
-    existing: Any = None
-
-    def flat(self) -> list[Any]:
-        return [self.lhs, self.rhs, *self.sizes, *(x for x in (self.offset, self.existing) if x is not None)]
-
-    def with_batch_axis(self, call: Call) -> list[bool]:
-        """Which of the flat operands have a batch axis."""
-        p = call.product
-        ndims = [p.ndim(p.lhs), p.ndim(p.rhs)] + [1] * len(self.sizes) + [0] * call.has_offset
-        ndims += [len(call.shape)] * call.has_existing
-        return [jnp.ndim(x) > ndim for x, ndim in zip(self.flat(), ndims, strict=True)]
+from ragged._lowering import Call, Operands
+from ragged.kernels.xla import accumulator_dtype
 
 
 def _unflatten(args: Sequence[Any], call: Call) -> Operands:
@@ -88,10 +58,7 @@ def _abstract_eval(*avals: Any, call: Call) -> Any:
             "Call it inside `jax.shard_map`, or make that mesh axis `Auto`."
         )
     operands = _unflatten(avals, call)
-    shape = call.shape
-    if call.out_batch:
-        (batch,) = {x.shape[0] for x, b in zip(avals, operands.with_batch_axis(call), strict=True) if b}
-        shape = (batch, *shape)
+    shape = (operands.batch_size(call), *call.shape) if call.out_batch else call.shape
     sharding = NamedSharding(avals[0].sharding.mesh, PartitionSpec(*[None] * len(shape)))
     return avals[0].update(shape=shape, dtype=jnp.dtype(call.dtype), weak_type=False, sharding=sharding)
 
@@ -158,7 +125,7 @@ def _batch(args: Sequence[Any], dims: Sequence[Any], *, call: Call) -> tuple[Arr
     # The rank of a mapped operand counts the new axis; leave it out to see the one that was there before.
     ndims = [jnp.ndim(x) - (d is not None) for x, d in zip(args, dims, strict=True)]
     bare = _unflatten([jax.ShapeDtypeStruct((0,) * n, jnp.float32) for n in ndims], call)
-    has_inner = bare.with_batch_axis(call)
+    has_inner = bare.has_batch_axis(call)
     outer = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
     inner_sizes = [
         jnp.moveaxis(x, d, 0).shape[1] if d is not None else x.shape[0]
@@ -178,16 +145,20 @@ def _batch(args: Sequence[Any], dims: Sequence[Any], *, call: Call) -> tuple[Arr
             x = jnp.broadcast_to(x[:, None], (outer, inner, *x.shape[1:]))
         return x.reshape(outer * inner, *x.shape[2:])
 
-    # `existing_out` has the result's axes, always.
+    # `existing_out` has the result's axes, always; and it is never the only one that has them.
     keep = [False] * len(args)
     if call.has_existing:
         keep[-1] = True
+        keep[0] = all(d is None for d in dims[:-1])
     new_args = [lead(*each) for each in zip(args, dims, has_inner, keep, strict=True)]
     out = bind(_unflatten(new_args, call), call._replace(out_batch=True))
     if inner is None:
         return out, 0
     out = out.reshape(outer, inner, *out.shape[1:])
-    return (out, 0) if call.out_batch else (_lowering.sum_batch(out, axis=1), 0)
+    if not call.out_batch:
+        wide = accumulator_dtype(out.dtype)
+        out = jnp.sum(out, axis=1, dtype=wide).astype(out.dtype)
+    return out, 0
 
 
 batching.primitive_batchers[ragged_matmul_p] = _batch
@@ -196,23 +167,11 @@ batching.primitive_batchers[ragged_matmul_p] = _batch
 # --- lowering ----------------------------------------------------------------------------------------------------------
 
 
-def _compute_on(backend: str) -> Callable[..., Array]:
+def _rule(platform: str) -> Callable[..., Any]:
     def compute(*args: Array, call: Call) -> Array:
-        return _lowering.compute(
-            call.options.backend or backend,
-            **_unflatten(args, call)._asdict(),
-            product=call.product,
-            shape=call.shape,
-            dtype=call.dtype,
-            out_batch=call.out_batch,
-            options=call.options,
-        )
+        return _lowering.compute(platform, _unflatten(args, call), call)
 
-    return compute
-
-
-def _rule(backend: str) -> Callable[..., Any]:
-    lower = mlir.lower_fun(_compute_on(backend), multiple_results=False)
+    lower = mlir.lower_fun(compute, multiple_results=False)
 
     def rule(ctx: mlir.LoweringRuleContext, *args: Any, call: Call) -> Any:
         # Over which mesh axes a value varies has been checked by now; a kernel's loops need not carry it along.
@@ -222,4 +181,6 @@ def _rule(backend: str) -> Callable[..., Any]:
     return rule
 
 
-mlir.register_lowering(ragged_matmul_p, _rule("xla"))
+mlir.register_lowering(ragged_matmul_p, _rule("any"))
+for _platform in _lowering.PLATFORMS:
+    mlir.register_lowering(ragged_matmul_p, _rule(_platform), platform=_platform)

@@ -114,15 +114,15 @@ SUBSETS = [s for n in (1, 2, 3) for s in itertools.combinations(("lhs", "dims", 
 def test_vmap_of_any_subset(layout: str, mapped: tuple[str, ...], x64: None) -> None:
     """B3: values and gradients equal those of a loop; gradients taken inside and outside of the map."""
     batch = [small(layout, seed=seed) for seed in range(3)]
-    widest = {
-        side: [max(getattr(c, side).shape[axis] for c in batch) for axis in (-2, -1)] for side in ("lhs", "rhs")
-    }
+    widest = {side: [max(getattr(c, side).shape[axis] for c in batch) for axis in (-2, -1)] for side in ("lhs", "rhs")}
 
     def pad(x: GroupedTensor, side: str) -> Array:
         # Ragged-both operands are as wide as their own widest group: bring them to one shape.
         (rows, columns), data = widest[side], x.data
         return jnp.pad(
-            data, [(0, 0)] * (data.ndim - 2) + [(0, rows - data.shape[-2]), (0, columns - data.shape[-1])], constant_values=jnp.nan
+            data,
+            [(0, 0)] * (data.ndim - 2) + [(0, rows - data.shape[-2]), (0, columns - data.shape[-1])],
+            constant_values=jnp.nan,
         )
 
     def pick(what: str, get: Callable[[cases.Case], Any]) -> tuple[Any, int | None]:

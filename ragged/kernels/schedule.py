@@ -45,36 +45,29 @@ def element_mask(
     return jnp.arange(columns, dtype=jnp.int32)[None] < widths[:, None]
 
 
-def held_groups(
-    group_offset: Int[Array, "*batch"], held: int, num_groups: int
-) -> tuple[Int[Array, "*batch held"], Bool[Array, "*batch held"]]:
-    """The groups `group_offset, group_offset + 1, ...` that a shard of `held` matrices holds.
-
-    Returns their indices, clipped into range, and which of them exist.
-    """
-    # Clipped before it is added to, so that no offset can wrap around into range.
-    offset = jnp.clip(jnp.asarray(group_offset, jnp.int32), -held, num_groups)
-    place = jnp.arange(held, dtype=jnp.int32).reshape((1,) * offset.ndim + (held,))
-    index = offset[..., None] + place
-    exists = (index >= 0) & (index < num_groups)
-    return jnp.clip(index, 0, max(num_groups - 1, 0)), exists
-
-
 def segments(
     group_sizes: Int[Array, "*batch g"],
     capacity: int,
-    group_offset: Int[Array, "*batch"] | None = None,
+    group_offset: Int[Array, "*offset_batch"] | None = None,
     held: int | None = None,
-) -> tuple[Int[Array, "*batch held"], Int[Array, "*batch held"]]:
-    """First row and end row of each group, or of each group that a shard holds (an absent one is empty)."""
+) -> tuple[Int[Array, "*out held"], Int[Array, "*out held"]]:
+    """First row and end row of each group; or of the `held` groups from `group_offset` on, where an absent one is empty.
+
+    The sizes, the offset or both may have a batch axis.
+    """
     offsets = group_offsets(group_sizes, capacity)
     starts, ends = offsets[..., :-1], offsets[..., 1:]
     num_groups = group_sizes.shape[-1]
-    if group_offset is None and held in (None, num_groups):
+    held = num_groups if held is None else held
+    if group_offset is None and held == num_groups:
         return starts, ends
-    if group_offset is None:
-        group_offset = jnp.zeros(group_sizes.shape[:-1], jnp.int32)
-    index, exists = held_groups(group_offset, num_groups if held is None else held, num_groups)
+    # Clipped before it is added to, so that no offset can wrap around into range.
+    first = jnp.int32(0) if group_offset is None else jnp.clip(group_offset.astype(jnp.int32), -held, num_groups)
+    index = jnp.expand_dims(first, -1) + jnp.arange(held, dtype=jnp.int32).reshape((1,) * first.ndim + (held,))
+    batch = (1,) * (max(index.ndim, starts.ndim) - 1)
+    index, starts, ends = (x if x.ndim > len(batch) else x.reshape(*batch, x.shape[-1]) for x in (index, starts, ends))
+    exists = (index >= 0) & (index < num_groups)
+    index = jnp.clip(index, 0, max(num_groups - 1, 0))
     starts = jnp.take_along_axis(starts, index, axis=-1)
     return starts, jnp.where(exists, jnp.take_along_axis(ends, index, axis=-1), starts)
 

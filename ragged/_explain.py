@@ -1,0 +1,56 @@
+"""`explain`: what a product is and what would run, without running it."""
+
+from typing import Any
+
+import jax
+from jax import Array
+
+from ragged import _lowering
+from ragged._matmul import plan_matmul
+from ragged._tensor import GroupedTensor, describe
+
+_WORDS = {"U·U": "uniform", "R·U": "ragged rows", "U·R": "ragged columns", "R·R": "ragged both"}
+
+
+def explain(lhs: GroupedTensor | Array | Any, rhs: GroupedTensor | Array | Any, **options: Any) -> str:
+    """Says what `matmul(lhs, rhs, **options)` is and which kernel runs it on each platform. Computes nothing.
+
+    The operands' arrays may be `jax.ShapeDtypeStruct`s. Raises what `matmul` would.
+
+    !!! example
+        ```python
+        import jax.numpy as jnp
+        import ragged
+        x = ragged.GroupedTensor(jnp.ones((16, 4)), first_dims=jnp.array([3, 5, 0, 4], jnp.int32))
+        print(ragged.explain(x, jnp.ones((4, 4, 8))))
+        ```
+        prints
+        ```text
+        forward: ragged rows × uniform -> ragged rows, f32[16,8]
+        derivatives: by lhs forward, by rhs wgrad
+        on cpu: grouped_matmul of xla
+        on cuda: grouped_matmul of xla (this version of ragged has no GPU kernels yet)
+        on tpu: grouped_matmul of xla (this version of ragged has no TPU kernels yet)
+        ```
+    """
+    plans = []
+
+    def trace(lhs: Any, rhs: Any) -> None:
+        plans.append(plan_matmul(lhs, rhs, **options))
+
+    jax.eval_shape(trace, lhs, rhs)
+    (plan,) = plans
+    layout, call = plan.layout, plan.call
+    shape = (*call.shape[:-2], call.shape[-1], call.shape[-2]) if plan.swapped else call.shape
+    result = describe(jax.ShapeDtypeStruct(shape, call.dtype))
+    lines = [
+        f"{layout.name}: {_WORDS[layout.lhs]} × {_WORDS[layout.rhs]} -> {_WORDS[layout.out]}, {result}",
+        f"derivatives: by lhs {layout.dlhs}, by rhs {layout.drhs}",
+    ]
+    kernel = _lowering.kernel_name(call.product)
+    for platform in _lowering.PLATFORMS:
+        backend, why = (
+            (call.options.backend, "") if call.options.backend else _lowering.chosen_backend(platform, kernel)
+        )
+        lines.append(f"on {platform}: {kernel} of {backend}" + (f" ({why})" if why else ""))
+    return "\n".join(lines)

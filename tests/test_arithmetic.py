@@ -1,0 +1,602 @@
+"""Elementwise operations, `per_group`, `per_row`, reductions and softmax, and their gradients: against NumPy, group by group.
+
+In every example the buffer holds NaN, infinities or garbage where no group has an element.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+
+from ragged import GroupedTensor, per_group, per_row
+
+from .test_tensor import CAPACITY, KINDS, OTHERS, RAGGED, SIZES, Example, example, floats, ints
+
+FILLS = (np.nan, np.inf, 0.0, -3.0)
+OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
+G = len(SIZES)
+
+
+def check(e: Example, out: GroupedTensor, want: list[np.ndarray], rtol: float = 2e-6) -> None:
+    """The groups are `want`, and every element of the buffer that is in no group is exactly zero."""
+    assert jax.tree.structure(out) == jax.tree.structure(e.tensor)
+    np.testing.assert_allclose(out.data, e.pack([np.asarray(w, np.float64) for w in want]), rtol=rtol)
+
+
+def rows_of(e: Example, values: np.ndarray, group: int) -> np.ndarray:
+    """One value a row of the buffer, or of each group's matrix if uniform, for the rows of a group, as a column."""
+    place = e.places[group]
+    return values[place[0]][: e.groups[group].shape[0], None]
+
+
+# --- map ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_map(kind: str) -> None:
+    """B4: zeros in the tail, whatever it holds and whatever the function makes of it."""
+    e = example(kind)
+    log = jax.jit(lambda x: x.map(jnp.log))
+    for fill in FILLS:
+        x = e.with_data(e.pack(e.groups, fill))
+        check(e, x.map(jnp.exp), [np.exp(g) for g in e.groups])
+        check(e, log(x), [np.log(g) for g in e.groups], rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_map_calls_once_with_ones_in_the_tail(kind: str) -> None:
+    """And `zero_tail=False` keeps what the function makes of them."""
+    e = example(kind)
+    seen = []
+
+    def fn(data: Array) -> Array:
+        seen.append(np.asarray(data))
+        return data + 1
+
+    out = e.tensor.map(fn, zero_tail=False)
+    assert len(seen) == 1
+    assert np.array_equal(seen[0], e.pack(e.groups, fill=1))
+    assert np.array_equal(out.data, e.pack([g + np.float32(1) for g in e.groups], fill=2))
+
+
+def test_map_changes_what_is_not_ragged() -> None:
+    w = np.arange(15, dtype=np.float32).reshape(3, 5) / 8
+    e = example("ragged rows")
+    out = e.tensor.map(lambda rows: rows @ w)
+    assert out.shape == (CAPACITY, 5) and np.all(np.asarray(out.data)[8:] == 0)
+    for got, group in zip(out, e.groups, strict=True):
+        np.testing.assert_allclose(got, group @ w, rtol=1e-6)
+    columns = example("ragged columns")
+    out = columns.tensor.map(lambda x: jnp.sum(x, axis=0, keepdims=True))
+    assert out.shape == (1, CAPACITY) and np.all(np.asarray(out.data)[:, 8:] == 0)
+    for got, group in zip(out, columns.groups, strict=True):
+        np.testing.assert_allclose(got, group.sum(0, keepdims=True), rtol=1e-6)
+    uniform = example("uniform")
+    assert uniform.tensor.map(lambda x: x[:, :1, :]).shape == (4, 1, 2)
+    positive = e.tensor.map(lambda x: x > 1)
+    assert positive.dtype == bool
+    assert np.array_equal(positive.data, e.pack([g > 1 for g in e.groups]))
+
+
+@pytest.mark.parametrize(
+    "kind, fn, axes, shapes",
+    [
+        ("uniform", lambda x: x[:2], [-3], "(4, 3, 2) -> (2, 3, 2)"),
+        ("uniform", lambda x: x[..., 0], [-3], "(4, 3, 2) -> (4, 3)"),
+        ("ragged rows", lambda x: x[:5], [-2], "(11, 3) -> (5, 3)"),
+        ("ragged rows", lambda x: x.sum(-1), [-2], "(11, 3) -> (11,)"),
+        ("ragged columns", lambda x: x.T, [-1], "(2, 11) -> (11, 2)"),
+        ("ragged both", lambda x: x[:, :2], [-2, -1], "(11, 4) -> (11, 2)"),
+        (KINDS[4], lambda x: x[:2], [-2, -1], "(4, 11) -> (2, 11)"),
+    ],
+)
+def test_map_errors(kind: str, fn: Callable[[Array], Array], axes: list[int], shapes: str) -> None:
+    """B9"""
+    x = example(kind).tensor
+    with pytest.raises(ValueError) as error:
+        x.map(fn)
+    assert str(error.value) == (
+        f"`GroupedTensor.map`: `fn` must keep the rank and the extent of axes {axes}.\n"
+        f"Got {shapes} for {x!r}.\nOnly dims that aren't ragged may change."
+    )
+
+
+# --- operators ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "scalar",
+    [2, -1.5, np.float32(2.5), np.array(2.5, np.float32), jnp.float32(2.5)],
+    ids=["int", "float", "np scalar", "np 0-d", "jnp 0-d"],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_scalars(kind: str, scalar: Any) -> None:
+    """`x op s` and `s op x` for every operator and kind of scalar, the dtype unchanged."""
+    e = example(kind)
+    for op in OPERATORS.values():
+        assert op(e.tensor, scalar).dtype == op(scalar, e.tensor).dtype == jnp.float32
+        check(e, op(e.tensor, scalar), [op(g, np.float64(scalar)) for g in e.groups])
+        check(e, op(scalar, e.tensor), [op(np.float64(scalar), g) for g in e.groups])
+    check(e, -e.tensor, [-g for g in e.groups])
+
+
+def test_traced_scalar() -> None:
+    e = example("ragged both")
+    out = jax.jit(lambda x, s: s / x)(e.tensor, jnp.float32(3))
+    check(e, out, [3 / g for g in e.groups])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_same_structure(kind: str) -> None:
+    """B4: both tails are kept out."""
+    a, b = example(kind, seed=1, fill=np.inf), example(kind, seed=2)
+    jitted = jax.jit(lambda x, y: [op(x, y) for op in OPERATORS.values()])(a.tensor, b.tensor)
+    for op, out in zip(OPERATORS.values(), jitted, strict=True):
+        want = [op(p, q) for p, q in zip(a.groups, b.groups, strict=True)]
+        check(a, op(a.tensor, b.tensor), want)
+        check(a, out, want)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        example("ragged columns").tensor,
+        example("uniform").tensor,
+        example("ragged both").tensor,
+        GroupedTensor(floats(CAPACITY, 3), ints(3, 0, 1, 4)),  # other sizes
+        GroupedTensor(floats(CAPACITY, 3), ints(3, 0, 5)),  # fewer groups
+        GroupedTensor(floats(CAPACITY + 1, 3), ints(*SIZES)),  # another capacity
+        GroupedTensor(floats(CAPACITY, 1), ints(*SIZES)),  # would broadcast
+    ],
+    ids=repr,
+)
+def test_another_structure(other: GroupedTensor) -> None:
+    """B9"""
+    x = example("ragged rows").tensor
+    for symbol, op in OPERATORS.items():
+        with pytest.raises(ValueError) as error:
+            op(x, other)
+        assert str(error.value) == (
+            f"`GroupedTensor {symbol} GroupedTensor`: the two are ragged in different ways.\nGot {x!r} and {other!r}.\n"
+            "Both need the same kind, shape and dims."
+        )
+
+
+def test_another_packed_axis() -> None:
+    """B9: two square ragged-both buffers of one shape and the same dims, packed along different axes."""
+    x = GroupedTensor(floats(4, 4), ints(1, 2), ints(2, 1))
+    with pytest.raises(ValueError, match="ragged in different ways"):
+        x + GroupedTensor(floats(4, 4), ints(1, 2), ints(2, 1), transposed=True)
+    # For one ragged dim it makes no difference whether the buffer is seen through `mT`.
+    y = GroupedTensor(floats(4, 3), ints(1, 2))
+    seen_through = GroupedTensor(floats(3, 4), None, ints(1, 2)).mT
+    assert np.array_equal((y + seen_through).data[:3], 2 * np.ones((3, 3)))
+
+
+def test_plain_arrays() -> None:
+    """B9"""
+    x = example("ragged rows").tensor
+    for symbol, op in OPERATORS.items():
+        for array in (np.ones(3, np.float32), jnp.ones((CAPACITY, 3))):
+            for a, b in ((x, array), (array, x)):
+                with pytest.raises(TypeError) as error:
+                    op(a, b)
+                assert str(error.value) == (
+                    f"`GroupedTensor {symbol} array`: a plain array has no groups to match.\n"
+                    f"Got {x!r} and an array of shape {array.shape}.\n"
+                    "Wrap it: `ragged.per_group(v)` for one value a group, `ragged.per_row(v)` for one a row."
+                )
+
+
+def test_dtypes_are_not_promoted_silently() -> None:
+    with pytest.raises(jax.dtypes.TypePromotionError):
+        example("ragged rows").tensor + example("ragged rows", dtype=np.int32).tensor
+    x = example("ragged rows", dtype=np.int32)
+    check(x, x.tensor * 2, [g * 2 for g in x.groups])
+
+
+# --- per_group and per_row ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_per_group_and_per_row(kind: str) -> None:
+    """One value a group, one value a row; where they meet no element they may be NaN."""
+    e = example(kind)
+    groups = np.where([g.size > 0 for g in e.groups], np.float32([2, 3, 0.5, -4]), np.float32(np.nan))
+    rows = np.linspace(1, 2, np.prod(e.tensor.shape[:-1]), dtype=np.float32).reshape(e.tensor.shape[:-1])
+    rows = np.where(e.mask.any(-1), rows, np.float32(np.nan))
+
+    @jax.jit
+    def combine(x: GroupedTensor, v: Array, w: Array) -> list[tuple[GroupedTensor, GroupedTensor]]:
+        return [(op(x, per_group(v)), op(x, per_row(w))) for op in OPERATORS.values()]
+
+    outs = combine(e.tensor, groups, rows)
+    for op, (by_group, by_row) in zip(OPERATORS.values(), outs, strict=True):
+        check(e, by_group, [op(g, groups[i]) for i, g in enumerate(e.groups)])
+        check(e, by_row, [op(g, rows_of(e, rows, i)) for i, g in enumerate(e.groups)])
+    check(e, e.tensor * per_row(jnp.asarray(rows)), [g * rows_of(e, rows, i) for i, g in enumerate(e.groups)])
+
+
+@pytest.mark.parametrize("kind", RAGGED)
+def test_per_group_vectors(kind: str) -> None:
+    """One row a group for packed rows, one column a group for packed columns; NaN beyond a group's own extent."""
+    e = example(kind)
+    axis = 1 if e.tensor.packed_axis == -2 else 0
+    v = np.full((G, e.tensor.shape[axis]), np.nan, np.float32)
+    for i, group in enumerate(e.groups):
+        v[i, : group.shape[axis]] = np.arange(1, group.shape[axis] + 1) * (i + 1)
+    want = []
+    for i, group in enumerate(e.groups):
+        own = v[i, : group.shape[axis]]
+        want.append(group / (own[None, :] if axis == 1 else own[:, None]))
+    check(e, e.tensor / per_group(jnp.asarray(v)), want)
+
+
+def test_per_group_of_a_uniform_tensor() -> None:
+    e = example("uniform")
+    v = np.arange(1, 9, dtype=np.float32).reshape(4, 2)
+    check(e, e.tensor * per_group(jnp.asarray(v)), [g * v[i] for i, g in enumerate(e.groups)])
+    v = np.arange(1, 13, dtype=np.float32).reshape(4, 3, 1)
+    check(e, e.tensor * per_group(jnp.asarray(v)), [g * v[i] for i, g in enumerate(e.groups)])
+
+
+@pytest.mark.parametrize(
+    "kind, wrapped, want",
+    [
+        ("ragged rows", per_group(floats(3)), (4,)),
+        ("ragged rows", per_group(floats(1)), (4,)),
+        ("ragged rows", per_group(floats(4, 2)), (4, 3)),
+        ("ragged rows", per_row(floats(4)), (11,)),
+        ("ragged rows", per_row(floats(11, 1)), (11,)),
+        ("ragged columns", per_group(floats(4, 11)), (4, 2)),
+        ("ragged columns", per_row(floats(11)), (2,)),
+        ("ragged both", per_group(floats(4, 3)), (4, 4)),
+        (KINDS[4], per_row(floats(11)), (4,)),
+        ("uniform", per_row(floats(4)), (4, 3)),
+        ("uniform", per_group(floats(3)), (4,)),
+    ],
+)
+def test_wrong_shapes_of_values(kind: str, wrapped: per_group | per_row, want: tuple[int, ...]) -> None:
+    """B9"""
+    x = example(kind).tensor
+    with pytest.raises(ValueError) as error:
+        x * wrapped
+    assert str(error.value) == (
+        f"`ragged.{type(wrapped).__name__}(v)`: `v` must have shape {want} here.\n"
+        f"Got v of shape {wrapped.value.shape} for {x!r}."
+    )
+
+
+# --- gradients ---------------------------------------------------------------------------------------------------------
+
+# The map, and its derivative.
+MAPS = {
+    "log": (lambda x: x.map(jnp.log), lambda g: 1 / g),
+    "sqrt": (lambda x: x.map(jnp.sqrt), lambda g: 0.5 / np.sqrt(g)),
+    "reciprocal": (lambda x: 1 / x, lambda g: -1 / g**2),
+    "by itself": (lambda x: x / x, lambda g: 0 * g),
+    "chain": (lambda x: 1 / (x + x).map(jnp.log1p), lambda g: -2 / ((1 + 2 * g) * np.log1p(2 * g) ** 2)),
+    "norm": (lambda x: x / x.map(lambda d: jnp.sqrt(d * d)), lambda g: 0 * g),
+}
+
+
+@pytest.mark.parametrize("kind", RAGGED)
+def test_map_gradients(kind: str) -> None:
+    """B4, B2: the gradient is right in every group and exactly zero in the tail, in reverse and in forward mode."""
+    e = example(kind)
+
+    @jax.jit
+    def differentiate(data: Array) -> dict[str, tuple[Array, Array]]:
+        losses = {name: (lambda d, fn=fn: jnp.sum(fn(e.with_data(d)).data)) for name, (fn, _) in MAPS.items()}
+        return {name: (jax.grad(f)(data), jax.jvp(f, (data,), (data,))[1]) for name, f in losses.items()}
+
+    for fill in FILLS:
+        for name, (gradient, tangent) in differentiate(e.pack(e.groups, fill)).items():
+            want = [MAPS[name][1](g.astype(np.float64)) for g in e.groups]
+            np.testing.assert_allclose(gradient, e.pack(want), rtol=1e-4, atol=1e-6)
+            assert np.all(np.asarray(gradient)[~e.mask] == 0)
+            total = sum(np.sum(w * g) for w, g in zip(want, e.groups, strict=True))
+            np.testing.assert_allclose(tangent, total, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", RAGGED)
+def test_second_derivatives(kind: str) -> None:
+    """B2, B4: reverse over reverse: the tail reaches no gradient of a gradient either."""
+    e = example(kind)
+
+    def loss(data: Array) -> Array:
+        return jnp.sum((1 / e.with_data(data)).data)
+
+    second = jax.grad(lambda d: jnp.sum(jax.grad(loss)(d)))(e.tensor.data)
+    np.testing.assert_allclose(second, e.pack([2 / g.astype(np.float64) ** 3 for g in e.groups]), rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_wrapped_values(kind: str) -> None:
+    """B4: of `x / v`, with NaN, infinities or zeros in `v` wherever it meets no element: exactly zero there."""
+    e = example(kind)
+    by_row = e.mask.any(-1)
+    by_group = np.array([g.size > 0 for g in e.groups])
+
+    @jax.jit
+    def gradients(*arguments: Array) -> Any:
+        def loss(data: Array, rows: Array, groups: Array) -> Array:
+            return jnp.sum((e.with_data(data) / per_row(rows) / per_group(groups)).data)
+
+        return jax.grad(loss, (0, 1, 2))(*arguments)
+
+    for fill in map(np.float32, FILLS):
+        rows, groups = np.where(by_row, np.float32(2), fill), np.where(by_group, np.float32(2), fill)
+        of_data, of_rows, of_groups = gradients(e.pack(e.groups, fill), rows, groups)
+        assert np.array_equal(of_data, np.where(e.mask, 0.25, 0))
+        np.testing.assert_allclose(of_rows, -e.pack(e.groups).astype(np.float64).sum(-1) / 8, rtol=1e-5)
+        np.testing.assert_allclose(of_groups, [-g.sum(dtype=np.float64) / 8 for g in e.groups], rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", RAGGED)
+def test_gradients_of_vectors_a_group(kind: str) -> None:
+    """B4: NaN beyond a group's own extent stays out of the gradient."""
+    e = example(kind)
+    axis = 1 if e.tensor.packed_axis == -2 else 0
+    v, want = (np.full((G, e.tensor.shape[axis]), fill, np.float32) for fill in (np.nan, 0))
+    for i, group in enumerate(e.groups):
+        if group.size:
+            v[i, : group.shape[axis]] = 2
+            want[i, : group.shape[axis]] = -group.sum(1 - axis) / 4
+    gradient = jax.grad(lambda u: jnp.sum((e.tensor / per_group(u)).data))(jnp.asarray(v))
+    np.testing.assert_allclose(gradient, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", RAGGED)
+def test_normalising_in_a_chain(kind: str) -> None:
+    """B4: a value a group from a reduction, divided by: 0 / 0 in an empty group reaches no weight's gradient."""
+    e = example(kind)
+
+    def loss(data: Array, scale: Array) -> Array:
+        x = e.with_data(data)
+        # A scale of 0 for a group without elements.
+        total = x.sum() * scale
+        return jnp.sum((x / per_group(total)).map(jnp.square).data)
+
+    of_data, of_scale = jax.grad(loss, (0, 1))(e.tensor.data, jnp.ones(G))
+    assert np.all(np.isfinite(of_data)) and np.all(np.asarray(of_data)[~e.mask] == 0)
+    want = [-2 * np.sum(g.astype(np.float64) ** 2) / g.sum(dtype=np.float64) ** 2 if g.size else 0 for g in e.groups]
+    np.testing.assert_allclose(of_scale, want, rtol=1e-4)
+
+
+# --- reductions --------------------------------------------------------------------------------------------------------
+
+NUMPY = {"sum": np.sum, "mean": np.mean, "max": np.max}
+
+
+def reduced(e: Example, name: str, axis: int | None, empty: float) -> np.ndarray:
+    """The reduction of each group in float64, laid out as the library does; `empty` where there is nothing to reduce."""
+    packed, values = e.tensor.packed_axis, []
+    for group in e.groups:
+        kept = () if axis is None else (group.shape[-3 - axis],)
+        nothing = 0 in (group.shape if axis is None else (group.shape[axis],))
+        values.append(np.full(kept, empty) if nothing else NUMPY[name](group.astype(np.float64), axis=axis))
+    if packed is None or axis is None:
+        return np.stack(values)
+    if axis == packed:  # one row (or column) a group, as wide as the buffer
+        out = np.full((G, e.tensor.shape[-3 - axis]), empty, np.float64)
+        for row, value in zip(out, values, strict=True):
+            row[: len(value)] = value
+    else:  # one value a row (or column) of the buffer
+        out = np.full(CAPACITY, empty, np.float64)
+        for place, value in zip(e.places, values, strict=True):
+            out[place[packed]] = value
+    return out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reductions(kind: str) -> None:
+    """B4: NaN in the tail counts for nothing; groups, rows and columns without elements give `empty`."""
+    e = example(kind)
+
+    @jax.jit
+    def reduce(x: GroupedTensor) -> dict[str, list[tuple[Array, Array]]]:
+        fns = {name: getattr(x, name) for name in NUMPY}
+        return {name: [(fn(axis), fn(axis, empty=7)) for axis in (None, -1, -2)] for name, fn in fns.items()}
+
+    for name, results in reduce(e.tensor).items():
+        default = -np.inf if name == "max" else 0
+        for axis, (got, got_7) in zip((None, -1, -2), results, strict=True):
+            assert got.dtype == got_7.dtype == jnp.float32
+            np.testing.assert_allclose(got, reduced(e, name, axis, default), rtol=1e-6)
+            np.testing.assert_allclose(got_7, reduced(e, name, axis, 7), rtol=1e-6)
+        np.testing.assert_allclose(getattr(e.tensor, name)(), reduced(e, name, None, default), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", NUMPY)
+def test_reductions_of_empty_uniform_groups(name: str) -> None:
+    """`empty` for groups of zero rows, along every axis that has none."""
+    x = GroupedTensor(floats(2, 0, 3))
+    assert np.array_equal(getattr(x, name)(empty=7), np.full(2, 7))
+    assert np.array_equal(getattr(x, name)(-2, empty=7), np.full((2, 3), 7))
+    assert getattr(x, name)(-1, empty=7).shape == (2, 0)
+
+
+@pytest.mark.parametrize("name", NUMPY)
+def test_reductions_of_a_buffer_without_columns(name: str) -> None:
+    x = GroupedTensor(floats(5, 0), ints(1, 2))
+    assert np.array_equal(getattr(x, name)(empty=7), np.full(2, 7))
+    assert np.array_equal(getattr(x, name)(-1, empty=7), np.full(5, 7))
+    assert getattr(x, name)(-2, empty=7).shape == (2, 0)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int8, np.uint8])
+@pytest.mark.parametrize("kind", ["uniform", "ragged rows", "ragged both"])
+def test_reductions_of_integers(kind: str, dtype: Any) -> None:
+    """Sums of small integers don't overflow: they are int32, as `jnp.sum`'s are. Means are float32."""
+    e = example(kind, dtype=dtype)
+    limits = np.iinfo(dtype)
+    groups = [np.where(g > 0, limits.max, g).astype(dtype) for g in e.groups] if dtype != np.int32 else e.groups
+    e = Example(e.with_data(e.pack(groups, fill=limits.max)), groups, e.places)
+    for axis in (None, -1, -2):
+        total, mean, largest = (getattr(e.tensor, name)(axis) for name in NUMPY)
+        assert (mean.dtype, largest.dtype) == (jnp.float32, dtype)
+        assert total.dtype == jnp.sum(jnp.zeros(1, dtype)).dtype
+        assert np.array_equal(total, reduced(e, "sum", axis, 0))
+        np.testing.assert_allclose(mean, reduced(e, "mean", axis, 0), rtol=1e-6)
+        assert np.array_equal(largest, reduced(e, "max", axis, limits.min))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_reductions_accumulate_in_float32(dtype: Any) -> None:
+    """1000 ones are 1000: the sum is rounded once, at the end, and the count not at all."""
+    rows = GroupedTensor(jnp.full((4200, 1), 3, dtype), ints(1000, 3000))
+    tensors = [rows, rows.mT.mT, GroupedTensor(rows.data, rows.first_dims, ints(1, 1))]
+    for x in tensors:
+        assert x.sum().dtype == x.mean().dtype == x.max().dtype == dtype
+        np.testing.assert_allclose(x.sum().astype(jnp.float32), [3000, 9000], rtol=2**-8)
+        assert x.mean().tolist() == [3, 3] and x.mean(-2).tolist() == [[3], [3]]
+    np.testing.assert_allclose(rows.mT.sum(-1).astype(jnp.float32), [[3000], [9000]], rtol=2**-8)
+
+
+def test_max_of_float8() -> None:
+    """float8_e4m3fn has no infinity: the lowest value stands in for it."""
+    x = GroupedTensor(jnp.array([[-2.0], [-3.0], [jnp.nan]]).astype(jnp.float8_e4m3fn), ints(2, 0))
+    assert x.max().astype(jnp.float32).tolist() == [-2, -448]
+
+
+def test_max_of_negatives() -> None:
+    """The tail is no zero that would win."""
+    x = GroupedTensor(-floats(4, 2), ints(2, 1))
+    assert x.max().tolist() == [-1, -1] and x.max(-2).tolist() == [[-1, -1]] * 2
+
+
+@pytest.mark.parametrize("axis", [0, 1, -3])
+def test_reduction_axes(axis: int) -> None:
+    """B9"""
+    with pytest.raises(ValueError) as error:
+        example("ragged rows").tensor.sum(axis)
+    assert str(error.value) == (
+        f"`GroupedTensor` reductions: `axis` must be None, -2 (the groups' first dim) or -1 (the last). Got {axis!r}."
+    )
+
+
+@pytest.mark.parametrize("axis", [None, -1, -2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_reductions_of_mT(kind: str, axis: int | None) -> None:
+    """The axes trade places."""
+    x = example(kind).tensor
+    swapped = None if axis is None else -3 - axis
+    np.testing.assert_allclose(x.mT.sum(axis), x.sum(swapped), rtol=1e-6)
+
+
+@pytest.mark.parametrize("axis", [None, -1, -2])
+@pytest.mark.parametrize("kind", RAGGED)
+def test_gradients_of_reductions(kind: str, axis: int | None) -> None:
+    """B4: of sum: one; of mean: 1 / count; of max: one at the largest; exactly zero in the tail."""
+    e = example(kind)
+
+    @jax.jit
+    def gradients(data: Array) -> list[Array]:
+        def loss(data: Array, name: str) -> Array:
+            return jnp.sum(getattr(e.with_data(data), name)(axis, empty=1))
+
+        return [jax.grad(loss)(data, name) for name in NUMPY]
+
+    along = [g.size if axis is None else g.shape[axis] for g in e.groups]
+    means = e.pack([np.full(g.shape, 1 / max(n, 1)) for g, n in zip(e.groups, along, strict=True)])
+    # All values of an example differ.
+    largest = e.pack([g == (np.max(g, axis=axis, keepdims=True) if g.size else g) for g in e.groups], False)
+    for fill in FILLS:
+        of_sum, of_mean, of_max = gradients(jnp.asarray(e.pack(e.groups, fill)))
+        assert np.array_equal(of_sum, e.mask)
+        np.testing.assert_allclose(of_mean, means, rtol=1e-6)
+        assert np.array_equal(of_max, largest)
+
+
+# --- softmax -----------------------------------------------------------------------------------------------------------
+
+
+def softmax(group: np.ndarray) -> np.ndarray:
+    if group.size == 0:
+        return group.astype(np.float64)
+    weights = np.exp(group.astype(np.float64) - group.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_softmax(kind: str) -> None:
+    """B4, T11: along each group's own last dim; zero beyond it, in rows without columns and in the tail."""
+    e = example(kind)
+    want = [softmax(g) for g in e.groups]
+    jitted = jax.jit(GroupedTensor.softmax)
+    for fill in (*FILLS, 1e30):
+        x = e.with_data(e.pack(e.groups, fill))
+        check(e, jitted(x), want)
+        check(e, x.softmax(), want)
+
+
+def test_softmax_of_mT() -> None:
+    """Along the dim that is last now."""
+    e = example("ragged rows")
+    check(e, e.tensor.mT.softmax().mT, [softmax(g.T).T for g in e.groups])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_softmax_of_large_values(kind: str) -> None:
+    """The largest is subtracted first."""
+    e = example(kind)
+    groups = [1000 * g for g in e.groups]
+    big = Example(e.with_data(e.pack(groups, fill=np.nan)), groups, e.places)
+    out = big.tensor.softmax()
+    np.testing.assert_allclose(out.data, e.pack([softmax(g) for g in groups]), rtol=2e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_softmax_gradient(kind: str) -> None:
+    """B2, B4: against central differences in float64; exactly zero in the tail."""
+    with jax.enable_x64(True):
+        e = example(kind, dtype=np.float64)
+        weights = np.cos(np.arange(e.tensor.data.size)).reshape(e.tensor.shape)
+
+        def loss(data: Array) -> Array:
+            return jnp.sum(e.with_data(data).softmax().data * weights)
+
+        data = np.asarray(e.tensor.data)
+        gradient = np.asarray(jax.jit(jax.grad(loss))(data))
+        assert np.all(gradient[~e.mask] == 0)
+        places = np.argwhere(e.mask)
+        steps = np.zeros((len(places), *data.shape))
+        steps[np.arange(len(places)), *places.T] = 1e-5
+        losses = jax.jit(jax.vmap(loss))
+        want = np.zeros(data.shape)
+        want[e.mask] = (losses(data + steps) - losses(data - steps)) / 2e-5
+        np.testing.assert_allclose(gradient, want, rtol=1e-7, atol=1e-9)
+
+
+# --- containment -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_bad_group(kind: str) -> None:
+    """B4: NaN or infinity in one group never touches another, nor the tail: values and gradients, to the bit."""
+    e = example(kind)
+
+    @jax.jit
+    def compute(data: Array) -> tuple[Array, Array, list[Array]]:
+        def chain(data: Array) -> Array:
+            x = e.with_data(data)
+            return (x / per_group(x.sum(empty=1))).map(jnp.exp).softmax().data
+
+        sums = [getattr(e.with_data(data), name)() for name in NUMPY]
+        return chain(data), jax.grad(lambda d: jnp.sum(chain(d) ** 2))(data), sums
+
+    for poison in (np.nan, np.inf):
+        groups = [np.full_like(e.groups[0], poison), *e.groups[1:]]
+        bad, good = compute(e.pack(groups, np.nan)), compute(e.pack(e.groups, np.nan))
+        for a, b in zip(bad[:2], good[:2], strict=True):
+            assert not np.any(np.isfinite(e.unpack(a)[0]))
+            assert all(np.array_equal(p, q) for p, q in zip(e.unpack(a)[1:], e.unpack(b)[1:], strict=True))
+            assert np.all(np.asarray(a)[~e.mask] == 0)
+        for a, b in zip(bad[2], good[2], strict=True):
+            assert not np.isfinite(a[0]) and np.array_equal(a[1:], b[1:])

@@ -1,0 +1,372 @@
+"""Every error of the products, as text: the call, what disagrees, what came, and the mend (B9)."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ragged
+from ragged import GroupedTensor
+
+DIMS = jnp.array([3, 5, 0, 4], jnp.int32)
+THREE, REVERSED = DIMS[:3], DIMS[::-1]
+ROWS = GroupedTensor(jnp.ones((16, 8)), first_dims=DIMS)
+COLUMNS = GroupedTensor(jnp.ones((8, 16)), last_dims=DIMS)
+UNIFORM = GroupedTensor(jnp.ones((4, 8, 6)))
+BOTH = GroupedTensor(jnp.ones((16, 16)), first_dims=DIMS, last_dims=DIMS)
+
+rows, columns = (
+    "GroupedTensor(f32[16,8], first_dims=[3, 5, 0, 4] (12 of 16 rows))",
+    "GroupedTensor(f32[8,16], last_dims=[3, 5, 0, 4] (12 of 16 columns))",
+)
+
+MATMUL: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "fewer matrices than groups": (
+        lambda: ragged.matmul(ROWS, jnp.ones((3, 8, 6))),
+        ValueError,
+        "`ragged.matmul(lhs, rhs)`: `lhs` has 4 groups but `rhs` has 3.\n"
+        f"Got lhs={rows}, rhs=f32[3,8,6].\n"
+        "`rhs` needs one matrix per group, including empty groups (or fewer, with `group_offset`).",
+    ),
+    "more matrices than groups, from the left": (
+        lambda: ragged.matmul(jnp.ones((5, 6, 8)), COLUMNS),
+        ValueError,
+        "`ragged.matmul(lhs, rhs)`: `lhs` has 5 groups but `rhs` has 4.\n"
+        f"Got lhs=f32[5,6,8], rhs={columns}.\n"
+        "`lhs` needs one matrix per group, including empty groups (or fewer, with `group_offset`).",
+    ),
+    "more matrices than groups, with an offset": (
+        lambda: ragged.matmul(ROWS, jnp.ones((5, 8, 6)), group_offset=jnp.int32(0)),
+        ValueError,
+        "`lhs` has 4 groups but `rhs` has 5.",
+    ),
+    "groups of a wgrad": (
+        lambda: ragged.matmul(COLUMNS, GroupedTensor(jnp.ones((16, 6)), first_dims=THREE)),
+        ValueError,
+        "`lhs` has 4 groups but `rhs` has 3.\n"
+        f"Got lhs={columns}, rhs=GroupedTensor(f32[16,6], first_dims=[3, 5, 0] (8 of 16 rows)).\n"
+        "`rhs` needs one matrix per group, including empty groups.",
+    ),
+    "contracted extents": (
+        lambda: ragged.matmul(ROWS, jnp.ones((4, 7, 6))),
+        ValueError,
+        "`ragged.matmul(lhs, rhs)`: the last dim of `lhs` is 8 but the first dim of `rhs` is 7.\n"
+        f"Got lhs={rows}, rhs=f32[4,7,6].\n"
+        "They are contracted and must be equal.",
+    ),
+    "contracted extents of a shared matrix": (
+        lambda: ragged.matmul(jnp.ones((2, 7)), COLUMNS),
+        ValueError,
+        "the last dim of `lhs` is 7 but the first dim of `rhs` is 8.",
+    ),
+    "contracted capacities": (
+        lambda: ragged.matmul(COLUMNS, GroupedTensor(jnp.ones((17, 6)), first_dims=DIMS)),
+        ValueError,
+        "the contracted axis has a capacity of 16 in `lhs` but 17 in `rhs`.",
+    ),
+    "contracted sizes": (
+        lambda: ragged.matmul(COLUMNS, GroupedTensor(jnp.ones((16, 6)), first_dims=REVERSED)),
+        ValueError,
+        "`ragged.matmul(lhs, rhs)`: the contracted dims have different sizes: "
+        "lhs.last_dims=[3, 5, 0, 4], rhs.first_dims=[4, 0, 5, 3].",
+    ),
+    "inner raggedness, rhs": (
+        lambda: ragged.matmul(ROWS, ROWS),
+        ValueError,
+        "`ragged.matmul(lhs, rhs)`: the contracted dims must both be ragged or both not.\n"
+        "lhs: first dim ragged, last dim not ragged. rhs: first dim ragged, last dim not ragged.\n"
+        f"Got lhs={rows}, rhs={rows}.\n"
+        "Did you mean `rhs.mT`? The last dim of `lhs` meets the first of `rhs`.",
+    ),
+    "inner raggedness, lhs": (
+        lambda: ragged.matmul(COLUMNS, UNIFORM),
+        ValueError,
+        "lhs: first dim not ragged, last dim ragged. rhs: first dim not ragged, last dim not ragged.\n"
+        f"Got lhs={columns}, rhs=GroupedTensor(f32[4,8,6]).\n"
+        "Did you mean `lhs.mT`?",
+    ),
+    "inner raggedness, a shared matrix": (
+        lambda: ragged.matmul(BOTH, jnp.ones((16, 2))),
+        ValueError,
+        "the contracted dims must both be ragged or both not.",
+    ),
+    "no groups at all": (
+        lambda: ragged.matmul(jnp.ones((2, 3)), jnp.ones((3, 4))),
+        ValueError,
+        "`ragged.matmul(lhs, rhs)`: both operands are single matrices; there are no groups.\n"
+        "Got lhs=f32[2,3], rhs=f32[3,4].\n"
+        "Use `jnp.matmul`, or give one a group axis.",
+    ),
+    "rank of a plain array": (
+        lambda: ragged.matmul(ROWS, jnp.ones((8,))),
+        ValueError,
+        "`ragged.matmul(lhs, rhs)`: `rhs` is a plain array with 1 dims.\n"
+        f"Got lhs={rows}, rhs=f32[8].\n"
+        "A plain array is uniform with 3 dims [g, first, last], or one matrix shared by all groups with 2.",
+    ),
+    "kind of an operand": (
+        lambda: ragged.matmul([[1.0]], ROWS),
+        TypeError,
+        f"`ragged.matmul(lhs, rhs)`: `lhs` is a list, not an array.\nGot lhs=a list, rhs={rows}.\n"
+        "Pass a `GroupedTensor` or an array.",
+    ),
+    "a tensor that holds no array": (
+        lambda: ragged.matmul(GroupedTensor(None, DIMS), UNIFORM),
+        TypeError,
+        "`lhs` is a GroupedTensor whose data is a NoneType, not an array.",
+    ),
+    "bool": (
+        lambda: ragged.matmul(ROWS.astype(bool), UNIFORM),
+        TypeError,
+        "`lhs` has dtype bool.",
+    ),
+    "complex": (
+        lambda: ragged.matmul(ROWS, UNIFORM.astype(jnp.complex64)),
+        NotImplementedError,
+        "`ragged.matmul(lhs, rhs)`: `rhs` is complex.",
+    ),
+    "integer result of floats": (
+        lambda: ragged.matmul(ROWS, UNIFORM, preferred_element_type=jnp.int32),
+        TypeError,
+        "`preferred_element_type` is dtype('int32'), which can't hold the product.",
+    ),
+    "no dtype": (
+        lambda: ragged.matmul(ROWS, UNIFORM, preferred_element_type="float99"),
+        TypeError,
+        "`preferred_element_type` is 'float99', which can't hold the product.",
+    ),
+    "unknown backend": (
+        lambda: ragged.matmul(ROWS, UNIFORM, backend="cutlass"),
+        ValueError,
+        "`ragged.matmul(lhs, rhs)`: backend 'cutlass' does not exist.\n"
+        "Available: 'xla'. Not available: 'pallas_tpu' (this version of ragged has no TPU kernels yet), "
+        "'triton_gpu' (this version of ragged has no GPU kernels yet).\n"
+        "`backend=None` takes the platform's own.",
+    ),
+    "unavailable backend": (
+        lambda: ragged.matmul(ROWS, UNIFORM, backend="pallas_tpu"),
+        ValueError,
+        "backend 'pallas_tpu' is not available here.",
+    ),
+    "unknown precision": (
+        lambda: ragged.matmul(ROWS, UNIFORM, precision="exact"),
+        ValueError,
+        "unknown `precision` 'exact'.",
+    ),
+    "interpret": (
+        lambda: ragged.matmul(ROWS, UNIFORM, interpret="yes"),
+        TypeError,
+        "`interpret` must be a bool, not 'yes'.",
+    ),
+    "no tuned tiling": (
+        lambda: ragged.matmul(ROWS, UNIFORM, tiling=lambda m, k, n: None),
+        ValueError,
+        "`ragged.matmul(lhs, rhs)`: no tuned tiling for (m, k, n) = (16, 8, 6).\n"
+        f"Got lhs={rows}, rhs=GroupedTensor(f32[4,8,6]).\n"
+        "Have `tiling` return a tuple for it, or pass `tiling=None` for the library's own choice.",
+    ),
+    "tiling of two": (
+        lambda: ragged.matmul(ROWS, UNIFORM, tiling=(8, 8)),
+        ValueError,
+        "`tiling` is (8, 8).\n",
+    ),
+    "tiling of zero": (
+        lambda: ragged.matmul(ROWS, UNIFORM, tiling=(8, 0, 8)),
+        ValueError,
+        "It must be three positive ints (tile_m, tile_k, tile_n), a function of (m, k, n), or None.",
+    ),
+    "shape of group_offset": (
+        lambda: ragged.matmul(ROWS, UNIFORM, group_offset=jnp.array([0], jnp.int32)),
+        ValueError,
+        "`ragged.matmul(lhs, rhs)`: `group_offset` must have shape (), but has (1,).\n"
+        f"Got lhs={rows}, rhs=GroupedTensor(f32[4,8,6]), group_offset=i32[1].\n"
+        "It is one number, the index of the first group held: `jnp.int32(first)`.",
+    ),
+    "dtype of group_offset": (
+        lambda: ragged.matmul(ROWS, UNIFORM, group_offset=jnp.float32(0)),
+        TypeError,
+        "`group_offset` must be an integer.",
+    ),
+    "group_offset where nothing is a shard": (
+        lambda: ragged.matmul(ROWS, COLUMNS, group_offset=jnp.int32(0)),
+        ValueError,
+        "`group_offset` in the layout 'outer', which has no uniform operand to be a shard.",
+    ),
+    "group_offset of a shared matrix": (
+        lambda: ragged.matmul(ROWS, jnp.ones((8, 6)), group_offset=jnp.int32(0)),
+        ValueError,
+        "`group_offset` with a matrix that all groups share.",
+    ),
+    "num_actual_groups outside of a wgrad": (
+        lambda: ragged.matmul(ROWS, UNIFORM, num_actual_groups=2),
+        ValueError,
+        "`num_actual_groups` is for a wgrad; this is the layout 'forward'.",
+    ),
+    "num_actual_groups of zero": (
+        lambda: ragged.matmul(ROWS.mT, ROWS, num_actual_groups=0),
+        ValueError,
+        "`num_actual_groups` is 0.",
+    ),
+    "shape of existing_out": (
+        lambda: ragged.matmul(ROWS, UNIFORM, existing_out=jnp.ones((16, 7))),
+        ValueError,
+        "`ragged.matmul(lhs, rhs)`: `existing_out` has shape (16, 7) but the result has (16, 6).\n"
+        f"Got lhs={rows}, rhs=GroupedTensor(f32[4,8,6]), existing_out=f32[16,7].\n"
+        "It must be a tensor like the result.",
+    ),
+    "dtype of existing_out": (
+        lambda: ragged.matmul(
+            ROWS, UNIFORM, existing_out=jnp.ones((16, 6), jnp.bfloat16), preferred_element_type=jnp.float32
+        ),
+        TypeError,
+        "`existing_out` has dtype bfloat16 but the result has float32.",
+    ),
+    "kind of existing_out": (
+        lambda: ragged.matmul(ROWS, UNIFORM, existing_out=COLUMNS),
+        ValueError,
+        "`existing_out` is ragged columns, but the result of the layout 'forward' is R·U.",
+    ),
+    "no existing_out": (
+        lambda: ragged.matmul(ROWS, UNIFORM, existing_out="here"),
+        TypeError,
+        "`existing_out` is not a tensor.",
+    ),
+    "max_last": (
+        lambda: ragged.matmul(ROWS, UNIFORM, max_last=4),
+        ValueError,
+        "`max_last` in the layout 'forward'.",
+    ),
+    "capacity of a uniform result": (
+        lambda: ragged.matmul(UNIFORM, jnp.ones((4, 6, 2)), capacity=4),
+        ValueError,
+        "`capacity` for a uniform result.",
+    ),
+    "capacity that the operand has": (
+        lambda: ragged.matmul(ROWS, UNIFORM, capacity=4),
+        ValueError,
+        "`capacity` is 4, but the result takes the capacity of its operand, 16.",
+    ),
+}
+
+SIZES = jnp.array([3, 5, 0, 4], jnp.int32)
+X, W, DY = jnp.ones((16, 8)), jnp.ones((4, 8, 6)), jnp.ones((16, 6))
+
+ARRAYS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "K4: rank of lhs": (
+        lambda: ragged.grouped_matmul(W, W, SIZES),
+        ValueError,
+        "`ragged.grouped_matmul(lhs, rhs, group_sizes)`: `lhs` must have 2 dims, but has 3.\n"
+        "Got lhs=f32[4,8,6], rhs=f32[4,8,6], group_sizes=i32[4].\n",
+    ),
+    "K5: rank of rhs": (
+        lambda: ragged.grouped_matmul(X, X, SIZES),
+        ValueError,
+        "`rhs` must have 3 dims, but has 2.",
+    ),
+    "K4: rank of lhs, transposed": (
+        lambda: ragged.transposed_grouped_matmul(W, DY, SIZES),
+        ValueError,
+        "`ragged.transposed_grouped_matmul(lhs, rhs, group_sizes)`: `lhs` must have 2 dims, but has 3.",
+    ),
+    "K5: rank of rhs, transposed": (
+        lambda: ragged.transposed_grouped_matmul(X.T, W, SIZES),
+        ValueError,
+        "`rhs` must have 2 dims, but has 3.",
+    ),
+    "K6: dtype of the sizes": (
+        lambda: ragged.grouped_matmul(X, W, SIZES.astype(jnp.float32)),
+        TypeError,
+        "`group_sizes` must be int32 or uint32.\nGot lhs=f32[16,8], rhs=f32[4,8,6], group_sizes=f32[4].\n"
+        "Cast it: `group_sizes.astype(jnp.int32)`.",
+    ),
+    "K6: dtype of the sizes, transposed": (
+        lambda: ragged.transposed_grouped_matmul(X.T, DY, SIZES.astype(jnp.int8)),
+        TypeError,
+        "`group_sizes` must be int32 or uint32.",
+    ),
+    "rank of the sizes": (
+        lambda: ragged.grouped_matmul(X, W, SIZES[None]),
+        ValueError,
+        "`group_sizes` must have 1 dims, but has 2.",
+    ),
+    "K9: no tuned tiling": (
+        lambda: ragged.grouped_matmul(X, W, SIZES, tiling=lambda m, k, n: None),
+        ValueError,
+        "no tuned tiling for (m, k, n) = (16, 8, 6).",
+    ),
+    "K9: no tuned tiling, transposed": (
+        lambda: ragged.transposed_grouped_matmul(X.T, DY, SIZES, tiling=lambda m, k, n: None),
+        ValueError,
+        "no tuned tiling for (m, k, n) = (16, 8, 6).",
+    ),
+    "K12: shape of group_offset": (
+        lambda: ragged.grouped_matmul(X, W, SIZES, group_offset=jnp.zeros((2,), jnp.int32)),
+        ValueError,
+        "`group_offset` must have shape (), but has (2,).",
+    ),
+    "K12: shape of group_offset, transposed": (
+        lambda: ragged.transposed_grouped_matmul(X.T, DY, SIZES, group_offset=jnp.zeros((2,), jnp.int32)),
+        ValueError,
+        "`group_offset` must have shape (), but has (2,).",
+    ),
+    "contracted extents": (
+        lambda: ragged.grouped_matmul(X, W, SIZES, transpose_rhs=True),
+        ValueError,
+        "`lhs` has k=8 but `rhs` has k=6 in axis 2 (transpose_rhs=True).",
+    ),
+    "contracted extents, transposed": (
+        lambda: ragged.transposed_grouped_matmul(X, DY, SIZES),
+        ValueError,
+        "`lhs` has m=8 columns but `rhs` has 16 rows.",
+    ),
+    "more matrices than groups": (
+        lambda: ragged.grouped_matmul(X, jnp.ones((5, 8, 6)), SIZES),
+        ValueError,
+        "`rhs` has 5 groups but `group_sizes` has 4.",
+    ),
+    "a GroupedTensor": (
+        lambda: ragged.grouped_matmul(ROWS, W, SIZES),
+        TypeError,
+        "`lhs` is not an array.",
+    ),
+    "existing_out": (
+        lambda: ragged.grouped_matmul(X, W, SIZES, existing_out=[1]),
+        TypeError,
+        "`existing_out` is not an array.",
+    ),
+    "input_buffer_count": (
+        lambda: ragged.grouped_matmul(X, W, SIZES, input_buffer_count=0),
+        ValueError,
+        "`input_buffer_count` is 0.",
+    ),
+    "O2: backend": (
+        lambda: ragged.transposed_grouped_matmul(X.T, DY, SIZES, backend="triton_gpu"),
+        ValueError,
+        "backend 'triton_gpu' is not available here.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*MATMUL, *ARRAYS])
+@pytest.mark.parametrize("traced", [False, True])
+def test_error(name: str, traced: bool) -> None:
+    """O2, K4-K6, K9, K11, K12: the same text at the call, whether or not it is being traced around."""
+    call, error, text = {**MATMUL, **ARRAYS}[name]
+    with pytest.raises(error) as caught:
+        jax.eval_shape(call) if traced else call()
+    assert text in str(caught.value)
+
+
+def test_nothing_is_allocated_by_a_failing_call() -> None:
+    """Errors come from shapes alone: an operand of 4 TB that exists only as a shape is enough."""
+    huge = jax.ShapeDtypeStruct((2**20, 2**20), jnp.float32)
+    with pytest.raises(ValueError, match="contracted"):
+        jax.eval_shape(lambda x: ragged.matmul(GroupedTensor(x, first_dims=DIMS), UNIFORM), huge)
+
+
+def test_numpy_operands_are_taken() -> None:
+    x = GroupedTensor(np.ones((16, 8), np.float32), first_dims=np.array([3, 5, 0, 4], np.int32))
+    np.testing.assert_array_equal(ragged.matmul(x, np.ones((4, 8, 6), np.float32)).data[:12], np.full((12, 6), 8.0))

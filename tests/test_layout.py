@@ -1,0 +1,87 @@
+"""The table of layouts, against what it says of itself; and `explain`."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import ragged
+from ragged import GroupedTensor
+from ragged._layout import LAYOUTS, Product, infer_layout
+
+from .cases import NAMES
+
+
+def test_the_table_has_every_set_of_ragged_letters() -> None:
+    """B1: eight sets, eight layouts, and the operands' columns say the same as the letters."""
+    assert len(LAYOUTS) == 8
+    for flags in itertools.product((False, True), repeat=3):
+        m, k, n = flags
+        layout = infer_layout((m, k), (k, n))
+        assert layout is not None
+        mark = {False: "U", True: "R"}
+        assert layout.lhs == f"{mark[m]}·{mark[k]}"
+        assert layout.rhs == f"{mark[k]}·{mark[n]}"
+        assert layout.out == f"{mark[m]}·{mark[n]}"
+        assert infer_layout((m, k), (not k, n)) is None
+
+
+def test_derivatives_are_layouts() -> None:
+    """B1: dlhs = dout @ rhs.mT and drhs = lhs.mT @ dout, inferred from the operands that those products have."""
+    for layout in LAYOUTS.values():
+        m, k, n = (letter in layout.ragged for letter in "mkn")
+        dlhs, drhs = infer_layout((m, n), (n, k)), infer_layout((k, m), (m, n))
+        assert dlhs is not None and dlhs.name == layout.dlhs
+        assert drhs is not None and drhs.name == layout.drhs
+
+
+def test_a_derivative_exchanges_a_term_with_the_result() -> None:
+    forward = Product("mk", "nk", "mn", "m")
+    assert forward.contracted == "k"
+    by_lhs, by_rhs = forward.derivative("lhs"), forward.derivative("rhs")
+    assert (by_lhs.lhs, by_lhs.rhs, by_lhs.out, by_lhs.contracted) == ("mn", "nk", "mk", "n")
+    assert (by_rhs.lhs, by_rhs.rhs, by_rhs.out, by_rhs.contracted) == ("mk", "mn", "nk", "m")
+    assert by_lhs.derivative("lhs") == forward
+
+
+def test_the_module_s_table_is_the_data() -> None:
+    """The table in the docstring lists the same eight rows."""
+    from ragged import _layout
+
+    assert _layout.__doc__ is not None
+    for layout in LAYOUTS.values():
+        letters = " ".join(layout.ragged) or "-"
+        row = [letters, layout.lhs, layout.rhs, layout.out, layout.name, layout.dlhs, layout.drhs]
+        assert any(
+            "  ".join(row) == "  ".join(line.split("  ")) or [c.strip() for c in line.split("  ") if c.strip()] == row
+            for line in _layout.__doc__.splitlines()
+        ), row
+
+
+def test_explain() -> None:
+    """O1, T10: what would run, from shapes alone."""
+    x = GroupedTensor(jnp.ones((16, 4)), first_dims=jnp.array([3, 5, 0, 4], jnp.int32))
+    w = jnp.ones((4, 4, 8))
+    want = (
+        "forward: ragged rows × uniform -> ragged rows, f32[16,8]\n"
+        "derivatives: by lhs forward, by rhs wgrad\n"
+        "on cpu: grouped_matmul of xla\n"
+        "on cuda: grouped_matmul of xla (this version of ragged has no GPU kernels yet)\n"
+        "on tpu: grouped_matmul of xla (this version of ragged has no TPU kernels yet)"
+    )
+    assert ragged.explain(x, w) == want
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (x, w))
+    assert ragged.explain(*shapes) == want
+    assert ragged.explain(x, w, backend="xla").endswith("on tpu: grouped_matmul of xla")
+    assert ragged.explain(w.mT, x.mT).startswith("forward_left: uniform × ragged columns -> ragged columns, f32[8,16]")
+    with pytest.raises(ValueError, match="contracted dims must both be ragged"):
+        ragged.explain(x, x)
+
+
+@pytest.mark.parametrize("layout", NAMES)
+def test_explain_knows_every_layout(layout: str) -> None:
+    from . import cases
+
+    case = cases.make(layout)
+    assert ragged.explain(case.lhs, case.rhs).startswith(f"{layout}: {case.lhs.kind} × {case.rhs.kind}")

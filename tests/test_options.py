@@ -1,0 +1,446 @@
+"""Dtypes and options of `ragged.matmul`, and NaN containment."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+
+import ragged
+from ragged import GroupedTensor
+
+from . import cases, oracle
+from .cases import LETTERS, NAMES, TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "dtype, result",
+    [
+        ("bfloat16", "bfloat16"),
+        ("float16", "float16"),
+        ("float32", "float32"),
+        ("int8", "int32"),
+        ("uint8", "int32"),
+        ("int16", "int32"),
+        ("int32", "int32"),
+        ("float8_e4m3fn", "bfloat16"),
+        ("float8_e5m2", "bfloat16"),
+        ("int4", "int32"),
+    ],
+)
+@pytest.mark.parametrize("layout", NAMES)
+def test_dtypes(layout: str, dtype: str, result: str) -> None:
+    """K22, K24, O11: what comes out of each dtype by default, and how exact it is."""
+    if dtype in ("int16", "int32"):
+        # Small values: sums of products over their full range leave int32, in any library.
+        case = cases.make(layout, dtype="int8")
+        case.lhs, case.rhs = case.lhs.astype(dtype), case.rhs.astype(dtype)
+    else:
+        case = cases.make(layout, dtype=dtype)
+    out = ragged.matmul(case.lhs, case.rhs)
+    assert out.dtype == jnp.dtype(result)
+    worst, rms = TOLERANCE[result]
+    got = case.unpack(np.asarray(out.data).astype(np.float64))
+    oracle.assert_close(got, oracle.matmul(case.lhs_groups, case.rhs_groups), max=worst, rms=rms)
+    case.assert_tail_zero(out)
+
+
+def test_float64_under_x64() -> None:
+    with jax.enable_x64(True):
+        for layout in NAMES:
+            case = cases.make(layout, dtype="float64")
+            out = ragged.matmul(case.lhs, case.rhs)
+            assert out.dtype == jnp.float64
+            got = case.unpack(np.asarray(out.data))
+            oracle.assert_close(got, oracle.matmul(case.lhs_groups, case.rhs_groups), max=1e-13)
+
+
+@pytest.mark.parametrize(
+    "lhs_dtype, rhs_dtype, result",
+    [
+        ("bfloat16", "int8", "bfloat16"),
+        ("float8_e4m3fn", "float8_e5m2", "bfloat16"),
+        ("bfloat16", "float8_e4m3fn", "bfloat16"),
+        ("float32", "bfloat16", "float32"),
+        ("float32", "float8_e4m3fn", "float32"),
+        ("int8", "float8_e4m3fn", "bfloat16"),
+        ("int8", "uint8", "int32"),
+        ("float16", "bfloat16", "float32"),
+    ],
+)
+@pytest.mark.parametrize("layout", ["forward", "wgrad", "outer"])
+def test_mixed_dtypes(layout: str, lhs_dtype: str, rhs_dtype: str, result: str) -> None:
+    left, right = cases.make(layout, dtype=lhs_dtype), cases.make(layout, dtype=rhs_dtype, seed=1)
+    right = cases.make(layout, dtype=rhs_dtype, seed=0)
+    out = ragged.matmul(left.lhs, right.rhs)
+    assert out.dtype == jnp.dtype(result)
+    worst, rms = TOLERANCE[result]
+    got = left.unpack(np.asarray(out.data).astype(np.float64))
+    oracle.assert_close(got, oracle.matmul(left.lhs_groups, right.rhs_groups), max=worst, rms=rms)
+
+
+@pytest.mark.parametrize("layout", ["forward", "wgrad"])
+def test_int8_is_exact_over_the_full_range(layout: str) -> None:
+    """K22: k = 4000 products of -128..127, past 2**24, where float32 is no longer exact."""
+    rng = np.random.default_rng(0)
+    # All products of one sign, so that sums really grow past 2**24.
+    lhs = rng.integers(-128, -100, (4000, 3)).astype(np.int8)
+    rhs = rng.integers(-128, 128, (4000, 5)).astype(np.int8)
+    rhs[:, 0] = -128
+    want = lhs.astype(np.int64).T @ rhs.astype(np.int64)
+    assert np.abs(want).max() > 2**24
+    if layout == "forward":
+        x = GroupedTensor(jnp.asarray(lhs.T), first_dims=jnp.array([1, 0, 2], jnp.int32))
+        out = ragged.matmul(x, jnp.broadcast_to(jnp.asarray(rhs), (3, 4000, 5))).data
+    else:
+        dims = jnp.array([4000], jnp.int32)
+        out = ragged.matmul(
+            GroupedTensor(jnp.asarray(lhs.T), last_dims=dims), GroupedTensor(jnp.asarray(rhs), dims)
+        ).data[0]
+    assert out.dtype == jnp.int32
+    assert np.array_equal(np.asarray(out), want)
+
+
+@pytest.mark.parametrize("layout", NAMES)
+def test_preferred_element_type(layout: str) -> None:
+    """K24: the accumulator is float32 whatever the operands are, and is rounded once."""
+    case = cases.make(layout, dtype="bfloat16")
+    out = ragged.matmul(case.lhs, case.rhs, preferred_element_type=jnp.float32)
+    got = case.unpack(np.asarray(out.data))
+    oracle.assert_close(got, oracle.matmul(case.lhs_groups, case.rhs_groups), max=2e-5)
+    rounded = ragged.matmul(case.lhs, case.rhs)
+    assert np.array_equal(np.asarray(out.data.astype(jnp.bfloat16)), np.asarray(rounded.data))
+
+
+@pytest.mark.parametrize("layout", NAMES)
+def test_existing_out(layout: str) -> None:
+    """O7: added before rounding; its own tail, NaN here, comes out zero; its gradient is the identity on real elements."""
+    case = cases.make(layout)
+    product = ragged.matmul(case.lhs, case.rhs)
+    rng = np.random.default_rng(5)
+    existing = jnp.asarray(rng.standard_normal(product.shape), jnp.float32)
+    poisoned = product._replace_data(jnp.where(product.mask, existing, jnp.nan))
+    out = ragged.matmul(case.lhs, case.rhs, existing_out=poisoned)
+    mask = np.asarray(product.mask)
+    np.testing.assert_allclose(np.asarray(out.data), np.where(mask, product.data + existing, 0), atol=2e-5)
+    case.assert_tail_zero(out)
+    assert np.array_equal(np.asarray(ragged.matmul(case.lhs, case.rhs, existing_out=poisoned.data).data), out.data)
+
+    def loss(lhs: Array, existing: Array) -> Array:
+        x = GroupedTensor(lhs, case.lhs.first_dims, case.lhs.last_dims)
+        return jnp.sum(jnp.sin(ragged.matmul(x, case.rhs, existing_out=existing).data))
+
+    got = jax.grad(loss, argnums=(0, 1))(case.lhs.data, poisoned.data)
+    np.testing.assert_allclose(got[1], np.where(mask, np.cos(out.data), 0), atol=1e-5)
+    _, tangent = jax.jvp(lambda e: loss(case.lhs.data, e), (poisoned.data,), (jnp.ones_like(poisoned.data),))
+    np.testing.assert_allclose(tangent, np.cos(out.data)[mask].sum(), rtol=1e-3, atol=1e-3)
+    batch = jnp.stack([existing, 2 * existing])
+    mapped = jax.vmap(lambda e: ragged.matmul(case.lhs, case.rhs, existing_out=e).data)(batch)
+    np.testing.assert_allclose(mapped[1], np.where(mask, product.data + 2 * existing, 0), atol=2e-5)
+
+
+def test_existing_out_is_added_in_the_accumulator() -> None:
+    """1 + 2**-9 is lost in bfloat16 if the product is rounded before it is added to."""
+    x = GroupedTensor(jnp.full((4, 1), 1 + 2**-7, jnp.bfloat16), first_dims=jnp.array([4], jnp.int32))
+    w = jnp.full((1, 1, 1), 1 + 2**-7, jnp.bfloat16)  # the product is 1 + 2**-6 + 2**-14
+    existing = jnp.full((4, 1), 2**-8, jnp.bfloat16)
+    out = ragged.matmul(x, w, existing_out=existing)
+    want = np.float32((1 + 2**-7) ** 2 + 2**-8).astype(jnp.bfloat16)
+    assert np.array_equal(np.asarray(out.data), np.full((4, 1), want))
+    assert want != np.asarray((x.data * w[0]).astype(jnp.bfloat16) + existing)[0, 0]
+
+
+@pytest.mark.parametrize("offset", [-9, -2, 0, 1, 3, 5, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("layout", ["forward", "forward_left", "wgrad"])
+def test_group_offset(layout: str, offset: int) -> None:
+    """K11, K13, K14, O8: a shard of 3 of 5 groups; also offsets past either end, which hold fewer groups or none."""
+    case = cases.make(layout, g=5, kind="even")
+    held = [i if 0 <= i < 5 else None for i in range(offset, offset + 3)]
+    whole = oracle.matmul(case.lhs_groups, case.rhs_groups)
+    at = jnp.int32(offset)
+    if layout == "wgrad":
+        out = ragged.matmul(case.lhs, case.rhs, group_offset=at, num_actual_groups=3)
+        want = [np.zeros_like(whole[0]) if i is None else whole[i] for i in held]
+        oracle.assert_close(list(np.asarray(out.data)), want, max=2e-5)
+        return
+    uniform = case.rhs if layout == "forward" else case.lhs
+    nans = np.full(uniform.shape[1:], np.nan, np.float32)
+    shard = jnp.stack([jnp.asarray(nans) if i is None else uniform.data[i] for i in held])
+
+    def product(shard: Array, ragged_data: Array) -> GroupedTensor:
+        if layout == "forward":
+            x = GroupedTensor(ragged_data, first_dims=case.lhs.first_dims)
+            return ragged.matmul(x, shard, group_offset=at)
+        return ragged.matmul(shard, GroupedTensor(ragged_data, last_dims=case.rhs.last_dims), group_offset=at)
+
+    other = (case.lhs if layout == "forward" else case.rhs).data
+    out = product(shard, other)
+    want = [w if i in held else np.zeros_like(w) for i, w in enumerate(whole)]
+    oracle.assert_close(case.unpack(np.asarray(out.data)), want, max=2e-5)
+    case.assert_tail_zero(out)
+    # The gradients see the same shard: an absent group's rows, and a matrix that stands for no group, get zeros.
+    d_shard, d_other = jax.grad(lambda s, x: jnp.sum(product(s, x).data), argnums=(0, 1))(shard, other)
+    assert not np.isnan(d_shard).any() and not np.isnan(d_other).any()
+    for i, d in zip(held, d_shard, strict=True):
+        assert (np.abs(d).max() > 0) == (i is not None)
+    ids = np.asarray((case.lhs if layout == "forward" else case.rhs).group_ids)
+    rows = np.asarray(d_other if layout == "forward" else d_other.T)
+    assert np.array_equal(np.abs(rows).max(-1) > 0, np.isin(ids, [i for i in held if i is not None]))
+    # Under vmap, each element may have an offset of its own.
+    mapped = jax.vmap(lambda o: ragged.matmul(case.lhs, case.rhs, group_offset=o).data)(jnp.array([0, 2], jnp.int32))
+    assert np.array_equal(mapped[0], ragged.matmul(case.lhs, case.rhs).data)
+
+
+@pytest.mark.parametrize("layout", NAMES)
+def test_precision(layout: str) -> None:
+    """O10: what `lax.dot_general` takes is passed on to it."""
+    case = cases.make(layout)
+
+    def fn(lhs: Array) -> Array:
+        x = GroupedTensor(lhs, case.lhs.first_dims, case.lhs.last_dims)
+        return ragged.matmul(x, case.rhs, precision=jax.lax.Precision.HIGHEST).data
+
+    assert "HIGHEST" in jax.jit(fn).lower(case.lhs.data).as_text()
+    got = case.unpack(np.asarray(fn(case.lhs.data)))
+    oracle.assert_close(got, oracle.matmul(case.lhs_groups, case.rhs_groups), max=2e-5)
+    assert ragged.matmul(case.lhs, case.rhs, precision=["high", "default"]).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("tiling", [(8, 8, 8), (1, 1, 1), (1000, 1000, 1000), (7, 13, 5), lambda m, k, n: (16, 8, 32)])
+@pytest.mark.parametrize("layout", NAMES)
+def test_tilings(layout: str, tiling: Any) -> None:
+    """K7, K8, K18, O9: any tiling gives the same product, and so do its derivatives."""
+    case = cases.make(layout)
+    out = ragged.matmul(case.lhs, case.rhs, tiling=tiling)
+    got = case.unpack(np.asarray(out.data))
+    oracle.assert_close(got, oracle.matmul(case.lhs_groups, case.rhs_groups), max=2e-5)
+
+    def loss(lhs: Array, tiling: Any) -> Array:
+        x = GroupedTensor(lhs, case.lhs.first_dims, case.lhs.last_dims)
+        return jnp.sum(jnp.sin(ragged.matmul(x, case.rhs, tiling=tiling).data))
+
+    np.testing.assert_allclose(jax.grad(loss)(case.lhs.data, tiling), jax.grad(loss)(case.lhs.data, None), atol=1e-4)
+
+
+def test_a_tiling_function_is_asked_with_the_extents() -> None:
+    asked = []
+    case = cases.make("forward", uniform=(0, 5, 6))
+    ragged.matmul(case.lhs, case.rhs, tiling=lambda m, k, n: asked.append((m, k, n)) or (8, 8, 8))
+    assert asked == [(96, 5, 6)]
+
+
+@pytest.mark.parametrize("layout", NAMES)
+def test_interpret_and_backend_xla(layout: str) -> None:
+    """K31, O1, O6, O14: XLA has nothing to interpret; naming it changes nothing on the CPU."""
+    case = cases.make(layout)
+    want = ragged.matmul(case.lhs, case.rhs).data
+    assert np.array_equal(ragged.matmul(case.lhs, case.rhs, interpret=True, backend="xla").data, want)
+
+
+@pytest.mark.parametrize("layout", NAMES)
+def test_same_bits_every_time(layout: str) -> None:
+    """B7"""
+    case = cases.make(layout)
+    want = np.asarray(ragged.matmul(case.lhs, case.rhs).data)
+    for _ in range(5):
+        assert np.array_equal(np.asarray(ragged.matmul(case.lhs, case.rhs).data), want)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("layout", NAMES)
+def test_what_is_not_finite_stays_in_its_group(layout: str, value: float) -> None:
+    """B4, K19, K20, K21: poison one group of one operand; other groups' results and gradients keep their bits."""
+    case = cases.make(layout, g=4, kind="even")
+    poisoned_group = 1
+
+    def run(lhs_groups: oracle.Groups, rhs_groups: oracle.Groups) -> tuple[oracle.Groups, oracle.Groups, oracle.Groups]:
+        letters = LETTERS[layout]
+        lhs = cases.tensor(lhs_groups, ("m" in letters, "k" in letters), 96, 30)
+        rhs = cases.tensor(rhs_groups, ("k" in letters, "n" in letters), 96, 30)
+
+        def product(a: Array, b: Array) -> Array:
+            x, y = GroupedTensor(a, lhs.first_dims, lhs.last_dims), GroupedTensor(b, rhs.first_dims, rhs.last_dims)
+            return ragged.matmul(x, y).data
+
+        out, pull = jax.vjp(product, lhs.data, rhs.data)
+        d_lhs, d_rhs = pull(jnp.ones_like(out))
+        sizes = {letter: case.sizes[letter].tolist() for letter in "mkn"}
+        return (
+            case.unpack(np.asarray(out)),
+            oracle.unpack(np.asarray(d_lhs), lhs.ragged, sizes["m"], sizes["k"]),
+            oracle.unpack(np.asarray(d_rhs), rhs.ragged, sizes["k"], sizes["n"]),
+        )
+
+    clean = run(case.lhs_groups, case.rhs_groups)
+    for side in (0, 1):
+        groups = [[g.copy() for g in case.lhs_groups], [g.copy() for g in case.rhs_groups]]
+        groups[side][poisoned_group][...] = value
+        for got, want in zip(run(*groups), clean, strict=True):
+            for i, (a, b) in enumerate(zip(got, want, strict=True)):
+                if i != poisoned_group:
+                    assert np.array_equal(a, b)
+        assert not np.isfinite(run(*groups)[0][poisoned_group]).any(), "the poison must show where it belongs"
+
+
+@pytest.mark.parametrize("layout", ["forward", "forward_left"])
+def test_nan_weights_of_an_empty_group(layout: str) -> None:
+    """B4: nothing reads them, and they get a zero gradient."""
+    case = cases.make(layout, g=4, kind="half_empty")
+    letter = LETTERS[layout]
+    empty = np.flatnonzero(case.sizes[letter] == 0)
+    assert empty.size
+    uniform = (case.rhs if layout == "forward" else case.lhs).data.at[empty].set(jnp.nan)
+
+    def product(uniform: Array) -> Array:
+        if layout == "forward":
+            return ragged.matmul(case.lhs, uniform).data
+        return ragged.matmul(uniform, case.rhs).data
+
+    oracle.assert_close(
+        case.unpack(np.asarray(product(uniform))), oracle.matmul(case.lhs_groups, case.rhs_groups), max=2e-5
+    )
+    grad = np.asarray(jax.grad(lambda w: jnp.sum(product(w) ** 2))(uniform))
+    assert np.array_equal(grad[empty], np.zeros_like(grad[empty]))
+    assert np.isfinite(grad).all()
+
+
+@pytest.mark.parametrize(
+    "dims", [[3, -2, 4], [5, 100, 2], [2**31 - 1, 2**31 - 1, 5], [-5, -5, -5], [0, 0, 0], [2, 30, -(2**31)]]
+)
+@pytest.mark.parametrize("layout", [name for name in NAMES if name != "batched"])
+def test_wrong_sizes_never_leave_the_buffers(layout: str, dims: list[int]) -> None:
+    """A negative size counts as 0, what is past the capacity is cut off; the groups before that are right."""
+    case = cases.make(layout, g=3, kind="even", capacity=24, slack=False)
+    capacity, sound, room = 24, [], 24
+    for size in dims:
+        sound.append(min(max(size, 0), room))
+        room -= sound[-1]
+    rng = np.random.default_rng(0)
+    letters = LETTERS[layout]
+
+    def operands(sizes: list[int]) -> tuple[GroupedTensor, GroupedTensor]:
+        dims = jnp.array(sizes, jnp.int32)
+        of = {letter: dims if letter in letters else None for letter in "mkn"}
+        return (
+            GroupedTensor(case.lhs.data, of["m"], of["k"]),
+            GroupedTensor(case.rhs.data, of["k"], of["n"]),
+        )
+
+    case.lhs = case.lhs._replace_data(jnp.asarray(rng.standard_normal(case.lhs.shape), jnp.float32))
+    case.rhs = case.rhs._replace_data(jnp.asarray(rng.standard_normal(case.rhs.shape), jnp.float32))
+    # A ragged-both operand is also cut off at its width, which is not less than any sound size here.
+    widths = [x.shape[-1] for x in operands(sound) if x.kind == "ragged both"]
+    sound = [min([s, *widths]) if len(letters) > 1 else s for s in sound]
+    if widths and any(s > min(widths) for s in np.clip(dims, 0, capacity)):
+        pytest.skip("cut off along both axes: covered by the other sizes")
+    got = ragged.matmul(*operands(dims)).data
+    want = ragged.matmul(*operands(sound)).data
+    assert np.array_equal(np.asarray(got), np.asarray(want))
+
+
+@pytest.mark.parametrize("side", ["lhs", "rhs"])
+@pytest.mark.parametrize("kind", ["uniform", "ragged"])
+def test_a_matrix_shared_by_all_groups(side: str, kind: str) -> None:
+    """A 2-D array multiplies every group; its gradient is the sum over groups."""
+    layout = {("rhs", "uniform"): "batched", ("lhs", "uniform"): "batched", ("rhs", "ragged"): "forward"}.get(
+        (side, kind), "forward_left"
+    )
+    case = cases.make(layout, g=4)
+    shared = (case.lhs_groups if side == "lhs" else case.rhs_groups)[0]
+    tensor = case.rhs if side == "lhs" else case.lhs
+    groups = case.rhs_groups if side == "lhs" else case.lhs_groups
+
+    def product(matrix: Array, data: Array, **options: Any) -> GroupedTensor:
+        x = GroupedTensor(data, tensor.first_dims, tensor.last_dims)
+        return ragged.matmul(*((matrix, x) if side == "lhs" else (x, matrix)), **options)
+
+    matrix = jnp.asarray(shared)
+    out = product(matrix, tensor.data)
+    want = [shared.astype(np.float64) @ b if side == "lhs" else b @ shared.astype(np.float64) for b in groups]
+    oracle.assert_close(case.unpack(np.asarray(out.data)), want, max=2e-5)
+    case.assert_tail_zero(out)
+    twice = product(matrix, tensor.data, existing_out=out)
+    oracle.assert_close(case.unpack(np.asarray(twice.data)), [2 * w for w in want], max=2e-5)
+    grad = np.asarray(jax.grad(lambda m: jnp.sum(product(m, tensor.data).data))(matrix), np.float64)
+    ones = [np.ones_like(w) for w in want]
+    sums = [o @ b.T if side == "lhs" else b.T @ o for b, o in zip(groups, ones, strict=True)]
+    oracle.assert_close([grad], [np.sum(sums, axis=0)], max=2e-5)
+    assert np.isfinite(jax.grad(lambda d: jnp.sum(product(matrix, d).data))(tensor.data)).all()
+
+
+@pytest.mark.parametrize("layout", NAMES)
+def test_no_rows_no_columns_nothing_to_contract(layout: str) -> None:
+    """Extents of zero give zeros, forward and backward."""
+    for uniform in [(0, 3, 2), (4, 0, 2), (4, 3, 0)]:
+        for capacity in (0, 12):
+            if capacity and set(LETTERS[layout]) == set("mkn"):
+                continue
+            case = cases.make(layout, g=3, capacity=capacity, uniform=uniform, slack=False)
+            out = ragged.matmul(case.lhs, case.rhs)
+            want = oracle.matmul(case.lhs_groups, case.rhs_groups)
+            oracle.assert_close(case.unpack(np.asarray(out.data)), want, max=2e-5)
+            grad = jax.grad(lambda d, case=case: jnp.sum(ragged.matmul(case.lhs._replace_data(d), case.rhs).data))
+            assert grad(case.lhs.data).shape == case.lhs.shape
+
+
+@pytest.mark.parametrize("layout", NAMES)
+def test_no_groups(layout: str) -> None:
+    letters = LETTERS[layout]
+    none = jnp.zeros((0,), jnp.int32)
+    of = {letter: none if letter in letters else None for letter in "mkn"}
+    lhs = GroupedTensor(jnp.ones((0, 4, 4) if not set("mk") & set(letters) else (4, 4)), of["m"], of["k"])
+    rhs = GroupedTensor(jnp.ones((0, 4, 4) if not set("kn") & set(letters) else (4, 4)), of["k"], of["n"])
+    out = ragged.matmul(lhs, rhs)
+    assert out.num_groups == 0
+    assert np.array_equal(np.asarray(out.data), np.zeros(out.shape))
+
+
+def test_capacity_and_max_last() -> None:
+    """The result's buffer where the operands don't tell how large it must be."""
+    outer = cases.make("outer", g=4, kind="even")
+    widest = int(outer.sizes["n"].max())
+    assert ragged.matmul(outer.lhs, outer.rhs).shape == (96, 96)
+    out = ragged.matmul(outer.lhs, outer.rhs, max_last=widest)
+    assert out.shape == (96, widest)
+    want = oracle.matmul(outer.lhs_groups, outer.rhs_groups)
+    oracle.assert_close(outer.unpack(np.asarray(out.data)), want, max=2e-5)
+    cut = ragged.matmul(outer.lhs, outer.rhs, max_last=3)
+    for got, w in zip(cut.to_list(), want, strict=True):
+        oracle.assert_close([np.asarray(got)], [w[:, :3]], max=2e-5)
+
+    inner = cases.make("inner_columns", g=4, kind="even")
+    assert ragged.matmul(inner.lhs, inner.rhs).shape == (7, 4 * inner.rhs.shape[-1])
+    out = ragged.matmul(inner.lhs, inner.rhs, capacity=90)
+    assert out.shape == (7, 90)
+    oracle.assert_close(inner.unpack(np.asarray(out.data)), oracle.matmul(inner.lhs_groups, inner.rhs_groups), max=2e-5)
+
+
+def test_attention_forward_and_backward() -> None:
+    """The layouts at work together: softmax(q kᵀ) v for sequences of different lengths, against a loop."""
+    rng = np.random.default_rng(0)
+    dims = jnp.array([5, 0, 9, 2], jnp.int32)
+    q, k, v = (jnp.asarray(rng.standard_normal((20, 4)), jnp.float32).at[16:].set(jnp.nan) for _ in range(3))
+
+    def attention(q: Array, k: Array, v: Array) -> Array:
+        queries, keys, values = (GroupedTensor(x, first_dims=dims) for x in (q, k, v))
+        weights = ragged.matmul(queries, keys.mT, max_last=9).softmax()
+        return ragged.matmul(weights, values).data
+
+    def loop(q: Array, k: Array, v: Array) -> Array:
+        rows, start = [], 0
+        for size in (5, 0, 9, 2):
+            a, b, c = (x[start : start + size] for x in (q, k, v))
+            rows.append(jax.nn.softmax(a @ b.T, axis=-1) @ c)
+            start += size
+        return jnp.concatenate([*rows, jnp.zeros((4, 4))])
+
+    np.testing.assert_allclose(attention(q, k, v), loop(q, k, v), atol=1e-5)
+
+    def grads(fn: Callable[..., Array]) -> Any:
+        return jax.grad(lambda *xs: jnp.sum(jnp.sin(fn(*xs))), argnums=(0, 1, 2))(q, k, v)
+
+    for got, want in zip(grads(attention), grads(loop), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
