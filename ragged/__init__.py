@@ -6,6 +6,8 @@ from ragged._explain import explain as explain
 from ragged._grouped import grouped_matmul as grouped_matmul
 from ragged._grouped import transposed_grouped_matmul as transposed_grouped_matmul
 from ragged._matmul import matmul as matmul
+from ragged._route import Route as Route
+from ragged._route import route as route
 from ragged._tensor import GroupedTensor as GroupedTensor
 from ragged._tensor import concat as concat
 

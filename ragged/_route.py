@@ -1,0 +1,161 @@
+"""`route`: sort rows by group, dispatch, combine.
+
+With `group_ids=[2, 0, 2, 0]` for four tokens `a b c d` and three groups:
+
+    order        [1, 3, 0, 2]      row i of the grouped tensor is token order[i]
+    place        [2, 0, 3, 1]      token t stands in row place[t]; one is the other's inverse
+    first_dims   [2, 0, 2]
+    dispatch     b d | | a c       combine puts them back: a b c d
+"""
+
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Float, Int, Shaped
+
+from ragged._check import Site, is_arraylike
+from ragged._tensor import GroupedTensor, is_concrete
+from ragged.kernels.xla import accumulator_dtype
+
+
+class Route(eqx.Module):
+    """Which row of a ragged-rows tensor each token goes to. Made by `ragged.route`.
+
+    **Fields:**
+
+    - `order`: `(rows,)` int32, where `rows = tokens * top_k`. Row `i` holds token `order[i] // top_k`.
+    - `place`: `(tokens,)` or `[tokens, top_k]` int32, as `group_ids` was. The row where each token stands.
+    - `first_dims`: `(g,)` int32, how many rows each group got. What went to no group stands behind them, in the tail.
+    """
+
+    order: Int[Array, " rows"] | Any
+    place: Int[Array, "tokens *top_k"] | Any
+    first_dims: Int[Array, " g"] | Any
+
+    @property
+    def top_k(self) -> int:
+        """To how many groups each token goes."""
+        return self.place.shape[1] if self.place.ndim == 2 else 1
+
+    def dispatch(self, x: Shaped[Array, "tokens d"] | Any) -> GroupedTensor:
+        """Copies each token's row to the groups it goes to.
+
+        `out.data[i] = x[order[i] // top_k]`: ragged rows `[tokens * top_k, d]` of `x`'s dtype, within a group in the
+        order of the tokens, and zero in the tail. The gradient is a gather and a sum over `top_k`.
+
+        **Raises:** `TypeError` if `x` is no array, `ValueError` if it is not `[tokens, d]`.
+        """
+        site = Site("Route.dispatch(x)", {"x": x})
+        tokens = self.place.shape[0]
+        if not is_arraylike(x):
+            site.fail(TypeError, "`x` is not an array.", "Pass one row a token, as an array [tokens, d].")
+        if x.ndim != 2 or x.shape[0] != tokens:
+            problem = f"`x` must be [{tokens}, d], one row a token."
+            site.fail(ValueError, problem, f"The route was made for {tokens} tokens.")
+        x = jnp.asarray(x)
+        rows = jnp.broadcast_to(x[:, None], (tokens, self.top_k, x.shape[1])).reshape(tokens * self.top_k, x.shape[1])
+        out = GroupedTensor(_permute(rows, self.order, self.place.reshape(-1)), first_dims=self.first_dims)
+        return GroupedTensor(jnp.where(out.mask, out.data, jnp.zeros((), x.dtype)), first_dims=self.first_dims)
+
+    def combine(self, y: GroupedTensor | Any, weights: Float[Array, "tokens *top_k"] | Any = None) -> Array:
+        """Puts each token's rows back and sums them.
+
+        `out[t] = sum_j weights[t, j] * y.data[place[t, j]]`: `[tokens, d]` of `y`'s dtype, computed in float32 (float64
+        for float64, int32 for integers). A token that went to no group gets zero. Without `weights` they are one.
+
+        **Arguments:**
+
+        - `y`: ragged rows, as many as `dispatch` made and in the same groups. Its tail may hold anything.
+        - `weights`: a float for each of `group_ids`, in its shape. For ids that are no group it may be anything.
+
+        **Raises:** `TypeError` if `y` is no `GroupedTensor`, or for dtypes; `ValueError` for shapes and sizes.
+        """
+        site = Site("Route.combine(y, weights)", {"y": y} if weights is None else {"y": y, "weights": weights})
+        if not isinstance(y, GroupedTensor):
+            site.fail(TypeError, "`y` is not a `GroupedTensor`.", "Pass what became of `route.dispatch(x)`.")
+        want = (self.order.shape[0], self.first_dims.shape[0])
+        if y.kind != "ragged rows" or (y.capacity, y.num_groups) != want:
+            problem = f"`y` must have ragged rows, {want[0]} of them in {want[1]} groups."
+            site.fail(ValueError, problem, "Pass what became of `route.dispatch(x)`.")
+        if is_concrete(y.first_dims, self.first_dims) and not np.array_equal(y.first_dims, self.first_dims):
+            problem = f"the sizes of `y` are not the route's, {np.asarray(self.first_dims).tolist()}."
+            site.fail(ValueError, problem, "Pass what became of `route.dispatch(x)`.")
+        data = jnp.asarray(y.data)
+        wide = accumulator_dtype(data.dtype)
+        data = jnp.where(y.mask, data, jnp.zeros((), data.dtype))
+        rows = _permute(data, self.place.reshape(-1), self.order).astype(wide)
+        rows = rows.reshape(self.place.shape[0], self.top_k, y.shape[-1])  # [tokens, top_k, d]
+        if weights is not None:
+            if not is_arraylike(weights) or not all(jnp.issubdtype(z.dtype, jnp.floating) for z in (weights, y)):
+                site.fail(TypeError, "`weights` and `y` must be floating arrays.", "Cast them, or leave `weights` out.")
+            if weights.shape != self.place.shape:
+                problem = f"`weights` must have shape {self.place.shape}, but has {weights.shape}."
+                site.fail(ValueError, problem, "It needs one weight for each of `group_ids`.")
+            held = self.place < jnp.sum(self.first_dims)
+            weights = jnp.where(held, weights.astype(wide), jnp.zeros((), wide))
+            rows = rows * weights.reshape(*rows.shape[:2], 1)
+        return jnp.sum(rows, axis=1).astype(data.dtype)
+
+
+def route(group_ids: Int[Array, "tokens *top_k"] | Any, num_groups: int | Any) -> Route:
+    """Sorts rows by group: where each token goes, and how many each group gets.
+
+    The sort is stable: within a group, tokens keep their order. For a mixture of experts, `group_ids` are the experts
+    that the router chose for each token.
+
+    **Arguments:**
+
+    - `group_ids`: `(tokens,)` or `[tokens, top_k]` integers. An id outside `0 .. num_groups - 1` means "to no group":
+      that row goes to the tail, and counts as zero when combined.
+    - `num_groups`: how many groups there are, a static int.
+
+    **Returns:** a `Route`, a pytree: `route.dispatch(x)` makes the `GroupedTensor`, `route.combine(y)` undoes it.
+
+    **Raises:** `TypeError` if `group_ids` are not integers, `ValueError` for their rank and for `num_groups`.
+
+    !!! example
+        ```python
+        import jax.numpy as jnp
+        import ragged
+        route = ragged.route(jnp.array([2, 0, 2, 0]), num_groups=3)
+        x = route.dispatch(jnp.array([[1.0], [2.0], [3.0], [4.0]]))
+        assert route.first_dims.tolist() == [2, 0, 2]
+        assert x.data[:, 0].tolist() == [2.0, 4.0, 1.0, 3.0]
+        assert route.combine(x)[:, 0].tolist() == [1.0, 2.0, 3.0, 4.0]
+        ```
+    """
+    site = Site("ragged.route(group_ids, num_groups)", {"group_ids": group_ids})
+    if not is_arraylike(group_ids) or not jnp.issubdtype(group_ids.dtype, jnp.integer):
+        site.fail(TypeError, "`group_ids` must be an integer array.", "Pass the index of each token's group, int32.")
+    if group_ids.ndim not in (1, 2):
+        problem = f"`group_ids` must be (tokens,) or [tokens, top_k], but has {group_ids.ndim} dims."
+        site.fail(ValueError, problem, "Flatten the tokens' axes into one, those of `x` too.")
+    if not isinstance(num_groups, int | np.integer) or num_groups < 1:
+        site.fail(ValueError, f"`num_groups` is {num_groups!r}.", "It must be a positive int, known when tracing.")
+    # Looked at in their own dtype, or int32 if that could not hold `num_groups`: a cast must not wrap into range.
+    ids = jnp.asarray(group_ids, jnp.int32 if group_ids.dtype.itemsize < 4 else None).reshape(-1)
+    ids = jnp.where((ids >= 0) & (ids < num_groups), ids, num_groups).astype(jnp.int32)
+    row = jnp.arange(ids.shape[0], dtype=jnp.int32)
+    ids, order = lax.sort((ids, row), num_keys=1, is_stable=True)
+    place = jnp.zeros_like(order).at[order].set(row, unique_indices=True, mode="promise_in_bounds")
+    offsets = jnp.searchsorted(ids, jnp.arange(num_groups + 1, dtype=jnp.int32)).astype(jnp.int32)
+    return Route(order, place.reshape(group_ids.shape), jnp.diff(offsets))
+
+
+def _permute(x: Shaped[Array, "rows d"], order: Int[Array, " rows"], inverse: Int[Array, " rows"]) -> Array:
+    """`x[order]`, with the gather `[inverse]` for its transpose.
+
+    Left to itself, JAX transposes a gather into a scatter, which is slower. So the result is given as the solution of
+    `result[inverse] = x`, a linear system whose matrix, a permutation, has its inverse for transpose. That holds under
+    every transformation, forward mode included, which `jax.custom_vjp` lacks.
+    """
+
+    def take(rows: Array, index: Array) -> Array:
+        return rows.at[index].get(mode="promise_in_bounds", unique_indices=True)
+
+    return lax.custom_linear_solve(
+        lambda y: take(y, inverse), x, lambda _, b: take(b, order), lambda _, b: take(b, inverse)
+    )

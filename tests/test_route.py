@@ -1,0 +1,397 @@
+"""`route`, `dispatch` and `combine` against a NumPy loop over tokens."""
+
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+import ragged
+from ragged import Route, route
+
+NUM_GROUPS = 3
+IDS = {
+    "one group a token": [2, 0, 2, 0, 1],
+    "an empty group": [2, 0, 2, 0],
+    "one giant group": [1, 1, 1, 1],
+    "to no group": [2, -1, 0, 3, 2, 2**31 - 1, -(2**31)],
+    "all to no group": [-1, 3, 7],
+    "one token": [1],
+    "no tokens": [],
+    "top 2": [[2, 0], [0, 1], [1, 2], [2, 1]],
+    "top 2, the same group twice": [[1, 1], [0, 0]],
+    "top 2, some to no group": [[2, -1], [9, 0], [3, 3], [0, 2]],
+    "top 1 with an axis": [[2], [0], [4]],
+}
+cases = pytest.mark.parametrize("ids", IDS.values(), ids=IDS.keys())
+
+
+def assignments(ids):
+    """(group, token, slot) of every row that goes to a group, in the order in which they must stand."""
+    ids = np.asarray(ids, np.int64)
+    pairs = [(t, j) for t in range(len(ids)) for j in range(1 if ids.ndim == 1 else ids.shape[1])]
+    flat = ids.reshape(-1)
+    return [(g, *pair) for g in range(NUM_GROUPS) for pair, i in zip(pairs, flat, strict=True) if i == g]
+
+
+def as_ids(ids):
+    return jnp.asarray(np.asarray(ids, np.int32))
+
+
+def random(shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
+
+
+def operands(ids, d=3):
+    """`x` [tokens, d], `weights` as `ids`, and `y` [rows, d] with NaN in the tail; NaN too where an id is no group."""
+    ids = as_ids(ids)
+    sound = (ids >= 0) & (ids < NUM_GROUPS)
+    weights = jnp.where(sound, random(ids.shape, 1), jnp.nan)
+    x = random((ids.shape[0], d))
+    x = jnp.where(sound.reshape(*ids.shape[:1], int(np.prod(ids.shape[1:]))).any(1)[:, None], x, jnp.nan)
+    y = random((ids.size, d), 2).at[int(sound.sum()) :].set(jnp.nan)
+    return ids, x, weights, y
+
+
+@cases
+def test_dispatch(ids):
+    group_ids, x, _, _ = operands(ids)
+    rows = assignments(ids)
+    out = route(group_ids, NUM_GROUPS).dispatch(x)
+    want = np.zeros((group_ids.size, 3), np.float32)
+    for i, (_, token, _) in enumerate(rows):
+        want[i] = x[token]
+    assert out.first_dims.dtype == jnp.int32
+    assert out.first_dims.tolist() == [sum(group == g for group, _, _ in rows) for g in range(NUM_GROUPS)]
+    np.testing.assert_array_equal(out.data, want)
+
+
+@cases
+@pytest.mark.parametrize("weighted", [False, True])
+def test_combine(ids, weighted):
+    group_ids, _, weights, y = operands(ids)
+    want = np.zeros((len(ids), 3))
+    for i, (_, token, slot) in enumerate(assignments(ids)):
+        weight = np.asarray(weights).reshape(len(ids), -1)[token, slot] if weighted else 1
+        want[token] += weight * np.asarray(y[i], np.float64)
+    routing = route(group_ids, NUM_GROUPS)
+    out = routing.combine(ragged.GroupedTensor(y, routing.first_dims), weights if weighted else None)
+    assert out.dtype == jnp.float32
+    np.testing.assert_allclose(out, want, rtol=1e-6, atol=1e-6)
+
+
+@cases
+def test_order_and_place_are_inverses(ids):
+    routing = route(as_ids(ids), NUM_GROUPS)
+    rows = np.arange(routing.order.size)
+    assert routing.place.shape == as_ids(ids).shape
+    np.testing.assert_array_equal(routing.place.reshape(-1)[routing.order], rows)
+    np.testing.assert_array_equal(routing.order[routing.place.reshape(-1)], rows)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int16, jnp.uint32, np.int64])
+@pytest.mark.parametrize("num_groups", [200, 70_000])
+def test_ids_of_any_integer_dtype(dtype, num_groups):
+    ids = np.array([-1, 100, 1, -1]).astype(dtype)  # -1 is the largest value where there is no sign
+    want = sum(0 <= int(i) < num_groups for i in ids)
+    assert int(route(ids, num_groups).first_dims.sum()) == want
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.int32])
+def test_dtypes_come_back(dtype):
+    routing = route(jnp.zeros((2, 8), jnp.int32), 1)
+    x = jnp.full((2, 1), 1, dtype)
+    y = routing.dispatch(x)
+    assert y.dtype == dtype and routing.combine(y).dtype == dtype
+    np.testing.assert_array_equal(routing.combine(y).astype(jnp.float32), 8.0)
+
+
+def test_numpy_operands():
+    routing = route(np.array([1, 0], np.int32), NUM_GROUPS)
+    out = routing.combine(ragged.GroupedTensor(np.array([[1.0], [2.0]]), np.array([1, 1, 0], np.int32)), np.ones(2))
+    np.testing.assert_array_equal(out, [[2.0], [1.0]])
+    np.testing.assert_array_equal(routing.dispatch(np.array([[1.0], [2.0]])).data, [[2.0], [1.0]])
+
+
+def test_combine_sums_in_float32():
+    # In bfloat16, 256 + 1 is 256.
+    routing = route(jnp.zeros((1, 3), jnp.int32), 1)
+    y = ragged.GroupedTensor(jnp.array([[256.0], [1.0], [1.0]], jnp.bfloat16), routing.first_dims)
+    assert float(routing.combine(y)[0, 0]) == 258.0
+    assert float(routing.combine(y, jnp.ones((1, 3), jnp.float32))[0, 0]) == 258.0
+
+
+# --- derivatives ------------------------------------------------------------------------------------------------------
+
+
+def layer(x, weights, ids):
+    """A loss on what comes back from a nonlinear function of the rows, another one in each group."""
+    routing = route(ids, NUM_GROUPS)
+    scale = ragged.per_group(jnp.arange(1.0, NUM_GROUPS + 1, dtype=x.dtype))
+    return jnp.sum(jnp.sin(routing.combine((routing.dispatch(x) * scale).map(jnp.tanh), weights)))
+
+
+def dense_layer(x, weights, ids):
+    """The same, token by token."""
+    ids, total = np.asarray(ids), 0.0
+    for token, chosen in enumerate(ids.reshape(len(ids), -1)):
+        row = jnp.zeros(x.shape[1], x.dtype)
+        for slot, group in enumerate(chosen):
+            if 0 <= group < NUM_GROUPS:
+                weight = weights.reshape(ids.shape[0], -1)[token, slot]
+                row = row + weight * jnp.tanh(x[token] * (1.0 + int(group)))
+        total = total + jnp.sum(jnp.sin(row))
+    return total
+
+
+with_rows = pytest.mark.parametrize("ids", [v for v in IDS.values() if v], ids=[k for k, v in IDS.items() if v])
+
+
+@with_rows
+@pytest.mark.parametrize("jit", [False, True])
+def test_gradients(ids, jit):
+    ids, x, weights, _ = operands(ids)
+    grad = jax.grad(layer, (0, 1))
+    got = (jax.jit(grad) if jit else grad)(x, weights, ids)
+    clean = jnp.nan_to_num(x), jnp.nan_to_num(weights)
+    for g, w in zip(got, jax.grad(dense_layer, (0, 1))(*clean, ids), strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-6)
+
+
+@with_rows
+def test_nan_around_never_reaches_a_gradient(ids):
+    """A NaN cotangent of a tail row, and of a token that went nowhere, changes nothing."""
+    ids, x, weights, y = operands(ids)
+    routing = route(ids, NUM_GROUPS)
+    held = jnp.isfinite(y)
+    _, pull = jax.vjp(lambda x: routing.dispatch(x).data, x)
+    np.testing.assert_array_equal(pull(y)[0], pull(jnp.where(held, y, 0.0))[0])
+    _, pull = jax.vjp(lambda y, w: routing.combine(ragged.GroupedTensor(y, routing.first_dims), w), y, weights)
+    dy, dw = pull(jnp.where(jnp.isnan(x), jnp.nan, 1.0))
+    assert bool(jnp.all(jnp.isfinite(dy))) and bool(jnp.all(jnp.isfinite(dw)))
+    assert bool(jnp.all(jnp.where(held, 0.0, dy) == 0)) and bool(jnp.all(jnp.where(jnp.isnan(weights), dw, 0.0) == 0))
+
+
+def test_gradients_are_gathers():
+    ids, x, weights, y = operands(IDS["top 2"])
+    routing = route(ids, NUM_GROUPS)
+    forward_only = [
+        lambda c: jax.vjp(lambda x: routing.dispatch(x).data, x)[1](c),
+        lambda c: jax.vjp(lambda y: routing.combine(ragged.GroupedTensor(y, routing.first_dims), weights), y)[1](c),
+    ]
+    for pull, cotangent in zip(forward_only, (y, x), strict=True):
+        text = jax.jit(pull).lower(cotangent).as_text()
+        assert "stablehlo.gather" in text and "stablehlo.scatter" not in text
+
+
+def test_forward_mode_and_second_order():
+    ids, x, weights, _ = operands(IDS["top 2"])
+    tangent = random(x.shape, 5)
+    got = jax.jvp(lambda x: layer(x, weights, ids), (x,), (tangent,))
+    want = jax.jvp(lambda x: dense_layer(x, weights, ids), (x,), (tangent,))
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    for twice in (jax.hessian, lambda f: jax.jacrev(jax.grad(f))):
+        got = twice(lambda x: layer(x, weights, ids))(x)
+        want = twice(lambda x: dense_layer(x, weights, ids))(x)
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+# --- other transformations --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axes", [(0, None, None), (None, 0, None), (None, None, 0), (0, 0, 0)])
+def test_vmap(axes):
+    batches = random((2, 4, 3)), random((2, 4, 2), 1), as_ids([IDS["top 2"], IDS["top 2, some to no group"]])
+    args = [b if axis == 0 else b[0] for b, axis in zip(batches, axes, strict=True)]
+    grad = jax.grad(layer, (0, 1))
+    got = jax.vmap(grad, axes)(*args)
+    for i in range(2):
+        want = grad(*(b[i] if axis == 0 else b[0] for b, axis in zip(batches, axes, strict=True)))
+        for g, w in zip(got, want, strict=True):
+            np.testing.assert_allclose(g[i], w, rtol=1e-6, atol=1e-7)
+
+
+def test_a_route_is_a_pytree_that_batches():
+    ids = as_ids([[2, 0, 2, 0], [1, 1, -1, 0]])
+    routes = jax.vmap(lambda ids: route(ids, NUM_GROUPS))(ids)
+    assert isinstance(routes, Route) and routes.first_dims.shape == (2, NUM_GROUPS)
+    x = random((2, 4, 3))
+    back = jax.vmap(lambda routing, x: routing.combine(routing.dispatch(x)))(routes, x)
+    np.testing.assert_array_equal(back, jnp.where((ids >= 0)[..., None], x, 0.0))
+
+
+def test_scan_and_remat():
+    ids, x, weights, _ = operands(IDS["top 2"])
+
+    def scanned(x, weights):
+        step = jax.checkpoint(lambda total, ids: (total + layer(x, weights, ids), None))
+        return jax.lax.scan(step, jnp.zeros(()), jnp.stack([ids, ids[::-1]]))[0]
+
+    def plain(x, weights):
+        return layer(x, weights, ids) + layer(x, weights, ids[::-1])
+
+    for got, want in zip(*(jax.jit(jax.grad(f, (0, 1)))(x, weights) for f in (scanned, plain)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_shard_map():
+    """Tokens sharded: each device routes its own."""
+    ids, x, weights, _ = operands(IDS["top 2"])
+    tokens = PartitionSpec("tokens")
+    mesh = Mesh(np.array(jax.devices()[:2]), "tokens")
+
+    def local(x, weights, ids):
+        return jax.lax.psum(layer(x, weights, ids), "tokens")
+
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=(tokens,) * 3, out_specs=PartitionSpec())
+    got = jax.jit(jax.value_and_grad(sharded, (0, 1)))(x, weights, ids)
+    want = jax.value_and_grad(layer, (0, 1))(x, weights, ids)
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-6)
+
+
+def test_experts_in_between():
+    """The whole: route, dispatch, a product, combine, with gradients, against a loop over tokens."""
+    ids, x, weights, _ = operands(IDS["top 2, some to no group"])
+    x, weights = jnp.nan_to_num(x), jnp.nan_to_num(weights)
+    matrices = random((NUM_GROUPS, 3, 5), 4)
+
+    def grouped(x, matrices):
+        routing = route(ids, NUM_GROUPS)
+        return jnp.sum(routing.combine(ragged.matmul(routing.dispatch(x), matrices), weights) ** 2)
+
+    def loop(x, matrices):
+        out = [jnp.zeros(5)] * len(ids)
+        for group, token, slot in assignments(ids):
+            out[token] = out[token] + weights[token, slot] * (x[token] @ matrices[group])
+        return jnp.sum(jnp.stack(out) ** 2)
+
+    got, want = (jax.value_and_grad(f, (0, 1))(x, matrices) for f in (grouped, loop))
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)
+
+
+def test_filter_jit_takes_a_route():
+    routing = route(as_ids(IDS["top 2"]), NUM_GROUPS)
+    x = random((4, 3))
+    np.testing.assert_allclose(eqx.filter_jit(lambda r, x: r.combine(r.dispatch(x)))(routing, x), 2 * x, rtol=1e-6)
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+ROUTE = route(as_ids(IDS["top 2"]), NUM_GROUPS)
+Y = ROUTE.dispatch(jnp.ones((4, 3)))
+HAVE = "GroupedTensor(f32[8,3], first_dims=[2, 3, 3] (8 of 8 rows))"
+ERRORS = {
+    "ids are a list": (
+        lambda: route([0, 1], 2),
+        TypeError,
+        "`ragged.route(group_ids, num_groups)`: `group_ids` must be an integer array.\n"
+        "Got group_ids=a list.\nPass the index of each token's group, int32.",
+    ),
+    "ids are floats": (
+        lambda: route(jnp.ones(4), 2),
+        TypeError,
+        "`ragged.route(group_ids, num_groups)`: `group_ids` must be an integer array.\n"
+        "Got group_ids=f32[4].\nPass the index of each token's group, int32.",
+    ),
+    "ids of rank 3": (
+        lambda: route(jnp.ones((2, 3, 4), jnp.int32), 2),
+        ValueError,
+        "`ragged.route(group_ids, num_groups)`: `group_ids` must be (tokens,) or [tokens, top_k], but has 3 dims.\n"
+        "Got group_ids=i32[2,3,4].\nFlatten the tokens' axes into one, those of `x` too.",
+    ),
+    "no groups": (
+        lambda: route(jnp.zeros(4, jnp.int32), 0),
+        ValueError,
+        "`ragged.route(group_ids, num_groups)`: `num_groups` is 0.\n"
+        "Got group_ids=i32[4].\nIt must be a positive int, known when tracing.",
+    ),
+    "num_groups is an array": (
+        lambda: route(jnp.zeros(4, jnp.int32), jnp.int32(3)),
+        ValueError,
+        f"`ragged.route(group_ids, num_groups)`: `num_groups` is {jnp.int32(3)!r}.\n"
+        "Got group_ids=i32[4].\nIt must be a positive int, known when tracing.",
+    ),
+    "dispatch a GroupedTensor": (
+        lambda: ROUTE.dispatch(Y),
+        TypeError,
+        f"`Route.dispatch(x)`: `x` is not an array.\nGot x={HAVE}.\nPass one row a token, as an array [tokens, d].",
+    ),
+    "dispatch other tokens": (
+        lambda: ROUTE.dispatch(jnp.ones((5, 3))),
+        ValueError,
+        "`Route.dispatch(x)`: `x` must be [4, d], one row a token.\nGot x=f32[5,3].\nThe route was made for 4 tokens.",
+    ),
+    "dispatch another rank": (
+        lambda: ROUTE.dispatch(jnp.ones(4)),
+        ValueError,
+        "`Route.dispatch(x)`: `x` must be [4, d], one row a token.\nGot x=f32[4].\nThe route was made for 4 tokens.",
+    ),
+    "combine an array": (
+        lambda: ROUTE.combine(Y.data),
+        TypeError,
+        "`Route.combine(y, weights)`: `y` is not a `GroupedTensor`.\n"
+        "Got y=f32[8,3].\nPass what became of `route.dispatch(x)`.",
+    ),
+    "combine columns": (
+        lambda: ROUTE.combine(Y.mT),
+        ValueError,
+        "`Route.combine(y, weights)`: `y` must have ragged rows, 8 of them in 3 groups.\n"
+        f"Got y={Y.mT!r}.\nPass what became of `route.dispatch(x)`.",
+    ),
+    "combine other rows": (
+        lambda: ROUTE.combine(ragged.GroupedTensor(jnp.ones((9, 3)), Y.first_dims)),
+        ValueError,
+        "`Route.combine(y, weights)`: `y` must have ragged rows, 8 of them in 3 groups.\n"
+        "Got y=GroupedTensor(f32[9,3], first_dims=[2, 3, 3] (8 of 9 rows)).\nPass what became of `route.dispatch(x)`.",
+    ),
+    "combine other groups": (
+        lambda: ROUTE.combine(ragged.GroupedTensor(Y.data, jnp.array([4, 4], jnp.int32))),
+        ValueError,
+        "`Route.combine(y, weights)`: `y` must have ragged rows, 8 of them in 3 groups.\n"
+        "Got y=GroupedTensor(f32[8,3], first_dims=[4, 4] (8 of 8 rows)).\nPass what became of `route.dispatch(x)`.",
+    ),
+    "combine other sizes": (
+        lambda: ROUTE.combine(ragged.GroupedTensor(Y.data, jnp.array([3, 2, 3], jnp.int32))),
+        ValueError,
+        "`Route.combine(y, weights)`: the sizes of `y` are not the route's, [2, 3, 3].\n"
+        "Got y=GroupedTensor(f32[8,3], first_dims=[3, 2, 3] (8 of 8 rows)).\nPass what became of `route.dispatch(x)`.",
+    ),
+    "weights of another shape": (
+        lambda: ROUTE.combine(Y, jnp.ones((4, 3))),
+        ValueError,
+        "`Route.combine(y, weights)`: `weights` must have shape (4, 2), but has (4, 3).\n"
+        f"Got y={HAVE}, weights=f32[4,3].\nIt needs one weight for each of `group_ids`.",
+    ),
+    "weights are a float": (
+        lambda: ROUTE.combine(Y, 0.5),
+        TypeError,
+        "`Route.combine(y, weights)`: `weights` and `y` must be floating arrays.\n"
+        f"Got y={HAVE}, weights=a float.\nCast them, or leave `weights` out.",
+    ),
+    "weights are integers": (
+        lambda: ROUTE.combine(Y, jnp.ones((4, 2), jnp.int32)),
+        TypeError,
+        "`Route.combine(y, weights)`: `weights` and `y` must be floating arrays.\n"
+        f"Got y={HAVE}, weights=i32[4,2].\nCast them, or leave `weights` out.",
+    ),
+    "weights for integers": (
+        lambda: ROUTE.combine(Y.astype(jnp.int32), jnp.ones((4, 2))),
+        TypeError,
+        "`Route.combine(y, weights)`: `weights` and `y` must be floating arrays.\n"
+        "Got y=GroupedTensor(i32[8,3], first_dims=[2, 3, 3] (8 of 8 rows)), weights=f32[4,2].\n"
+        "Cast them, or leave `weights` out.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS.values(), ids=ERRORS.keys())
+def test_errors(case):
+    call, error, text = case
+    with pytest.raises(error, match=f"^{re.escape(text)}$"):
+        call()
