@@ -23,7 +23,9 @@ ALLOCATOR = {
     "MALLOC_TOP_PAD_": str(2**28),
 }
 if __name__ == "__main__" and any(os.environ.get(k) != v for k, v in ALLOCATOR.items()):
-    os.execve(sys.executable, [sys.executable, "-m", "tests.benchmarks.cpu", *sys.argv[1:]], {**os.environ, **ALLOCATOR})
+    os.execve(
+        sys.executable, [sys.executable, "-m", "tests.benchmarks.cpu", *sys.argv[1:]], {**os.environ, **ALLOCATOR}
+    )
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
@@ -90,7 +92,9 @@ def products(shape: tuple[int, int, int, int], dtype: Any, seconds: float) -> di
         "dense": compiled(lambda x, w: x @ w, x, dense),
         "forward": compiled(forward, x, w, sizes),
         "dgrad": compiled(lambda d, w, s: ragged.matmul(GroupedTensor(d, s), GroupedTensor(w).mT).data, dy, w, sizes),
-        "wgrad": compiled(lambda x, d, s: ragged.matmul(GroupedTensor(x, s).mT, GroupedTensor(d, s)).data, x, dy, sizes),
+        "wgrad": compiled(
+            lambda x, d, s: ragged.matmul(GroupedTensor(x, s).mT, GroupedTensor(d, s)).data, x, dy, sizes
+        ),
         "forward + backward": compiled(step, x, w, dy, sizes),
     }
     times = interleave({name: run for name, (run, _) in variants.items()}, seconds)
@@ -146,7 +150,9 @@ def main() -> None:
                     f"  {product:<20}{row['ratio_to_dense']:6.2f} × dense   trace {row['trace_s']:.2f} s   "
                     f"compile {row['compile_s']:.2f} s   temporary {row['temporary_mib']:.1f} MiB"
                 )
-            print(f"  lax.ragged_dot      {rows['lax.ragged_dot']['times_as_long_as_forward']:6.1f} × forward", flush=True)
+            print(
+                f"  lax.ragged_dot      {rows['lax.ragged_dot']['times_as_long_as_forward']:6.1f} × forward", flush=True
+            )
     report["vmap"] = batched(args.seconds)
     print(f"vmap over 4 elements: {report['vmap']['single_calls']:.2f} single calls")
     if args.json:
