@@ -1,4 +1,4 @@
-"""Elementwise operations, `per_group`, `per_row`, reductions and softmax, and their gradients: against NumPy, group by group.
+"""Elementwise operations, `per_group`, `per_row`, reductions, softmax and their gradients: against NumPy, by group.
 
 In every example the buffer holds NaN, infinities or garbage where no group has an element.
 """
@@ -15,7 +15,7 @@ from jax import Array
 
 from ragged import GroupedTensor, per_group, per_row
 
-from .test_tensor import CAPACITY, KINDS, OTHERS, RAGGED, SIZES, Example, example, floats, ints
+from .test_tensor import CAPACITY, KINDS, RAGGED, SIZES, Example, example, floats, ints
 
 FILLS = (np.nan, np.inf, 0.0, -3.0)
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
@@ -34,7 +34,7 @@ def rows_of(e: Example, values: np.ndarray, group: int) -> np.ndarray:
     return values[place[0]][: e.groups[group].shape[0], None]
 
 
-# --- map ---------------------------------------------------------------------------------------------------------------
+# --- map ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -46,6 +46,9 @@ def test_map(kind: str) -> None:
         x = e.with_data(e.pack(e.groups, fill))
         check(e, x.map(jnp.exp), [np.exp(g) for g in e.groups])
         check(e, log(x), [np.log(g) for g in e.groups], rtol=1e-5)
+        # It makes infinities of the ones in the tail.
+        y = x + 2
+        check(e, y.map(lambda d: 1 / (d - 1)), [1 / (g + 1) for g in e.groups], rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -106,7 +109,7 @@ def test_map_errors(kind: str, fn: Callable[[Array], Array], axes: list[int], sh
     )
 
 
-# --- operators ---------------------------------------------------------------------------------------------------------
+# --- operators ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -200,14 +203,14 @@ def test_dtypes_are_not_promoted_silently() -> None:
     check(x, x.tensor * 2, [g * 2 for g in x.groups])
 
 
-# --- per_group and per_row ---------------------------------------------------------------------------------------------
+# --- per_group and per_row ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_per_group_and_per_row(kind: str) -> None:
     """One value a group, one value a row; where they meet no element they may be NaN."""
     e = example(kind)
-    groups = np.where([g.size > 0 for g in e.groups], np.float32([2, 3, 0.5, -4]), np.float32(np.nan))
+    groups = np.where([g.size > 0 for g in e.groups], np.array([2, 3, 0.5, -4], np.float32), np.float32(np.nan))
     rows = np.linspace(1, 2, np.prod(e.tensor.shape[:-1]), dtype=np.float32).reshape(e.tensor.shape[:-1])
     rows = np.where(e.mask.any(-1), rows, np.float32(np.nan))
 
@@ -272,7 +275,7 @@ def test_wrong_shapes_of_values(kind: str, wrapped: per_group | per_row, want: t
     )
 
 
-# --- gradients ---------------------------------------------------------------------------------------------------------
+# --- gradients ------------------------------------------------------------------------------------------------------
 
 # The map, and its derivative.
 MAPS = {
@@ -369,13 +372,13 @@ def test_normalising_in_a_chain(kind: str) -> None:
     np.testing.assert_allclose(of_scale, want, rtol=1e-4)
 
 
-# --- reductions --------------------------------------------------------------------------------------------------------
+# --- reductions -----------------------------------------------------------------------------------------------------
 
 NUMPY = {"sum": np.sum, "mean": np.mean, "max": np.max}
 
 
 def reduced(e: Example, name: str, axis: int | None, empty: float) -> np.ndarray:
-    """The reduction of each group in float64, laid out as the library does; `empty` where there is nothing to reduce."""
+    """The reduction of each group in float64, laid out as the library does; `empty` for nothing to reduce."""
     packed, values = e.tensor.packed_axis, []
     for group in e.groups:
         kept = () if axis is None else (group.shape[-3 - axis],)
@@ -466,9 +469,22 @@ def test_max_of_float8() -> None:
 
 
 def test_max_of_negatives() -> None:
-    """The tail is no zero that would win."""
-    x = GroupedTensor(-floats(4, 2), ints(2, 1))
-    assert x.max().tolist() == [-1, -1] and x.max(-2).tolist() == [[-1, -1]] * 2
+    """Neither the tail nor the columns beyond `last_dims` are zeros that would win."""
+    for x in (GroupedTensor(-floats(4, 2), ints(2, 1)), GroupedTensor(-floats(4, 4), ints(2, 1), ints(2, 1))):
+        assert x.max().tolist() == [-1, -1]
+        assert x.max(-2, empty=-1).tolist() == [[-1] * x.shape[-1]] * 2
+        assert x.max(-1, empty=-1).tolist() == [-1] * 4
+
+
+@pytest.mark.parametrize("kind", RAGGED)
+def test_no_nan_on_the_way(kind: str) -> None:
+    """Empty groups, rows without columns and the tail cost users of `jax.debug_nans` no false alarm."""
+    e = example(kind, fill=0)
+    with jax.debug_nans(True):
+        for fn in (GroupedTensor.softmax, lambda x: x / per_group(x.sum()), lambda x: x.map(jnp.log)):
+            jax.grad(lambda data, fn=fn: jnp.sum(fn(e.with_data(data)).data))(e.tensor.data)
+        for axis in (None, -1, -2):
+            jax.grad(lambda data, axis=axis: jnp.sum(e.with_data(data).mean(axis)))(e.tensor.data)
 
 
 @pytest.mark.parametrize("axis", [0, 1, -3])
@@ -514,7 +530,7 @@ def test_gradients_of_reductions(kind: str, axis: int | None) -> None:
         assert np.array_equal(of_max, largest)
 
 
-# --- softmax -----------------------------------------------------------------------------------------------------------
+# --- softmax --------------------------------------------------------------------------------------------------------
 
 
 def softmax(group: np.ndarray) -> np.ndarray:
@@ -574,7 +590,7 @@ def test_softmax_gradient(kind: str) -> None:
         np.testing.assert_allclose(gradient, want, rtol=1e-7, atol=1e-9)
 
 
-# --- containment -------------------------------------------------------------------------------------------------------
+# --- containment ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -89,10 +89,12 @@ def tiled_matmul(
             length[other] = jnp.minimum(length[other], columns)
             tiles[other] = min(tiles.get(other, columns), columns, tiling[other] if tiling else 256)
 
-    # One tile of padding: a tile that begins inside a group never has to be moved to fit the buffer.
+    # Padded so that a tile which begins inside a group never has to be moved to fit the buffer: packed groups begin
+    # anywhere, left-aligned ones at 0.
     def padded(x: Array, letters: str) -> Array:
+        packed, other = letters
         x = x.reshape(-1, x.shape[-1])
-        return jnp.pad(x, [(0, tiles.get(letter, 0)) for letter in letters])
+        return jnp.pad(x, [(0, tiles[packed]), (0, -x.shape[1] % tiles.get(other, 1))])
 
     common = compute_dtype(lhs.dtype, rhs.dtype)
     accumulator = accumulator_dtype(common)
@@ -154,7 +156,7 @@ def tiled_matmul(
     start = jnp.zeros(full, preferred_element_type) if existing_out is None else existing_out
     out = padded(start.astype(preferred_element_type), terms["out"])
     out = lax.fori_loop(0, (batch or 1) * num_groups, all_tiles, out)
-    return out[: out.shape[0] - tiles.get(terms["out"][0], 0), : shape[-1]].reshape(full)
+    return out[: out.shape[0] - tiles[terms["out"][0]], : shape[-1]].reshape(full)
 
 
 def _mean_tile(rows: int, num_groups: int) -> int:

@@ -1,0 +1,97 @@
+"""What products cost, apart from time: memory, and work that must not grow with the number of groups."""
+
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+
+import ragged
+from ragged import GroupedTensor
+
+from .cases import LETTERS, NAMES
+
+
+def shapes(layout: str, g: int, rows: int = 2048, k: int = 128, n: int = 96) -> tuple[GroupedTensor, GroupedTensor]:
+    """Operands as shapes: `rows` along packed axes, ragged-both operands 64 wide."""
+    letters = LETTERS[layout]
+    dims = jax.ShapeDtypeStruct((g,), jnp.int32)
+    extent = {"m": 64, "k": k, "n": n}
+
+    def tensor(first: str, last: str) -> GroupedTensor:
+        flags = first in letters, last in letters
+        shape = {
+            (False, False): (g, extent[first], extent[last]),
+            (True, False): (rows, extent[last]),
+            (False, True): (extent[first], rows),
+            (True, True): (rows, 64),
+        }[flags]
+        return GroupedTensor(
+            jax.ShapeDtypeStruct(shape, jnp.float32), dims if flags[0] else None, dims if flags[1] else None
+        )
+
+    return tensor("m", "k"), tensor("k", "n")
+
+
+def product(layout: str) -> Callable[[GroupedTensor, GroupedTensor], GroupedTensor]:
+    options: dict[str, Any] = {"max_last": 64} if layout == "outer" else {}
+    options |= {"capacity": 2048} if layout == "inner_columns" else {}
+    return lambda lhs, rhs: ragged.matmul(lhs, rhs, **options)
+
+
+def with_gradient(layout: str) -> Callable[..., Any]:
+    def run(lhs: GroupedTensor, rhs: GroupedTensor, ct: Array) -> Any:
+        def buffer(a: Array, b: Array) -> Array:
+            return product(layout)(lhs._replace_data(a), rhs._replace_data(b)).data
+
+        out, pull = jax.vjp(buffer, lhs.data, rhs.data)
+        return out, pull(ct)
+
+    return run
+
+
+def size(tree: Any) -> int:
+    return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize("layout", NAMES)
+def test_temporary_memory(layout: str) -> None:
+    """At 64 groups, forward and backward need at most twice the size of operands and results besides."""
+    lhs, rhs = shapes(layout, g=64)
+    out = jax.eval_shape(product(layout), lhs, rhs)
+    forward = jax.jit(product(layout)).lower(lhs, rhs).compile().memory_analysis()
+    assert forward.temp_size_in_bytes <= 2 * size((lhs, rhs, out))
+    both = jax.jit(with_gradient(layout)).lower(lhs, rhs, out.data).compile().memory_analysis()
+    assert both.temp_size_in_bytes <= 2 * size((lhs, rhs, out, out, lhs, rhs))
+
+
+@pytest.mark.parametrize("layout", [name for name in NAMES if name != "batched"])
+def test_the_program_does_not_grow_with_the_groups(layout: str) -> None:
+    """With 8 times the groups: as many instructions, and temporary memory that grows by the list of groups alone."""
+    memory, instructions = [], []
+    for g in (8, 64):
+        lhs, rhs = shapes(layout, g)
+        program = jax.jit(product(layout)).lower(lhs, rhs)
+        instructions.append(len(re.findall(r"stablehlo\.dot_general", program.as_text())))
+        memory.append(program.compile().memory_analysis().temp_size_in_bytes)
+    assert instructions[0] >= instructions[1] > 0
+    assert memory[1] <= memory[0] + 2**14
+
+
+def test_tracing_and_lowering_take_less_than_a_second() -> None:
+    """One product and its gradient, at the benchmark's shapes. The best of three, since machines are busy."""
+    for rows, k, n, g in ((4096, 1024, 1024, 16), (4096, 256, 512, 64)):
+        lhs, rhs = shapes("forward", g, rows, k, n)
+        ct = jax.eval_shape(product("forward"), lhs, rhs).data
+        taken = []
+        for _ in range(3):
+            jax.clear_caches()
+            start = time.perf_counter()
+            jax.jit(with_gradient("forward")).lower(lhs, rhs, ct)
+            taken.append(time.perf_counter() - start)
+        assert min(taken) < 1
