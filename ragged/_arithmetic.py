@@ -1,7 +1,7 @@
 """What can be done to a `GroupedTensor` element by element, row by row and group by group.
 
-Nothing here lets the tail in or out: functions see ones where there is no element, results have zeros there, and both are
-chosen by `select`, so that neither a value nor a gradient of the tail ever reaches anything.
+Nothing here lets the tail in or out: functions see ones where there is no element, results have zeros there, and both
+are chosen by `select`, so that neither a value nor a gradient of the tail ever reaches anything.
 """
 
 import operator
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class per_group(eqx.Module):
     """Wraps one value a group, to combine with a tensor: `x * per_group(v)`.
 
-    `value`: `(g,)`, or for ragged rows also `(g, last)`, one row a group (for ragged columns `(g, first)`, one column a group;
-    for a uniform tensor anything that broadcasts after the group axis).
+    `value`: `(g,)`, or for ragged rows also `(g, last)`, one row a group (for ragged columns `(g, first)`, one column a
+    group; for a uniform tensor anything that broadcasts after the group axis).
     """
 
     value: Array | Any
@@ -49,12 +49,18 @@ class Arithmetic(eqx.Module):
     # numpy and jax must not take it for an array and drop its raggedness.
     __array_ufunc__ = None
 
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise TypeError(
+            f"`numpy.asarray(GroupedTensor)`: an array would drop its groups.\nGot {self!r}.\n"
+            "Take the buffer as `x.data`, the groups as `x.to_list()` or `x.to_padded(max_len)`."
+        )
+
     def map(self, fn: Callable[[Array], Array], *, zero_tail: bool = True) -> "GroupedTensor":
         """Applies an elementwise or rowwise function to the buffer.
 
-        `fn` is called once, with the whole buffer (ones where it holds no element). It may change the dtype, and along a dim
-        that isn't ragged the extent: `x.map(lambda rows: rows @ w)`. It must treat rows (columns, if those are packed)
-        apart from each other.
+        `fn` is called once, with the whole buffer (ones where it holds no element). It may change the dtype, and along
+        a dim that isn't ragged the extent: `x.map(lambda rows: rows @ w)`. It must treat rows (columns, if those are
+        packed) apart from each other, and be finite, with its derivative, on a row of ones.
 
         **Arguments:** `zero_tail`: False leaves what `fn` makes of the ones in the tail, and saves a pass.
 
@@ -121,16 +127,17 @@ class Arithmetic(eqx.Module):
     def __neg__(self) -> "GroupedTensor":
         return self.map(operator.neg)
 
-    # --- reductions ----------------------------------------------------------------------------------------------------
+    # --- reductions
+    # ----------------------------------------------------------------------------------------------------
 
     def sum(self, axis: int | None = None, *, empty: Any = 0) -> Shaped[Array, "..."]:
         """Sum of each group.
 
         **Arguments:**
 
-        - `axis`: None for all of a group's elements, -> `(g,)`. The packed axis (-2 for ragged rows, -1 for ragged columns)
-          -> one row or column a group, `(g, last)` or `(g, first)`. The other axis -> one value a row (or column) of the
-          buffer, `(rows,)`, with `empty` in the tail. Uniform tensors: as `jnp.sum` within each group.
+        - `axis`: None for all of a group's elements, -> `(g,)`. The packed axis (-2 for ragged rows, -1 for ragged
+          columns) -> one row or column a group, `(g, last)` or `(g, first)`. The other axis -> one value a row (or
+          column) of the buffer, `(rows,)`, with `empty` in the tail. Uniform tensors: as `jnp.sum` within each group.
         - `empty`: the value where there is nothing to reduce.
         """
         return self._reduce(axis, jax.ops.segment_sum, jnp.sum, 0, empty)
@@ -138,30 +145,43 @@ class Arithmetic(eqx.Module):
     def mean(self, axis: int | None = None, *, empty: Any = 0) -> Shaped[Array, "..."]:
         """Mean of each group. Arguments as for `sum`."""
         x = _tensor(self)
-        dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.float32
-        count = x._replace_data(jnp.ones(x.shape, dtype)).sum(axis)
-        total = x.astype(dtype).sum(axis)
-        return jnp.where(count > 0, total / jnp.maximum(count, 1), jnp.asarray(empty, dtype))
+        dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.dtype(jnp.float32)
+        wide = _accumulator(dtype)
+        count = x._replace_data(jnp.ones(x.shape, wide)).sum(axis)
+        total = x.astype(wide).sum(axis)
+        return jnp.where(count > 0, total / jnp.maximum(count, 1), jnp.asarray(empty, wide)).astype(dtype)
 
     def max(self, axis: int | None = None, *, empty: Any = None) -> Shaped[Array, "..."]:
-        """Largest element of each group. Arguments as for `sum`; `empty` is the lowest value of the dtype by default."""
+        """Largest element of each group. Arguments as for `sum`; `empty` is the lowest value of the dtype by
+        default."""
         dtype = _tensor(self).dtype
-        lowest = -jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).min
+        if jnp.issubdtype(dtype, jnp.bool_):
+            lowest = False
+        elif jnp.issubdtype(dtype, jnp.integer):
+            lowest = jnp.iinfo(dtype).min
+        else:  # float8_e4m3fn has no infinity
+            lowest = -jnp.inf if np.isinf(np.asarray(np.inf).astype(dtype)) else float(jnp.finfo(dtype).min)
         return self._reduce(axis, jax.ops.segment_max, jnp.max, lowest, lowest if empty is None else empty)
 
     def _reduce(self, axis: int | None, segment_fn: Any, dense_fn: Any, neutral: Any, empty: Any) -> Array:
         x = _tensor(self)
         if axis not in (None, -1, -2):
             raise ValueError(
-                f"`GroupedTensor` reductions: `axis` must be None, -2 (the groups' first dim) or -1 (the last). Got {axis!r}."
+                "`GroupedTensor` reductions: `axis` must be None, -2 (the groups' first dim) or -1 (the last). "
+                f"Got {axis!r}."
             )
         if x.packed_axis is None:
-            return dense_fn(x.data, axis=(-2, -1) if axis is None else axis, initial=neutral)
+            axes = (-2, -1) if axis is None else (axis,)
+            out = dense_fn(x.data, axis=axes, initial=neutral)
+            return out if all(x.shape[a] for a in axes) else jnp.full_like(out, empty)
         if x.packed_axis == -1:
             swapped = None if axis is None else -3 - axis
             return x.mT._reduce(swapped, segment_fn, dense_fn, neutral, empty)
-        neutral, empty = jnp.asarray(neutral, x.dtype), jnp.asarray(empty, x.dtype)
-        data = x._filled(neutral)  # [rows, last]
+        # As `jnp.sum` and `jnp.max` do: small integers summed in int32, small floats in float32 and rounded once.
+        dtype = jax.eval_shape(lambda d: dense_fn(d, axis=-1, initial=neutral), jnp.asarray(x.data)).dtype
+        wide = _accumulator(dtype)
+        neutral, empty = jnp.asarray(neutral, wide), jnp.asarray(empty, wide)
+        data = jnp.where(x.mask, x.data.astype(wide), neutral)  # [rows, last]
         some = x.mask
         if axis != -2:
             data, some = dense_fn(data, axis=-1, initial=neutral), jnp.any(some, axis=-1)  # (rows,)
@@ -169,7 +189,7 @@ class Arithmetic(eqx.Module):
             ids = x.group_ids  # in the tail `g`, which no segment has
             data = segment_fn(data, ids, num_segments=x.num_groups, indices_are_sorted=True)
             some = jax.ops.segment_max(some.astype(jnp.int32), ids, x.num_groups, indices_are_sorted=True) > 0
-        return jnp.where(some, data, empty)
+        return jnp.where(some, data, empty).astype(dtype)
 
     def softmax(self) -> "GroupedTensor":
         """Softmax along the last dim of each group: over a row's real columns if the last dim is ragged.
@@ -187,8 +207,14 @@ class Arithmetic(eqx.Module):
             return x._replace_data(jnp.where(mask, probabilities, 0))
         # Packed columns: a row of a group runs along the packed axis, which `mT` turns into the first.
         y = x.mT
-        weights = (y - per_group(jax.lax.stop_gradient(y.max(-2, empty=0)))).map(jnp.exp)
+        largest = y._replace_data(jax.lax.stop_gradient(jnp.asarray(y.data))).max(-2, empty=0)
+        weights = (y - per_group(largest)).map(jnp.exp)
         return (weights / per_group(weights.sum(-2, empty=1))).mT
+
+
+def _accumulator(dtype: Any) -> Any:
+    """float32 for floats narrower than that."""
+    return jnp.dtype(jnp.float32) if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 else dtype
 
 
 def _tensor(x: Any) -> "GroupedTensor":
@@ -196,7 +222,13 @@ def _tensor(x: Any) -> "GroupedTensor":
 
 
 def _spread(x: "GroupedTensor", wrapped: per_group | per_row) -> Array:
-    """The wrapped values along the buffer of `x`, broadcastable to it, with ones in the tail."""
+    """The wrapped values along the buffer of `x`, broadcastable to it, with ones where it holds no element."""
+    value = _along(x, wrapped)
+    # A row without columns, or a column that no row of its group has, must not reach the gradient of `v` either.
+    return value if x.packed_axis is None else jnp.where(x.mask, value, 1)
+
+
+def _along(x: "GroupedTensor", wrapped: per_group | per_row) -> Array:
     value, name = jnp.asarray(wrapped.value), type(wrapped).__name__
     axis = x.packed_axis
     if isinstance(wrapped, per_row):
@@ -209,8 +241,7 @@ def _spread(x: "GroupedTensor", wrapped: per_group | per_row) -> Array:
             f"`ragged.{name}(v)`: `v` must have shape {want} here.\nGot v of shape {value.shape} for {x!r}."
         )
     if isinstance(wrapped, per_row):
-        # Along packed rows the value has a tail too.
-        return (jnp.where(x.group_ids < x.num_groups, value, 1) if axis == -2 else value)[..., None]
+        return value[..., None]
     if axis is None:
         return value.reshape(x.num_groups, *(1,) * (3 - value.ndim), *value.shape[1:])
     value = value.at[x.group_ids].get(mode="fill", fill_value=1)  # (capacity,) or [capacity, other]

@@ -33,8 +33,9 @@ def grouped_matmul(
     **Arguments:**
 
     - `lhs`: `[m, k]`, the groups' rows one after another. Rows past `sum(group_sizes)` (the tail) may hold anything.
-    - `rhs`: `[g, k, n]`, or `[g, n, k]` with `transpose_rhs`, read in place. May hold fewer matrices than there are groups:
-      then it is the shard of groups `group_offset, group_offset + 1, ...`, and rows of other groups come out zero.
+    - `rhs`: `[g, k, n]`, or `[g, n, k]` with `transpose_rhs`, read in place. May hold fewer matrices than there are
+      groups: then it is the shard of groups `group_offset, group_offset + 1, ...`, and rows of other groups come out
+      zero.
     - `group_sizes`: `(g,)` int32 or uint32, rows of each group.
     - `input_buffer_count`: buffers for each streamed input of a TPU kernel. Other backends have none.
     - The rest: as in `ragged.matmul`.

@@ -15,9 +15,9 @@ That is the whole of it: a layout *is* the set of its ragged letters, and there 
     k n       U·R   R·R   U·R      inner_columns    inner_columns       outer
     m k n     R·R   R·R   R·R      ragged           ragged              ragged
 
-(R: ragged, U: uniform; first·last dim.) The derivative by `lhs` is `dout @ rhs.mT`: it contracts `n` and its columns are
-`k`, so the two letters trade places. The derivative by `rhs` is `lhs.mT @ dout`: `m` and `k` trade places. So the set is
-closed, and the gradient rules need no case of their own.
+(R: ragged, U: uniform; first·last dim.) The derivative by `lhs` is `dout @ rhs.mT`: it contracts `n` and its columns
+are `k`, so the two letters trade places. The derivative by `rhs` is `lhs.mT @ dout`: `m` and `k` trade places. So the
+set is closed, and the gradient rules need no case of their own.
 """
 
 from typing import NamedTuple

@@ -50,20 +50,20 @@ def matmul(
 
     **Arguments:**
 
-    - `lhs`, `rhs`: a `GroupedTensor`, or a plain array: 3-D is uniform, 2-D is one matrix shared by all groups of the other
-      operand. The inner dims are both ragged or both not; where they are ragged, `lhs.last_dims` and `rhs.first_dims` must be
-      equal (checked where both are known; those of `lhs` count).
-    - `preferred_element_type`: the dtype of the result. By default that of `existing_out`; else the operands' common dtype;
-      int32 for integers of fewer bits; bfloat16 where both operands have 8 bits and at least one is a float.
+    - `lhs`, `rhs`: a `GroupedTensor`, or a plain array: 3-D is uniform, 2-D is one matrix shared by all groups of the
+      other operand. The inner dims are both ragged or both not; where they are ragged, `lhs.last_dims` and
+      `rhs.first_dims` must be equal (checked where both are known; those of `lhs` count).
+    - `preferred_element_type`: the dtype of the result. By default that of `existing_out`; else the operands' common
+      dtype; int32 for integers of fewer bits; bfloat16 where both operands have 8 bits and at least one is a float.
     - `precision`: as in `jax.lax.dot_general`.
     - `existing_out`: added to the product before it is rounded. A tensor like the result, or its buffer.
     - `group_offset`: `()` int array. The uniform operand (in a wgrad, the result) holds only the groups `group_offset`,
       `group_offset + 1`, ... of the ragged one's. Rows of other groups come out zero.
     - `num_actual_groups`: in a wgrad, how many groups the result holds; all by default.
-    - `capacity`, `max_last`: where the operands don't tell how large the result's buffer must be. `max_last`: its columns, for
-      a result that is ragged in both dims; by default the most that one group can have. `capacity`: its extent along its
-      packed axis, where that dim is not packed in the operand that it comes from (`lhs` or `rhs` is ragged in both dims); by
-      default `num_groups` times the most that one group can have. What doesn't fit is cut off.
+    - `capacity`, `max_last`: where the operands don't tell how large the result's buffer must be. `max_last`: its
+      columns, for a result that is ragged in both dims; by default the most that one group can have. `capacity`: its
+      extent along its packed axis, where that dim is not packed in the operand that it comes from (`lhs` or `rhs` is
+      ragged in both dims); by default `num_groups` times the most that one group can have. What doesn't fit is cut off.
     - `backend`: `"xla"`, `"pallas_tpu"`, `"triton_gpu"`, or None for the platform's own, chosen when lowering.
     - `tiling`: `(tile_m, tile_k, tile_n)`, a function of `(m, k, n)` that gives one, or None for the library's choice.
       Derivatives use the same tile for the same dim. XLA uses the entries of ragged dims and tiles the others itself.
@@ -71,8 +71,8 @@ def matmul(
 
     **Returns:** a `GroupedTensor` with the dims of the operands, never `transposed`; zeros in the tail.
 
-    **Raises:** `TypeError` for a wrong kind or dtype, `ValueError` for shapes, raggedness and options, `NotImplementedError`
-    for complex numbers.
+    **Raises:** `TypeError` for a wrong kind or dtype, `ValueError` for shapes, raggedness and options,
+    `NotImplementedError` for complex numbers.
 
     !!! example
         ```python
@@ -201,7 +201,8 @@ def _infer(site: Site, lhs: GroupedTensor | Array, rhs: GroupedTensor | Array) -
             ValueError,
             "the contracted dims must both be ragged or both not.\n"
             f"lhs: first dim {words[m]}, last dim {words[k]}. rhs: first dim {words[k_rhs]}, last dim {words[n]}.",
-            f"Did you mean `{'lhs.mT' if k and not k_rhs else 'rhs.mT'}`? The last dim of `lhs` meets the first of `rhs`.",
+            f"Did you mean `{'lhs.mT' if k and not k_rhs else 'rhs.mT'}`? "
+            "The last dim of `lhs` meets the first of `rhs`.",
         )
     return layout
 
@@ -252,7 +253,8 @@ def _check_extents(
         site.fail(
             ValueError,
             "the contracted dims have different sizes: "
-            f"lhs.last_dims={np.asarray(lhs.last_dims).tolist()}, rhs.first_dims={np.asarray(rhs.first_dims).tolist()}.",
+            f"lhs.last_dims={np.asarray(lhs.last_dims).tolist()}, "
+            f"rhs.first_dims={np.asarray(rhs.first_dims).tolist()}.",
             "They are contracted group by group and must be equal.",
         )
 

@@ -1,8 +1,8 @@
 """The one JAX primitive under every grouped product: how it is typed, differentiated, batched and lowered.
 
-Its operands are plain arrays: `lhs`, `rhs`, then the sizes `(g,)` of each ragged letter in the order `m`, `k`, `n`, then
-`group_offset` and `existing_out` where there are any. `Call` holds all that is static. Any operand may have one more
-leading axis, a batch axis. `Call.out_batch` says whether the result keeps it or is summed over it.
+Its operands are plain arrays: `lhs`, `rhs`, then the sizes `(g,)` of each ragged letter in the order `m`, `k`, `n`,
+then `group_offset` and `existing_out` where there are any. `Call` holds all that is static. Any operand may have one
+more leading axis, a batch axis. `Call.out_batch` says whether the result keeps it or is summed over it.
 
     out[i] = existing_out[i] + lhs[i] @ rhs[i]        (bilinear in lhs and rhs, affine in existing_out)
 """
@@ -71,7 +71,8 @@ def _eager(*args: Array, call: Call) -> Array:
 ragged_matmul_p.def_impl(_eager)
 
 
-# --- derivatives -------------------------------------------------------------------------------------------------------
+# --- derivatives
+# -------------------------------------------------------------------------------------------------------
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> tuple[Any, Any]:
@@ -117,7 +118,8 @@ ad.primitive_jvps[ragged_matmul_p] = _jvp
 ad.primitive_transposes[ragged_matmul_p] = _transpose
 
 
-# --- batching ----------------------------------------------------------------------------------------------------------
+# --- batching
+# ----------------------------------------------------------------------------------------------------------
 
 
 def _batch(args: Sequence[Any], dims: Sequence[Any], *, call: Call) -> tuple[Array, int]:
@@ -164,7 +166,8 @@ def _batch(args: Sequence[Any], dims: Sequence[Any], *, call: Call) -> tuple[Arr
 batching.primitive_batchers[ragged_matmul_p] = _batch
 
 
-# --- lowering ----------------------------------------------------------------------------------------------------------
+# --- lowering
+# ----------------------------------------------------------------------------------------------------------
 
 
 def _rule(platform: str) -> Callable[..., Any]:

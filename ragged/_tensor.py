@@ -30,6 +30,11 @@ def _is_array(x: Any) -> bool:
     return isinstance(x, jax.Array | np.ndarray)
 
 
+def _as_int32(dims: Any) -> Array:
+    """Dims as int32. What uint32 holds beyond stays the largest int32: it doesn't wrap around."""
+    return jnp.minimum(jnp.asarray(dims), np.iinfo(np.int32).max).astype(jnp.int32)
+
+
 def is_concrete(*xs: Any) -> bool:
     """Whether all values are known: arrays, and not tracers."""
     return all(_is_array(x) and not isinstance(x, Tracer) for x in xs)
@@ -44,22 +49,22 @@ def describe(x: Any) -> str:
         for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
             dtype = dtype.replace(long, short)
         return f"{dtype}[{','.join(map(str, x.shape))}]"
-    return f"a {type(x).__name__}"
+    return "None" if x is None else f"a {type(x).__name__}"
 
 
 class GroupedTensor(Arithmetic):
     """A sequence of `g` matrices in one buffer, whose first dim, last dim, both or neither differ from group to group.
 
-    | kind           | `first_dims` | `last_dims` | `data`             | group `i`                                       |
-    |----------------|--------------|-------------|--------------------|-------------------------------------------------|
-    | uniform        | None         | None        | `[g, first, last]` | `data[i]`                                       |
-    | ragged rows    | `[g]`        | None        | `[rows, last]`     | `data[o[i]:o[i+1]]`                             |
-    | ragged columns | None         | `[g]`       | `[first, cols]`    | `data[:, o[i]:o[i+1]]`                          |
-    | ragged both    | `[g]`        | `[g]`       | `[rows, max_last]` | `data[o[i]:o[i+1], :last_dims[i]]`, left-aligned |
+    | kind           | `first_dims` | `last_dims` | `data`             | group `i`                          |
+    |----------------|--------------|-------------|--------------------|------------------------------------|
+    | uniform        | None         | None        | `[g, first, last]` | `data[i]`                          |
+    | ragged rows    | `[g]`        | None        | `[rows, last]`     | `data[o[i]:o[i+1]]`                |
+    | ragged columns | None         | `[g]`       | `[first, cols]`    | `data[:, o[i]:o[i+1]]`             |
+    | ragged both    | `[g]`        | `[g]`       | `[rows, max_last]` | `data[o[i]:o[i+1], :last_dims[i]]` |
 
-    `o` are the offsets: the running sum of the dims. What lies past the last group is the *tail*. Its content is undefined
-    on input, NaN included, and never affects a result or a gradient; every result has zeros there. The same holds for
-    the columns of a ragged-both tensor beyond `last_dims`.
+    `o` are the offsets: the running sum of the dims. What lies past the last group is the *tail*. Its content is
+    undefined on input, NaN included, and never affects a result or a gradient; every result has zeros there. The same
+    holds for the columns of a ragged-both tensor beyond `last_dims`.
 
     **Fields:**
 
@@ -67,10 +72,12 @@ class GroupedTensor(Arithmetic):
     - `first_dims`, `last_dims`: `(g,)` int32 (or uint32), the size of each group's first / last dim; None: not ragged.
     - `transposed`: static. Whether the buffer is seen through `mT`, that is, whether `data.mT` is what lies in memory.
       `mT` flips it. For a ragged-both tensor it says which axis is packed: with `transposed`, `data` is
-      `[max_first, cols]` and group `i` is `data[:first_dims[i], o[i]:o[i+1]]`, where `o` are the offsets of `last_dims`.
+      `[max_first, cols]` and group `i` is `data[:first_dims[i], o[i]:o[i+1]]`, where `o` are the offsets of
+      `last_dims`.
 
-    **Raises:** `TypeError` or `ValueError` for what can be seen without looking at values: ranks, numbers of groups, dtypes
-    of dims. `validate` checks the values. Leaves that are no arrays (None, specs, shapes, in_axes) are not checked.
+    **Raises:** `TypeError` or `ValueError` for what can be seen without looking at values: ranks, numbers of groups,
+    dtypes of dims. `validate` checks the values. Leaves that are no arrays (None, specs, shapes, in_axes) are not
+    checked.
 
     !!! example
         ```python
@@ -128,7 +135,8 @@ class GroupedTensor(Arithmetic):
                 f"Got data={describe(self.data)}, first_dims={describe(first)}, last_dims={describe(last)}.\n{mend}"
             )
 
-    # --- what it is ----------------------------------------------------------------------------------------------------
+    # --- what it is
+    # ----------------------------------------------------------------------------------------------------
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -171,7 +179,7 @@ class GroupedTensor(Arithmetic):
     def packed_dims(self) -> Int[Array, " g"]:
         """The groups' sizes along the packed axis."""
         axis = self._require_packed("packed_dims")
-        return jnp.asarray(self.first_dims if axis == -2 else self.last_dims).astype(jnp.int32)
+        return _as_int32(self.first_dims if axis == -2 else self.last_dims)
 
     @property
     def num_groups(self) -> int:
@@ -192,11 +200,13 @@ class GroupedTensor(Arithmetic):
 
         Never past the capacity, whatever the sizes are. `ValueError` for a uniform tensor.
         """
+        self._require_packed("offsets")
         return schedule.group_offsets(self.packed_dims, self.capacity)
 
     @property
     def group_ids(self) -> Int[Array, " capacity"]:
         """`(capacity,)` int32: the group of each row (or column) of the buffer; `num_groups` in the tail."""
+        self._require_packed("group_ids")
         return schedule.group_ids(self.offsets, self.capacity)
 
     @property
@@ -206,7 +216,9 @@ class GroupedTensor(Arithmetic):
             return jnp.ones(self.shape, bool)
         if self.packed_axis == -1:
             return self.mT.mask.mT
-        return schedule.element_mask(self.packed_dims, self.last_dims, *self.shape)
+        return schedule.element_mask(
+            self.packed_dims, None if self.last_dims is None else _as_int32(self.last_dims), *self.shape
+        )
 
     @property
     def mT(self) -> "GroupedTensor":
@@ -246,15 +258,16 @@ class GroupedTensor(Arithmetic):
     def _replace_data(self, data: Array) -> "GroupedTensor":
         return GroupedTensor(data, self.first_dims, self.last_dims, transposed=self.transposed)
 
-    # --- checking values -----------------------------------------------------------------------------------------------
+    # --- checking values
+    # -----------------------------------------------------------------------------------------------
 
     def validate(self) -> "GroupedTensor":
         """Checks the sizes: none negative, none wider than the buffer, their sum within the capacity.
 
         **Returns:** the tensor itself. Under `jit` use the result: the check hangs on its dims.
 
-        **Raises:** `ValueError` naming the first bad group where the sizes are known; where they are traced, a run-time error
-        (through `equinox.error_if`) that names it too.
+        **Raises:** `ValueError` naming the first bad group where the sizes are known; where they are traced, a run-time
+        error (through `equinox.error_if`) that names it too.
         """
         checked = {"first_dims": self.first_dims, "last_dims": self.last_dims}
         for name, axis in (("first_dims", -2), ("last_dims", -1)):
@@ -270,7 +283,7 @@ class GroupedTensor(Arithmetic):
                 if bad.size:
                     raise ValueError(self._bad_group(name, int(bad[0]), sizes, extent, packed))
             elif self.num_groups:
-                sizes = jnp.asarray(dims)
+                sizes = _as_int32(dims)
                 # Capped sizes: their sum leaves the capacity before it can wrap around.
                 capped = jnp.clip(sizes, -1, extent + 1).astype(jnp.int32)
                 left = extent - (jnp.cumsum(capped) - capped) if packed else jnp.full_like(capped, extent)
@@ -288,12 +301,13 @@ class GroupedTensor(Arithmetic):
         got = "" if sizes is None else f"\nGot {name}={sizes.tolist()}."
         return f"`GroupedTensor.validate`: the size{value} of group {group} in `{name}` {problem}.{got}"
 
-    # --- groups --------------------------------------------------------------------------------------------------------
+    # --- groups
+    # --------------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return self.num_groups
 
-    def __getitem__(self, index: int) -> Shaped[Array, "first last"]:
+    def __getitem__(self, index: int | Any) -> Shaped[Array, "first last"]:
         """Group `index` as an array. Needs concrete dims."""
         if not isinstance(index, int | np.integer):
             raise TypeError(
@@ -310,14 +324,15 @@ class GroupedTensor(Arithmetic):
                 f"`GroupedTensor[{index}]`: the group's shape depends on sizes that are not known while tracing.\n"
                 f"Got {self!r}.\nUnder `jit` work on the whole tensor: `ragged.matmul`, `map`, `sum`, `to_padded`."
             )
-        start, end = np.asarray(self.offsets)[index : index + 2]
+        with jax.ensure_compile_time_eval():  # the dims are known, also where the buffer is traced
+            start, end = np.asarray(self.offsets)[index : index + 2]
         first = slice(start, end) if self.packed_axis == -2 else slice(None)
         last = slice(start, end) if self.packed_axis == -1 else slice(None)
         if self.kind == "ragged both":
             if self.packed_axis == -2:
-                last = slice(0, max(0, int(self.last_dims[index])))
+                last = slice(0, max(0, int(np.asarray(self.last_dims)[index])))
             else:
-                first = slice(0, max(0, int(self.first_dims[index])))
+                first = slice(0, max(0, int(np.asarray(self.first_dims)[index])))
         return jnp.asarray(self.data)[first, last]
 
     def __iter__(self) -> Iterator[Array]:
@@ -327,14 +342,16 @@ class GroupedTensor(Arithmetic):
         """The groups as arrays. Needs concrete dims."""
         return [self[i] for i in range(self.num_groups)]
 
-    # --- conversion ----------------------------------------------------------------------------------------------------
+    # --- conversion
+    # ----------------------------------------------------------------------------------------------------
 
     def astype(self, dtype: Any) -> "GroupedTensor":
         """The same tensor with its buffer cast to `dtype`."""
-        return self._replace_data(self.data.astype(dtype))
+        return self._replace_data(jnp.asarray(self.data).astype(dtype))
 
     def to_padded(self, max_len: int, fill_value: Any = 0) -> Shaped[Array, "g first last"]:
-        """The groups side by side in `[g, max_len, last]` (ragged rows or both) or `[g, first, max_len]` (ragged columns).
+        """The groups side by side in `[g, max_len, last]` (ragged rows or both) or `[g, first, max_len]` (ragged
+        columns).
 
         A group longer than `max_len` is cut off there. Where there is no element: `fill_value`.
         """
@@ -342,34 +359,45 @@ class GroupedTensor(Arithmetic):
         if axis == -1:
             return self.mT.to_padded(max_len, fill_value).mT
         starts, ends = self.offsets[:-1, None], self.offsets[1:, None]
-        rows = starts + jnp.arange(max_len, dtype=jnp.int32)  # [g, max_len]
+        rows = starts + jnp.arange(max_len, dtype=jnp.int32)[None, :]  # [g, max_len]
         inside = (rows < ends)[..., None]
         if self.last_dims is not None:
-            inside = inside & (jnp.arange(self.shape[-1]) < self.last_dims[:, None])[:, None]
-        padded = self.data.at[rows].get(mode="fill", fill_value=0)
+            columns = jnp.arange(self.shape[-1], dtype=jnp.int32)
+            inside = inside & (columns[None, :] < _as_int32(self.last_dims)[:, None])[:, None, :]
+        if not self.capacity:
+            return jnp.full((self.num_groups, max_len, self.shape[-1]), fill_value, self.dtype)
+        padded = jnp.asarray(self.data).at[rows].get(mode="fill", fill_value=0)
         return jnp.where(inside, padded, jnp.asarray(fill_value, self.dtype))
 
     @classmethod
     def from_padded(
-        cls, padded: Shaped[Array, "g max_first last"], first_dims: Int[Array, " g"], *, capacity: int | None = None
+        cls, padded: Array | np.ndarray, first_dims: Array | np.ndarray, *, capacity: int | None = None
     ) -> "GroupedTensor":
         """Ragged rows from `[g, max_first, last]` and each group's number of rows: the inverse of `to_padded`.
 
-        `capacity`: rows of the buffer; all of the padded rows by default. Sizes above `max_first` count as `max_first`.
+        `capacity`: rows of the buffer; all of the padded rows by default. Sizes above `max_first` count as `max_first`,
+        and what is past the capacity is cut off.
         """
+        padded, first_dims = jnp.asarray(padded), jnp.asarray(first_dims)
         if padded.ndim != 3:
             raise ValueError(
                 f"`GroupedTensor.from_padded`: `padded` must be [g, max_first, last].\nGot padded={describe(padded)}."
             )
         g, longest, last = padded.shape
+        if first_dims.shape != (g,):
+            raise ValueError(
+                f"`GroupedTensor.from_padded`: `padded` has {g} groups but `first_dims` has shape {first_dims.shape}.\n"
+                f"Got padded={describe(padded)}, first_dims={describe(first_dims)}.\n"
+                "`first_dims` needs one size per group, including empty groups."
+            )
         capacity = g * longest if capacity is None else capacity
         dims = jnp.clip(first_dims, 0, longest).astype(jnp.int32)
         offsets = schedule.group_offsets(dims, capacity)
         ids = schedule.group_ids(offsets, capacity)
         place = jnp.arange(capacity, dtype=jnp.int32) - offsets[jnp.minimum(ids, g)]
         source = jnp.where(ids < g, ids * longest + place, g * longest)  # past the end in the tail
-        data = padded.reshape(-1, last).at[source].get(mode="fill", fill_value=0)
-        return cls(data, first_dims=dims)
+        data = padded.reshape(g * longest, last).at[source].get(mode="fill", fill_value=0)
+        return cls(data, first_dims=jnp.diff(offsets))
 
     @classmethod
     def from_list(
@@ -392,6 +420,11 @@ class GroupedTensor(Arithmetic):
                 f"Got [{', '.join(map(describe, arrays))}]."
             )
         if ragged == "last":
+            if len({a.shape[0] for a in arrays}) > 1:
+                raise ValueError(
+                    f"`GroupedTensor.from_list`: the groups' first dims differ: {[a.shape[0] for a in arrays]}.\n"
+                    'Pass `ragged="first"` if only they differ, `ragged="both"` if the last dims do too.'
+                )
             return cls.from_list([a.mT for a in arrays], capacity=capacity)._untransposed_mT()
         firsts, lasts = [a.shape[0] for a in arrays], [a.shape[1] for a in arrays]
         if ragged == "first" and len(set(lasts)) > 1:
@@ -417,8 +450,8 @@ class GroupedTensor(Arithmetic):
 def concat(tensors: Sequence[GroupedTensor]) -> GroupedTensor:
     """One tensor with the groups of all `tensors`, in order.
 
-    All must be of one kind, dtype and non-ragged extent. The result's capacity is the sum of theirs; its groups are packed
-    without gaps, and its tail is zero. Works under `jit`.
+    All must be of one kind, dtype and non-ragged extent. The result's capacity is the sum of theirs; its groups are
+    packed without gaps, and its tail is zero. Works under `jit`.
 
     **Raises:** `ValueError` if the tensors can't be joined.
     """
@@ -445,7 +478,7 @@ def concat(tensors: Sequence[GroupedTensor]) -> GroupedTensor:
         return joined.mT if head.transposed else joined._untransposed_mT()
     # Where each group's rows stand in the buffers laid end to end, tails and all.
     bases = np.cumsum([0] + [t.capacity for t in tensors])
-    starts = jnp.concatenate([base + t.offsets[:-1] for base, t in zip(bases, tensors, strict=False)])
+    starts = jnp.concatenate([int(base) + t.offsets[:-1] for base, t in zip(bases, tensors, strict=False)])
     sizes = jnp.concatenate([jnp.diff(t.offsets) for t in tensors])
     capacity = int(bases[-1])
     offsets = schedule.group_offsets(sizes, capacity)
@@ -455,7 +488,7 @@ def concat(tensors: Sequence[GroupedTensor]) -> GroupedTensor:
     data = jnp.concatenate([t.data for t in tensors]).at[source].get(mode="fill", fill_value=0)
     last_dims = None
     if head.last_dims is not None:
-        last_dims = jnp.concatenate([t.last_dims for t in tensors])
+        last_dims = jnp.concatenate([_as_int32(t.last_dims) for t in tensors])
     joined = GroupedTensor(data, sizes.astype(jnp.int32), last_dims)
     return (
         joined if last_dims is None else joined._replace_data(jnp.where(joined.mask, data, jnp.zeros((), data.dtype)))

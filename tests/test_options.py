@@ -117,7 +117,8 @@ def test_preferred_element_type(layout: str) -> None:
 
 @pytest.mark.parametrize("layout", NAMES)
 def test_existing_out(layout: str) -> None:
-    """O7: added before rounding; its own tail, NaN here, comes out zero; its gradient is the identity on real elements."""
+    """O7: added before rounding; its own tail, NaN here, comes out zero; its gradient is the identity on real
+    elements."""
     case = cases.make(layout)
     product = ragged.matmul(case.lhs, case.rhs)
     rng = np.random.default_rng(5)

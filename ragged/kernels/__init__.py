@@ -3,8 +3,8 @@
 **The contract.** Each backend is a module of this package with the two functions below, and may have a third.
 All of them, on every backend:
 
-- take any extents, 0 excepted (the caller returns zeros then), any group sizes, and a batch axis in front of any operand
-  (an operand without one is the same for all batch elements; the result has one if any operand has);
+- take any extents, 0 excepted (the caller returns zeros then), any group sizes, and a batch axis in front of any
+  operand (an operand without one is the same for all batch elements; the result has one if any operand has);
 - read sizes on the device: nothing depends on their values at trace time;
 - never read or write outside the buffers, whatever the sizes are: a negative one counts as 0, and what would reach past
   the capacity is cut off (`schedule.group_offsets`);
@@ -15,16 +15,17 @@ All of them, on every backend:
 - give the same bits for the same inputs.
 
 `grouped_matmul(lhs, rhs, group_sizes, *, preferred_element_type, precision, tiling, group_offset, existing_out,
-transpose_rhs)`: `[m, k] × [h, k, n] -> [m, n]`, or `rhs [h, n, k]`, read in place, with `transpose_rhs`. `rhs` holds the groups
-`group_offset, ..., group_offset + h - 1` of the `g` in `group_sizes`; rows of other groups come out zero.
+transpose_rhs)`: `[m, k] × [h, k, n] -> [m, n]`, or `rhs [h, n, k]`, read in place, with `transpose_rhs`. `rhs` holds
+the groups `group_offset, ..., group_offset + h - 1` of the `g` in `group_sizes`; rows of other groups come out zero.
 
 `transposed_grouped_matmul(lhs, rhs, group_sizes, *, preferred_element_type, precision, tiling, group_offset,
 num_actual_groups, existing_out, sum_batch)`: `[a, m] × [m, b] -> [h, a, b]` for the `h = num_actual_groups` groups from
 `group_offset` on. An empty group gives zeros. With `sum_batch`, batch elements are summed, in the accumulator.
 
-`tiled_matmul(lhs, rhs, sizes, *, axes, shape, preferred_element_type, precision, tiling, existing_out)`: two or three of the
-letters ragged. A backend without it is given the XLA form.
+`tiled_matmul(lhs, rhs, sizes, *, axes, shape, preferred_element_type, precision, tiling, existing_out)`: two or three
+of the letters ragged. A backend without it is given the XLA form.
 
-`existing_out` is added to, in the accumulator, before rounding; its tail comes out zero, its other elements that no product
-reaches stay. `tiling` is `(tile_m, tile_k, tile_n)` of the function's own product, or None for the backend's choice.
+`existing_out` is added to, in the accumulator, before rounding; its tail comes out zero, its other elements that no
+product reaches stay. `tiling` is `(tile_m, tile_k, tile_n)` of the function's own product, or None for the backend's
+choice.
 """

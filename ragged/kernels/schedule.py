@@ -9,21 +9,21 @@ With sizes `[3, 5, 0, 4]` in a buffer of 16 rows and tiles of 4 rows:
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, Integer
 
 
-def group_offsets(group_sizes: Int[Array, "*batch g"], capacity: int) -> Int[Array, "*batch g+1"]:
+def group_offsets(group_sizes: Integer[Array, "*batch g"], capacity: int) -> Int[Array, "*batch g+1"]:
     """Where each group begins and ends: `(g+1,)` int32, a leading 0, then the running sum of the sizes.
 
-    Every entry lies in `[0, capacity]` and none is below the one before it, whatever the sizes are: a negative size counts
-    as 0, and what would reach past the capacity is cut off there. Sound sizes are not changed by this.
+    Every entry lies in `[0, capacity]` and none is below the one before it, whatever the sizes are: a negative size
+    counts as 0, and what would reach past the capacity is cut off there. Sound sizes are not changed by this.
     """
     sizes = jnp.clip(group_sizes, 0, capacity).astype(jnp.int32)
     ends = jnp.cumsum(sizes, axis=-1, dtype=jnp.int32)
     # Sizes are at most the capacity, so a sum first leaves [0, capacity] before it can wrap around and come back.
     left = lax.cummax(((ends > capacity) | (ends < 0)).astype(jnp.int32), axis=sizes.ndim - 1)
     ends = jnp.where(left == 1, capacity, ends)
-    return jnp.concatenate([jnp.zeros_like(ends[..., :1]), ends], axis=-1)
+    return jnp.concatenate([jnp.zeros((*ends.shape[:-1], 1), jnp.int32), ends], axis=-1)
 
 
 def group_ids(offsets: Int[Array, " g_plus_1"], capacity: int) -> Int[Array, " capacity"]:
@@ -46,12 +46,13 @@ def element_mask(
 
 
 def segments(
-    group_sizes: Int[Array, "*batch g"],
+    group_sizes: Integer[Array, "*batch g"],
     capacity: int,
     group_offset: Int[Array, "*offset_batch"] | None = None,
     held: int | None = None,
 ) -> tuple[Int[Array, "*out held"], Int[Array, "*out held"]]:
-    """First row and end row of each group; or of the `held` groups from `group_offset` on, where an absent one is empty.
+    """First row and end row of each group; or of the `held` groups from `group_offset` on, where an absent one is
+    empty.
 
     The sizes, the offset or both may have a batch axis.
     """
@@ -74,10 +75,10 @@ def segments(
 
 def make_group_metadata(
     *,
-    group_sizes: Int[Array, " g"],
+    group_sizes: Integer[Array, " g"],
     m: int,
     tm: int,
-    start_group: Int[Array, ""] | int = 0,
+    start_group: Integer[Array, ""] | int = 0,
     num_nonzero_groups: int | None = None,
     visit_empty_groups: bool = False,
 ) -> tuple[tuple[Int[Array, " g+1"], Int[Array, " visits"], Int[Array, " visits"]], Int[Array, ""]]:
@@ -95,8 +96,8 @@ def make_group_metadata(
     - `visit_empty_groups`: whether an empty group gets one visit (a product that must write zeros for it needs one).
 
     **Returns:** `((group_offsets, group_ids, m_tile_ids), num_tiles)`: `(g+1,)` offsets; the group and the tile of each
-    visit, both int32 of the static length `ceil(m / tm) + g - 1`, of which the first `num_tiles` (a `()` int32) count and
-    the rest repeat in-range values.
+    visit, both int32 of the static length `ceil(m / tm) + g - 1`, of which the first `num_tiles` (a `()` int32) count
+    and the rest repeat in-range values.
 
     **Raises:** `ValueError` if `tm` or `m` is not positive.
     """
@@ -115,7 +116,8 @@ def make_group_metadata(
     # 2. Groups of other shards are not visited.
     held = num_groups if num_nonzero_groups is None else num_nonzero_groups
     group = jnp.arange(num_groups, dtype=jnp.int32)
-    start_group = jnp.asarray(start_group, jnp.int32)
+    # Clipped before it is subtracted from, so that it can't wrap around into range.
+    start_group = jnp.clip(jnp.asarray(start_group, jnp.int32), -held, num_groups)
     visits = jnp.where((group >= start_group) & (group - start_group < held), visits, 0)
     # 3. Consecutive non-empty groups share at most one tile, so e >= 1 non-empty groups make at most tiles_m + e - 1
     #    visits; each of the g - e empty ones adds at most one; and if all are empty, g <= tiles_m + g - 1.

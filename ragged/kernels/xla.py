@@ -29,7 +29,8 @@ def accumulator_dtype(dtype: Any) -> Any:
 def compute_dtype(lhs: Any, rhs: Any) -> Any:
     """What both operands of a dot are cast to, without loss.
 
-    XLA's dots on the CPU are fast in float32, bfloat16 and int8. The 8 bits of bfloat16's mantissa hold every int8 and fp8.
+    XLA's dots on the CPU are fast in float32, bfloat16 and int8. The 8 bits of bfloat16's mantissa hold every int8 and
+    fp8.
     """
     lhs, rhs = sorted((jnp.dtype(lhs), jnp.dtype(rhs)), key=lambda d: d.itemsize)
     integers = [jnp.issubdtype(d, jnp.integer) for d in (lhs, rhs)]
@@ -56,8 +57,9 @@ def tiled_matmul(
 ) -> Array:
     """The product where two or three letters are ragged, tile by tile.
 
-    Every term holds a ragged letter, so every buffer is `[packed, other]`, with a batch axis or without. A tile spans the
-    whole of a letter that isn't ragged. FLOPs: what the groups need, rounded up to whole tiles along ragged letters.
+    Every term holds a ragged letter, so every buffer is `[packed, other]`, with a batch axis or without. A tile spans
+    the whole of a letter that isn't ragged. FLOPs: what the groups need, rounded up to whole tiles along ragged
+    letters.
     """
     terms: dict[str, str] = dict(zip(("lhs", "rhs", "out"), axes, strict=True))
     shapes: dict[str, tuple[int, ...]] = {"lhs": lhs.shape, "rhs": rhs.shape, "out": shape}
@@ -67,8 +69,8 @@ def tiled_matmul(
     batched: dict[str, bool] = {"lhs": lhs.ndim == 3, "rhs": rhs.ndim == 3, "out": batch is not None}
     num_groups = next(iter(sizes.values())).shape[-1]
 
-    # A batch element is `num_groups` further groups: sizes that fit every buffer, where each group starts in each buffer
-    # (both `[batch * g]`), and the tiles.
+    # A batch element is `num_groups` further groups: sizes that fit every buffer, where each group starts in each
+    # buffer (both `[batch * g]`), and the tiles.
     def flat(x: Array) -> Array:
         return jnp.broadcast_to(x, (batch or 1, num_groups)).reshape(-1).astype(jnp.int32)
 
@@ -270,7 +272,7 @@ def _forward(
 
     def segment(i: Array, out: Array) -> Array:
         weight = lax.dynamic_index_in_dim(rhs, index[i], 0, keepdims=False).astype(common)
-        heights, full, rest, last = _tiles(m, ends[i] - starts[i], tallest)
+        heights, full, _, last = _tiles(m, ends[i] - starts[i], tallest)
 
         def visit(height: int, start: Array, out: Array) -> Array:
             at, mine = _window(m, height, start, ends[i])
@@ -282,8 +284,8 @@ def _forward(
             y = jnp.where(mine, _to_carry(y.astype(dtype)), old)  # a neighbour's rows stay
             return lax.dynamic_update_slice_in_dim(out, y, at, 0)
 
-        # Loops, not a switch: only a store in a loop's body is made in place. And the start depends on the loop's variable,
-        # or XLA would hoist the dot out of a loop without trips and run it all the same.
+        # Loops, not a switch: only a store in a loop's body is made in place. And the start depends on the loop's
+        # variable, or XLA would hoist the dot out of a loop without trips and run it all the same.
         for j, height in reversed(list(enumerate(heights))):
             is_tallest = j == len(heights) - 1
             first = starts[i] + (0 if is_tallest else full * heights[-1])
@@ -371,7 +373,8 @@ def _tiles(m: int, size: Array, tallest: int | None) -> tuple[list[int], Array, 
 
 
 def _window(m: int, height: int, start: Array, end: Array) -> tuple[Array, Array]:
-    """Where to slice `height` rows from `start` on without leaving the buffer, and which of them are in `[start, end)`."""
+    """Where to slice `height` rows from `start` on without leaving the buffer, and which of them are in `[start,
+    end)`."""
     at = jnp.minimum(start, m - height)
     row = at + lax.iota(jnp.int32, height)
     return at, ((row >= start) & (row < end))[:, None]
@@ -392,12 +395,13 @@ def _transposed(x: Array) -> Array:
     """`x.T`, row by row in memory, as the fast dot wants it: behind a barrier, or XLA folds it into a slow dot."""
     if x.dtype.itemsize >= 4:
         return lax.optimization_barrier(x.T)
-    # Narrow dtypes: one pass that masks, one that transposes, kept apart. Only a flat array pins the order of the second.
+    # Narrow dtypes: one pass that masks, one that transposes, kept apart. Only a flat array pins the order of the
+    # second.
     return lax.optimization_barrier(lax.optimization_barrier(x).T.reshape(-1)).reshape(x.shape[::-1])
 
 
-# XLA before jaxlib 0.12 converts a whole 2-byte float array that a loop carries, at each trip. There, its bits are carried;
-# from 0.12 on that would only cost a copy of the result at the end.
+# XLA before jaxlib 0.12 converts a whole 2-byte float array that a loop carries, at each trip. There, its bits are
+# carried; from 0.12 on that would only cost a copy of the result at the end.
 _CARRY_BITS = jax.__version_info__ < (0, 12)
 
 
