@@ -176,7 +176,7 @@ def _rule(platform: str) -> Callable[..., Any]:
 
     lower = mlir.lower_fun(compute, multiple_results=False)
 
-    def rule(ctx: mlir.LoweringRuleContext, *args: Any, call: Call) -> Any:
+    def rule(ctx: Any, *args: Any, call: Call) -> Any:
         # Over which mesh axes a value varies has been checked by now; a kernel's loops need not carry it along.
         plain = [[ShapedArray(aval.shape, aval.dtype) for aval in avals] for avals in (ctx.avals_in, ctx.avals_out)]
         return lower(ctx.replace(avals_in=plain[0], avals_out=plain[1]), *args, call=call)
