@@ -127,9 +127,6 @@ class Arithmetic(eqx.Module):
     def __neg__(self) -> "GroupedTensor":
         return self.map(operator.neg)
 
-    # --- reductions
-    # ----------------------------------------------------------------------------------------------------
-
     def sum(self, axis: int | None = None, *, empty: Any = 0) -> Shaped[Array, "..."]:
         """Sum of each group.
 

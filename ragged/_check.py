@@ -144,6 +144,10 @@ def check_num_actual_groups(site: Site, num_actual_groups: Any) -> None:
 def operand(site: Site, name: str, x: Any) -> GroupedTensor | Array:
     """An operand of `matmul`: a `GroupedTensor`, or an array of rank 2 (shared by all groups)."""
     if isinstance(x, GroupedTensor) and is_arraylike(x.data):
+        if x.ndim != (2 if any(x.ragged) else 3) or any(
+            d is not None and d.ndim != 1 for d in (x.first_dims, x.last_dims)
+        ):
+            site.fail(ValueError, f"`{name}` has a batch axis.", "Map over it: `jax.vmap(ragged.matmul)(lhs, rhs)`.")
         return x
     if isinstance(x, GroupedTensor) or not is_arraylike(x):
         site.fail(

@@ -11,6 +11,7 @@ from ragged._check import Site, Tiling
 from ragged._layout import Product
 from ragged._lowering import Call, Operands
 from ragged._primitive import bind
+from ragged._tensor import as_int32
 
 
 def grouped_matmul(
@@ -158,5 +159,5 @@ def _bind(
     if existing_out is not None:
         _check.check_existing(site, existing_out, shape, dtype)
     offset = _check.check_offset(site, group_offset)
-    sizes = (jnp.asarray(group_sizes).astype(jnp.int32),)
+    sizes = (as_int32(group_sizes),)
     return bind(Operands(lhs, rhs, sizes, offset, existing_out), Call(product, shape, dtype, options))

@@ -1,10 +1,12 @@
-"""From a product to the kernel that computes it: the eight layouts come down to four kernels.
+"""From a product to the kernel that computes it. The eight layouts come down to four kernels:
 
-ragged letters            kernel
-none                      `batched_matmul`
-one, kept                 `grouped_matmul` (forward, dgrad, and both from the left)
-the contracted one        `transposed_grouped_matmul` (wgrad)
-two or three              `tiled_matmul`
+    ragged letters            kernel
+    none                      `batched_matmul`
+    one, kept                 `grouped_matmul` (forward, dgrad, and both from the left)
+    the contracted one        `transposed_grouped_matmul` (wgrad)
+    two or three              `tiled_matmul`
+
+since swapping and transposing operands costs nothing but a name.
 """
 
 from functools import partial

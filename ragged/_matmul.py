@@ -12,8 +12,9 @@ from ragged._check import Site, Tiling
 from ragged._layout import Layout, Product, infer_layout
 from ragged._lowering import Call, Operands
 from ragged._primitive import bind
-from ragged._tensor import GroupedTensor, is_concrete
+from ragged._tensor import GroupedTensor, as_int32, is_concrete
 from ragged.kernels import schedule
+from ragged.kernels.xla import batched_matmul
 
 
 def matmul(
@@ -25,8 +26,8 @@ def matmul(
     existing_out: GroupedTensor | Array | Any = None,
     group_offset: Int[Array, ""] | Any = None,
     num_actual_groups: int | Any = None,
-    capacity: int | None = None,
-    max_last: int | None = None,
+    capacity: int | Any = None,
+    max_last: int | Any = None,
     backend: str | Any = None,
     tiling: Tiling | Any = None,
     interpret: bool | Any = False,
@@ -179,7 +180,7 @@ def _stored(x: GroupedTensor | Array, letters: str) -> _Term:
 
 def _dims(x: GroupedTensor | Array, which: int) -> Array | None:
     dims = (x.first_dims, x.last_dims)[which] if isinstance(x, GroupedTensor) else None
-    return None if dims is None else jnp.asarray(dims).astype(jnp.int32)
+    return None if dims is None else as_int32(dims)
 
 
 def _ragged(x: GroupedTensor | Array) -> tuple[bool, bool]:
@@ -282,13 +283,18 @@ def _result_shape(
     lhs: GroupedTensor | Array,
     rhs: GroupedTensor | Array,
     num_actual_groups: int | None,
-    capacity: int | None,
-    max_last: int | None,
+    capacity: int | Any,
+    max_last: int | Any,
 ) -> tuple[int, ...]:
     """The shape of the result's buffer, rows first."""
     m, n = lhs.shape[-2], rhs.shape[-1]
     out = [letter for letter in "mn" if letter in layout.ragged]
-    num_groups = lhs.num_groups if isinstance(lhs, GroupedTensor) else rhs.num_groups  # pyright: ignore
+    tensor = lhs if isinstance(lhs, GroupedTensor) else rhs
+    assert isinstance(tensor, GroupedTensor)
+    num_groups = tensor.num_groups
+    for name, value in (("capacity", capacity), ("max_last", max_last)):
+        if value is not None and (not isinstance(value, int) or value < 0):
+            site.fail(ValueError, f"`{name}` is {value!r}.", "It must be an int, 0 or more.")
     if max_last is not None and len(out) < 2:
         site.fail(
             ValueError, f"`max_last` in the layout {layout.name!r}.", "It is for results that are ragged in both dims."
@@ -313,33 +319,21 @@ def _result_shape(
 
 
 def _bind_shared(operands: Operands, call: Call) -> Array:
-    """Binds the product. A matrix that all groups share makes them one: their rows lie side by side."""
-    product = call.product
+    """Binds the product. With a matrix that all groups share, the other operand's groups are as good as one."""
+    product, options = call.product, call.options
     shared = [name for name in ("lhs", "rhs") if getattr(operands, name).ndim < product.ndim(getattr(product, name))]
     if not shared:
         return bind(operands, call)
     (name,) = shared
-    other = "rhs" if name == "lhs" else "lhs"
-    matrix, groups = getattr(operands, name)[None], getattr(operands, other)
     if operands.sizes:
+        groups = operands.rhs if name == "lhs" else operands.lhs
         total = schedule.group_offsets(operands.sizes[0], groups.shape[0])[-1:]
-        return bind(operands._replace(sizes=(total,), **{name: matrix}), call)
-    # [g, free, contracted] -> [1, g * free, contracted]
-    letters = getattr(product, other)
-    free = letters[0] if letters[0] in product.out else letters[1]
-    if letters[0] != free:
-        letters, groups = letters[::-1], groups.mT
-    g, rows, contracted = groups.shape
-    kept = product.out.replace(free, "")
-    out_letters = free + kept
-    swap = product.out != out_letters
-    shape = call.shape if not swap else (call.shape[0], call.shape[2], call.shape[1])
-    existing = operands.existing
-    if existing is not None:
-        existing = (existing.mT if swap else existing).reshape(1, g * rows, shape[2])
-    out = bind(
-        operands._replace(existing=existing, **{name: matrix, other: groups.reshape(1, g * rows, contracted)}),
-        call._replace(product=product._replace(out=out_letters, **{other: letters}), shape=(1, g * rows, shape[2])),
+        return bind(operands._replace(sizes=(total,), **{name: getattr(operands, name)[None]}), call)
+    return batched_matmul(
+        operands.lhs,
+        operands.rhs,
+        axes=(product.lhs, product.rhs, product.out),
+        preferred_element_type=call.dtype,
+        precision=options.precision,
+        existing_out=operands.existing,
     )
-    out = out.reshape(shape)
-    return out.mT if swap else out

@@ -71,10 +71,6 @@ def _eager(*args: Array, call: Call) -> Array:
 ragged_matmul_p.def_impl(_eager)
 
 
-# --- derivatives
-# -------------------------------------------------------------------------------------------------------
-
-
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> tuple[Any, Any]:
     """`d(lhs @ rhs) = dlhs @ rhs + lhs @ drhs`, and `existing_out`'s own tangent."""
     out = bind(_unflatten(primals, call), call)
@@ -116,10 +112,6 @@ def _transpose(ct: Any, *args: Any, call: Call) -> list[Any]:
 
 ad.primitive_jvps[ragged_matmul_p] = _jvp
 ad.primitive_transposes[ragged_matmul_p] = _transpose
-
-
-# --- batching
-# ----------------------------------------------------------------------------------------------------------
 
 
 def _batch(args: Sequence[Any], dims: Sequence[Any], *, call: Call) -> tuple[Array, int]:
@@ -164,10 +156,6 @@ def _batch(args: Sequence[Any], dims: Sequence[Any], *, call: Call) -> tuple[Arr
 
 
 batching.primitive_batchers[ragged_matmul_p] = _batch
-
-
-# --- lowering
-# ----------------------------------------------------------------------------------------------------------
 
 
 def _rule(platform: str) -> Callable[..., Any]:

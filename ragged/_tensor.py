@@ -30,7 +30,7 @@ def _is_array(x: Any) -> bool:
     return isinstance(x, jax.Array | np.ndarray)
 
 
-def _as_int32(dims: Any) -> Array:
+def as_int32(dims: Any) -> Array:
     """Dims as int32. What uint32 holds beyond stays the largest int32: it doesn't wrap around."""
     return jnp.minimum(jnp.asarray(dims), np.iinfo(np.int32).max).astype(jnp.int32)
 
@@ -135,9 +135,6 @@ class GroupedTensor(Arithmetic):
                 f"Got data={describe(self.data)}, first_dims={describe(first)}, last_dims={describe(last)}.\n{mend}"
             )
 
-    # --- what it is
-    # ----------------------------------------------------------------------------------------------------
-
     @property
     def shape(self) -> tuple[int, ...]:
         """The buffer's shape."""
@@ -179,7 +176,7 @@ class GroupedTensor(Arithmetic):
     def packed_dims(self) -> Int[Array, " g"]:
         """The groups' sizes along the packed axis."""
         axis = self._require_packed("packed_dims")
-        return _as_int32(self.first_dims if axis == -2 else self.last_dims)
+        return as_int32(self.first_dims if axis == -2 else self.last_dims)
 
     @property
     def num_groups(self) -> int:
@@ -217,7 +214,7 @@ class GroupedTensor(Arithmetic):
         if self.packed_axis == -1:
             return self.mT.mask.mT
         return schedule.element_mask(
-            self.packed_dims, None if self.last_dims is None else _as_int32(self.last_dims), *self.shape
+            self.packed_dims, None if self.last_dims is None else as_int32(self.last_dims), *self.shape
         )
 
     @property
@@ -258,9 +255,6 @@ class GroupedTensor(Arithmetic):
     def _replace_data(self, data: Array) -> "GroupedTensor":
         return GroupedTensor(data, self.first_dims, self.last_dims, transposed=self.transposed)
 
-    # --- checking values
-    # -----------------------------------------------------------------------------------------------
-
     def validate(self) -> "GroupedTensor":
         """Checks the sizes: none negative, none wider than the buffer, their sum within the capacity.
 
@@ -283,7 +277,7 @@ class GroupedTensor(Arithmetic):
                 if bad.size:
                     raise ValueError(self._bad_group(name, int(bad[0]), sizes, extent, packed))
             elif self.num_groups:
-                sizes = _as_int32(dims)
+                sizes = as_int32(dims)
                 # Capped sizes: their sum leaves the capacity before it can wrap around.
                 capped = jnp.clip(sizes, -1, extent + 1).astype(jnp.int32)
                 left = extent - (jnp.cumsum(capped) - capped) if packed else jnp.full_like(capped, extent)
@@ -300,9 +294,6 @@ class GroupedTensor(Arithmetic):
             problem = f"is negative, or above the buffer's extent of {extent}"
         got = "" if sizes is None else f"\nGot {name}={sizes.tolist()}."
         return f"`GroupedTensor.validate`: the size{value} of group {group} in `{name}` {problem}.{got}"
-
-    # --- groups
-    # --------------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return self.num_groups
@@ -342,9 +333,6 @@ class GroupedTensor(Arithmetic):
         """The groups as arrays. Needs concrete dims."""
         return [self[i] for i in range(self.num_groups)]
 
-    # --- conversion
-    # ----------------------------------------------------------------------------------------------------
-
     def astype(self, dtype: Any) -> "GroupedTensor":
         """The same tensor with its buffer cast to `dtype`."""
         return self._replace_data(jnp.asarray(self.data).astype(dtype))
@@ -363,7 +351,7 @@ class GroupedTensor(Arithmetic):
         inside = (rows < ends)[..., None]
         if self.last_dims is not None:
             columns = jnp.arange(self.shape[-1], dtype=jnp.int32)
-            inside = inside & (columns[None, :] < _as_int32(self.last_dims)[:, None])[:, None, :]
+            inside = inside & (columns[None, :] < as_int32(self.last_dims)[:, None])[:, None, :]
         if not self.capacity:
             return jnp.full((self.num_groups, max_len, self.shape[-1]), fill_value, self.dtype)
         padded = jnp.asarray(self.data).at[rows].get(mode="fill", fill_value=0)
@@ -488,7 +476,7 @@ def concat(tensors: Sequence[GroupedTensor]) -> GroupedTensor:
     data = jnp.concatenate([t.data for t in tensors]).at[source].get(mode="fill", fill_value=0)
     last_dims = None
     if head.last_dims is not None:
-        last_dims = jnp.concatenate([_as_int32(t.last_dims) for t in tensors])
+        last_dims = jnp.concatenate([as_int32(t.last_dims) for t in tensors])
     joined = GroupedTensor(data, sizes.astype(jnp.int32), last_dims)
     return (
         joined if last_dims is None else joined._replace_data(jnp.where(joined.mask, data, jnp.zeros((), data.dtype)))

@@ -16,6 +16,7 @@ THREE, REVERSED = DIMS[:3], DIMS[::-1]
 ROWS = GroupedTensor(jnp.ones((16, 8)), first_dims=DIMS)
 COLUMNS = GroupedTensor(jnp.ones((8, 16)), last_dims=DIMS)
 UNIFORM = GroupedTensor(jnp.ones((4, 8, 6)))
+STACKED = jax.tree.map(lambda x: jnp.stack([x, x]), ROWS)
 BOTH = GroupedTensor(jnp.ones((16, 16)), first_dims=DIMS, last_dims=DIMS)
 
 rows, columns = (
@@ -116,7 +117,19 @@ MATMUL: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a tensor that holds no array": (
         lambda: ragged.matmul(GroupedTensor(None, DIMS), UNIFORM),
         TypeError,
-        "`lhs` is a GroupedTensor whose data is a NoneType, not an array.",
+        "`lhs` is a GroupedTensor whose data is None, not an array.",
+    ),
+    "a tensor with a batch axis": (
+        lambda: ragged.matmul(STACKED, UNIFORM),
+        ValueError,
+        "`ragged.matmul(lhs, rhs)`: `lhs` has a batch axis.\n"
+        "Got lhs=GroupedTensor(f32[2,16,8], first_dims=i32[2,4]), rhs=GroupedTensor(f32[4,8,6]).\n"
+        "Map over it: `jax.vmap(ragged.matmul)(lhs, rhs)`.",
+    ),
+    "capacity below zero": (
+        lambda: ragged.matmul(ROWS, COLUMNS, max_last=-1),
+        ValueError,
+        "`max_last` is -1.",
     ),
     "bool": (
         lambda: ragged.matmul(ROWS.astype(bool), UNIFORM),

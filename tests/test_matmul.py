@@ -1,9 +1,13 @@
 """`ragged.matmul` in all eight layouts, against a NumPy float64 loop over groups."""
 
 import itertools
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import ragged
 from ragged import GroupedTensor
@@ -44,3 +48,37 @@ def test_operands_seen_through_mT(layout: str, lhs_last: bool, rhs_last: bool) -
     got = [np.asarray(group) for group in swapped.to_list()]
     worst, rms = TOLERANCE["float32"]
     oracle.assert_close(got, oracle.matmul(case.lhs_groups, case.rhs_groups), max=worst, rms=rms)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    layout=st.sampled_from(NAMES),
+    sizes=st.lists(st.lists(st.integers(0, 9), min_size=3, max_size=3), min_size=3, max_size=3),
+    dtype=st.sampled_from(["float32", "bfloat16", "int8"]),
+    flip=st.booleans(),
+    tiling=st.sampled_from([None, (8, 8, 8)]),
+    seed=st.integers(0, 2**31),
+)
+def test_any_sizes(layout: str, sizes: list[list[int]], dtype: str, flip: bool, tiling: Any, seed: int) -> None:
+    """K18, T9, B4: hypothesis picks layout, sizes, dtype, storage and tiling; capacity 27 holds any three groups."""
+    rng = np.random.default_rng(seed)
+    letters = cases.LETTERS[layout]
+    of = {
+        letter: np.array(chosen if letter in letters else [5] * 3) for letter, chosen in zip("mkn", sizes, strict=True)
+    }
+
+    def groups(first: str, last: str) -> oracle.Groups:
+        shapes = zip(of[first], of[last], strict=True)
+        if dtype == "int8":
+            return [rng.integers(-128, 128, shape).astype(np.int8) for shape in shapes]
+        return [rng.standard_normal(shape).astype(jnp.dtype(dtype)) for shape in shapes]
+
+    def tensor(values: oracle.Groups, first: str, last: str) -> GroupedTensor:
+        return cases.tensor(values, (first in letters, last in letters), 27, 10, packed_last=flip)
+
+    lhs, rhs = groups("m", "k"), groups("k", "n")
+    options = {"tiling": tiling}
+    if layout in ("outer", "ragged"):
+        options["max_last"] = 9
+    out = ragged.matmul(tensor(lhs, "m", "k"), tensor(rhs, "k", "n"), **options)
+    check(cases.Case(layout, of, lhs, rhs, out, out), out)

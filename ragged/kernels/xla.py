@@ -423,12 +423,14 @@ def batched_matmul(
     precision: Any = None,
     existing_out: Array | None = None,
 ) -> Array:
-    """Uniform × uniform: one `einsum` over the group axis and, where there is one, the batch axis."""
+    """Uniform × uniform: one `einsum` over the group axis and, where there is one, the batch axis.
+
+    An operand may lack the group axis: a matrix that all groups share.
+    """
     common = compute_dtype(lhs.dtype, rhs.dtype)
-    lhs_term, rhs_term = ("bg"[x.ndim == 3 :] + letters for x, letters in ((lhs, axes[0]), (rhs, axes[1])))
-    out_term = "bg"[lhs.ndim == rhs.ndim == 3 :] + axes[2]
+    lead = ["bg"[4 - x.ndim :] for x in (lhs, rhs)]
     out = jnp.einsum(
-        f"{lhs_term},{rhs_term}->{out_term}",
+        f"{lead[0]}{axes[0]},{lead[1]}{axes[1]}->{max(lead, key=len)}{axes[2]}",
         lhs.astype(common),
         rhs.astype(common),
         precision=precision,
