@@ -223,7 +223,12 @@ class GroupedTensor(Arithmetic):
 
         Under `jit` no copy is made where the result goes into `ragged.matmul`. `x.mT.mT` is `x`.
         """
-        return GroupedTensor(self.data.mT, self.last_dims, self.first_dims, transposed=not self.transposed)
+        return self._with(
+            data=self.data.mT,
+            first_dims=self.last_dims,
+            last_dims=self.first_dims,
+            transposed=not self.transposed,
+        )
 
     def __repr__(self) -> str:
         parts = [describe(self.data)]
@@ -252,8 +257,15 @@ class GroupedTensor(Arithmetic):
             )
         return self.packed_axis
 
+    def _with(self, **fields: Any) -> "GroupedTensor":
+        """A copy with other fields. Like unflattening, it checks nothing: stacked tensors have axes in front."""
+        new = object.__new__(GroupedTensor)
+        for name in ("data", "first_dims", "last_dims", "transposed"):
+            object.__setattr__(new, name, fields.get(name, getattr(self, name)))
+        return new
+
     def _replace_data(self, data: Array) -> "GroupedTensor":
-        return GroupedTensor(data, self.first_dims, self.last_dims, transposed=self.transposed)
+        return self._with(data=data)
 
     def validate(self) -> "GroupedTensor":
         """Checks the sizes: none negative, none wider than the buffer, their sum within the capacity.
@@ -284,7 +296,7 @@ class GroupedTensor(Arithmetic):
                 bad = (capped < 0) | (capped > left)
                 messages = [self._bad_group(name, i, None, extent, packed) for i in range(self.num_groups)]
                 checked[name] = eqx.branched_error_if(dims, jnp.any(bad), jnp.argmax(bad), messages)
-        return GroupedTensor(self.data, **checked, transposed=self.transposed)
+        return self._with(**checked)
 
     def _bad_group(self, name: str, group: int, sizes: np.ndarray | None, extent: int, packed: bool) -> str:
         value = "" if sizes is None else f" {sizes[group]}"

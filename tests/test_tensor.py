@@ -857,3 +857,13 @@ def test_wrong_sizes_stay_inside_the_buffer(
     ones = GroupedTensor(jnp.ones(x.shape), x.first_dims, x.last_dims, transposed=x.transposed)
     assert ones.sum().tolist() == [a * b for a, b in shapes]
     assert float(ones.to_padded(5).sum()) == sum(min(n, 5) * w for n, w in zip(np.diff(ends), widths, strict=True))
+
+
+def test_a_stack_of_tensors_is_cast_and_transposed_whole() -> None:
+    """Layers' weights and batches, stacked for `scan` and `vmap`, keep their axes in front."""
+    rows = GroupedTensor(jnp.ones((6, 2)), first_dims=jnp.array([1, 4], jnp.int32))
+    stack = jax.tree.map(lambda x: jnp.stack([x, x, x]), rows)
+    assert stack.astype(jnp.bfloat16).shape == (3, 6, 2)
+    assert stack.mT.shape == (3, 2, 6)
+    assert stack.mT.num_groups == 2
+    assert stack.mT.last_dims is stack.first_dims
