@@ -1,6 +1,10 @@
 """Every test runs with the whole of `ragged` under jaxtyping's import hook, so annotations are checked at run time."""
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import jax
+import pytest
 from jaxtyping import install_import_hook
 
 jax.config.update("jax_num_cpu_devices", 4)
@@ -9,3 +13,13 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 with install_import_hook("ragged", "beartype.beartype"):
     import ragged  # noqa: F401
+
+MAPS = Path("/proc/self/maps")
+
+
+@pytest.fixture(autouse=True)
+def drop_programs() -> Iterator[None]:
+    """Each compiled program holds a few memory maps, of which Linux allows a process 65530; then XLA crashes."""
+    yield
+    if MAPS.exists() and MAPS.read_text().count("\n") > 30_000:
+        jax.clear_caches()

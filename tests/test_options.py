@@ -86,12 +86,13 @@ def test_mixed_dtypes(layout: str, lhs_dtype: str, rhs_dtype: str, result: str) 
 def test_int8_is_exact_over_the_full_range(layout: str) -> None:
     """K22: k = 4000 products of -128..127, past 2**24, where float32 is no longer exact."""
     rng = np.random.default_rng(0)
-    # All products of one sign, so that sums really grow past 2**24.
+    # All products of one sign, so that sums grow past 2**24; and odd, so that float32 can't hold them.
     lhs = rng.integers(-128, -100, (4000, 3)).astype(np.int8)
     rhs = rng.integers(-128, 128, (4000, 5)).astype(np.int8)
-    rhs[:, 0] = -128
+    rhs[:, 0] = -127
+    lhs[0] += 1 - np.sum(lhs, axis=0, dtype=np.int64).astype(np.int8) % 2
     want = lhs.astype(np.int64).T @ rhs.astype(np.int64)
-    assert np.abs(want).max() > 2**24
+    assert (np.abs(want[:, 0]) > 2**24).all() and not np.array_equal(want.astype(np.float32).astype(np.int64), want)
     if layout == "forward":
         x = GroupedTensor(jnp.asarray(lhs.T), first_dims=jnp.array([1, 0, 2], jnp.int32))
         out = ragged.matmul(x, jnp.broadcast_to(jnp.asarray(rhs), (3, 4000, 5))).data
@@ -138,6 +139,10 @@ def test_existing_out(layout: str) -> None:
     np.testing.assert_allclose(got[1], np.where(mask, np.cos(out.data), 0), atol=1e-5)
     _, tangent = jax.jvp(lambda e: loss(case.lhs.data, e), (poisoned.data,), (jnp.ones_like(poisoned.data),))
     np.testing.assert_allclose(tangent, np.cos(out.data)[mask].sum(), rtol=1e-3, atol=1e-3)
+    # Nor does a cotangent leave by the transpose rule for `existing_out` itself.
+    zero = case.lhs._replace_data(jnp.zeros_like(case.lhs.data))
+    (ct,) = jax.linear_transpose(lambda e: ragged.matmul(zero, case.rhs, existing_out=e).data, existing)(existing + 1)
+    np.testing.assert_allclose(ct, np.where(mask, existing + 1, 0))
     batch = jnp.stack([existing, 2 * existing])
     mapped = jax.vmap(lambda e: ragged.matmul(case.lhs, case.rhs, existing_out=e).data)(batch)
     np.testing.assert_allclose(mapped[1], np.where(mask, product.data + 2 * existing, 0), atol=2e-5)

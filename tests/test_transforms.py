@@ -205,6 +205,23 @@ def test_nested_vmap(layout: str, x64: None) -> None:
     np.testing.assert_allclose(summed, jax.grad(slow_loss, 1)(lhs, rhs), atol=1e-12)
 
 
+@pytest.mark.parametrize("which", ["forward", "wgrad"])
+def test_a_sum_over_a_batch_is_rounded_once(which: str) -> None:
+    """256 + 1 - 256 is 1; with each batch element rounded to bfloat16 by itself, it would be 0."""
+    dims = jnp.array([2], jnp.int32)
+    ones = jnp.ones((2, 2), jnp.bfloat16)
+    batch = jnp.array([[[256, 1], [256, 1]], [[-256, 0], [-256, 0]]], jnp.bfloat16)
+
+    def loss(shared: Array) -> Array:
+        if which == "forward":  # shared rows, batched weights: [2, 2] x [b, 1, 2, 2]
+            out = jax.vmap(lambda w: ragged.matmul(GroupedTensor(shared, dims), w[None]).data)(batch)
+            return jnp.sum(out)
+        out = jax.vmap(lambda x: ragged.matmul(GroupedTensor(x, dims), shared[None]).data)(batch.mT)
+        return jnp.sum(out)
+
+    np.testing.assert_array_equal(np.asarray(jax.grad(loss)(ones)), np.ones((2, 2)))
+
+
 @pytest.mark.parametrize("layout", NAMES)
 def test_jit_scan_and_remat(layout: str) -> None:
     case = small(layout, dtype="float32")

@@ -15,8 +15,8 @@ All of them, on every backend:
 - give the same bits for the same inputs.
 
 `grouped_matmul(lhs, rhs, group_sizes, *, preferred_element_type, precision, tiling, group_offset, existing_out,
-transpose_rhs)`: `[m, k] × [h, k, n] -> [m, n]`, or `rhs [h, n, k]`, read in place, with `transpose_rhs`. `rhs` holds the
-groups `group_offset, ..., group_offset + h - 1` of the `g` in `group_sizes`; rows of other groups come out zero.
+transpose_rhs)`: `[m, k] × [h, k, n] -> [m, n]`, or `rhs [h, n, k]`, read in place, with `transpose_rhs`. `rhs` holds
+the groups `group_offset, ..., group_offset + h - 1` of the `g` in `group_sizes`; rows of other groups come out zero.
 
 `transposed_grouped_matmul(lhs, rhs, group_sizes, *, preferred_element_type, precision, tiling, group_offset,
 num_actual_groups, existing_out, sum_batch)`: `[a, m] × [m, b] -> [h, a, b]` for the `h = num_actual_groups` groups from
@@ -24,8 +24,8 @@ num_actual_groups, existing_out, sum_batch)`: `[a, m] × [m, b] -> [h, a, b]` fo
 
 `batched_matmul(lhs, rhs, *, axes, preferred_element_type, precision, existing_out)`: no letter ragged.
 
-`tiled_matmul(lhs, rhs, sizes, *, axes, shape, preferred_element_type, precision, tiling, existing_out)`: two or three of
-the letters ragged. Where a backend lacks a kernel, XLA's runs.
+`tiled_matmul(lhs, rhs, sizes, *, axes, shape, preferred_element_type, precision, tiling, existing_out)`: two or three
+of the letters ragged. Where a backend lacks a kernel, XLA's runs.
 
 `existing_out` is added to in the accumulator, before rounding. Its tail is zero already; its other elements that no
 product reaches stay as they are. `tiling` is `(tile_m, tile_k, tile_n)` of the function's own product (by letter for
