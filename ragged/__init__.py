@@ -2,6 +2,7 @@
 
 from ragged._arithmetic import per_group as per_group
 from ragged._arithmetic import per_row as per_row
+from ragged._concat import concat as concat
 from ragged._explain import explain as explain
 from ragged._grouped import grouped_matmul as grouped_matmul
 from ragged._grouped import transposed_grouped_matmul as transposed_grouped_matmul
@@ -9,6 +10,5 @@ from ragged._matmul import matmul as matmul
 from ragged._route import Route as Route
 from ragged._route import route as route
 from ragged._tensor import GroupedTensor as GroupedTensor
-from ragged._tensor import concat as concat
 
 __version__ = "0.1.0"

@@ -136,6 +136,8 @@ class Arithmetic(eqx.Module):
           columns) -> one row or column a group, `(g, last)` or `(g, first)`. The other axis -> one value a row (or
           column) of the buffer, `(rows,)`, with `empty` in the tail. Uniform tensors: as `jnp.sum` within each group.
         - `empty`: the value where there is nothing to reduce.
+
+        Along the packed axis it adds row to row, in float32: the error grows with a group's rows.
         """
         return self._reduce(axis, jax.ops.segment_sum, jnp.sum, 0, empty)
 
@@ -144,7 +146,7 @@ class Arithmetic(eqx.Module):
         x = _tensor(self)
         dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.dtype(jnp.float32)
         wide = _accumulator(dtype)
-        count = x._replace_data(jnp.ones(x.shape, wide)).sum(axis)
+        count = x._replace_data(jnp.ones(x.shape, jnp.int32)).sum(axis).astype(wide)
         total = x.astype(wide).sum(axis)
         return jnp.where(count > 0, total / jnp.maximum(count, 1), jnp.asarray(empty, wide)).astype(dtype)
 
@@ -174,7 +176,7 @@ class Arithmetic(eqx.Module):
         if x.packed_axis == -1:
             swapped = None if axis is None else -3 - axis
             return x.mT._reduce(swapped, segment_fn, dense_fn, neutral, empty)
-        # As `jnp.sum` and `jnp.max` do: small integers summed in int32, small floats in float32 and rounded once.
+        # Small integers are summed in int32, small floats in float32 and rounded once.
         dtype = jax.eval_shape(lambda d: dense_fn(d, axis=-1, initial=neutral), jnp.asarray(x.data)).dtype
         wide = _accumulator(dtype)
         neutral, empty = jnp.asarray(neutral, wide), jnp.asarray(empty, wide)
@@ -232,10 +234,11 @@ def _along(x: "GroupedTensor", wrapped: per_group | per_row) -> Array:
         want = x.shape[:-1]
     else:
         columns = () if axis is None or value.ndim == 1 else (x.shape[-3 - axis],)
-        want = (x.num_groups, *(value.shape[1:] if axis is None else columns))
+        want = (x.num_groups, *(value.shape[1:3] if axis is None else columns))
     if value.shape != want:
         raise ValueError(
-            f"`ragged.{name}(v)`: `v` must have shape {want} here.\nGot v of shape {value.shape} for {x!r}."
+            f"`ragged.{name}(v)`: `v` must have shape {want} here.\nGot v of shape {value.shape} for {x!r}.\n"
+            + ("One value a row of the buffer." if name == "per_row" else "One value a group, or one row a group.")
         )
     if isinstance(wrapped, per_row):
         return value[..., None]

@@ -35,6 +35,7 @@ def is_arraylike(x: Any) -> bool:
 
 def result_dtype(site: Site, lhs: Any, rhs: Any, preferred: Any, existing: Any) -> Any:
     """The result's dtype: asked for, or that of `existing_out`, or the operands' common one."""
+    lhs, rhs = jax.dtypes.canonicalize_dtype(lhs), jax.dtypes.canonicalize_dtype(rhs)
     for name, dtype in (("lhs", lhs), ("rhs", rhs)):
         if jnp.issubdtype(dtype, jnp.complexfloating):
             site.fail(NotImplementedError, f"`{name}` is complex.", "Multiply the real and imaginary parts apart.")
@@ -102,8 +103,11 @@ def check_offset(site: Site, group_offset: Any) -> Array | None:
     """`group_offset` as a `()` int32 array."""
     if group_offset is None:
         return None
-    offset = jnp.asarray(group_offset)
-    site = site.also(group_offset=offset)
+    site = site.also(group_offset=group_offset)
+    try:
+        offset = jnp.asarray(group_offset)
+    except TypeError:
+        site.fail(TypeError, "`group_offset` is not a number.", "Pass `jnp.int32(first)`.")
     if offset.ndim != 0:
         site.fail(
             ValueError,
@@ -112,7 +116,9 @@ def check_offset(site: Site, group_offset: Any) -> Array | None:
         )
     if not jnp.issubdtype(offset.dtype, jnp.integer):
         site.fail(TypeError, "`group_offset` must be an integer.", "Pass `jnp.int32(first)`.")
-    return offset.astype(jnp.int32)
+    # Clipped before it is cast, so that it can't wrap around into range: both ends are far outside of it.
+    ends, own = jnp.iinfo(jnp.int32), jnp.iinfo(offset.dtype)
+    return jnp.clip(offset, max(ends.min, own.min), min(ends.max, own.max)).astype(jnp.int32)
 
 
 def check_existing(site: Site, existing: Any, shape: tuple[int, ...], dtype: Any) -> None:
@@ -124,7 +130,7 @@ def check_existing(site: Site, existing: Any, shape: tuple[int, ...], dtype: Any
             f"`existing_out` has shape {existing.shape} but the result has {shape}.",
             "It must be a tensor like the result.",
         )
-    if existing.dtype != dtype:
+    if jax.dtypes.canonicalize_dtype(existing.dtype) != dtype:
         site.fail(
             TypeError,
             f"`existing_out` has dtype {existing.dtype.name} but the result has {jnp.dtype(dtype).name}.",
@@ -133,7 +139,7 @@ def check_existing(site: Site, existing: Any, shape: tuple[int, ...], dtype: Any
 
 
 def check_num_actual_groups(site: Site, num_actual_groups: Any) -> None:
-    if num_actual_groups is not None and (not isinstance(num_actual_groups, int) or num_actual_groups < 1):
+    if num_actual_groups is not None and not is_count(num_actual_groups):
         site.fail(
             ValueError,
             f"`num_actual_groups` is {num_actual_groups!r}.",
@@ -141,21 +147,24 @@ def check_num_actual_groups(site: Site, num_actual_groups: Any) -> None:
         )
 
 
+def is_count(x: Any) -> bool:
+    """Whether `x` is a positive integer, known now."""
+    return isinstance(x, int | np.integer) and not isinstance(x, bool) and bool(x > 0)
+
+
 def operand(site: Site, name: str, x: Any) -> GroupedTensor | Array:
     """An operand of `matmul`: a `GroupedTensor`, or an array of rank 2 (shared by all groups)."""
-    if isinstance(x, GroupedTensor) and is_arraylike(x.data):
-        if x.ndim != (2 if any(x.ragged) else 3) or any(
-            d is not None and d.ndim != 1 for d in (x.first_dims, x.last_dims)
-        ):
+    if isinstance(x, GroupedTensor):
+        for field, value in (("data", x.data), ("first_dims", x.first_dims), ("last_dims", x.last_dims)):
+            if not is_arraylike(value) and (field == "data" or value is not None):
+                problem = f"`{name}` is a GroupedTensor whose {field} is {describe(value)}, not an array."
+                site.fail(TypeError, problem, "Pass a `GroupedTensor` of arrays.")
+        dims = [d for d in (x.first_dims, x.last_dims) if d is not None]
+        if x.ndim != (2 if dims else 3) or any(d.ndim != 1 for d in dims):
             site.fail(ValueError, f"`{name}` has a batch axis.", "Map over it: `jax.vmap(ragged.matmul)(lhs, rhs)`.")
         return x
-    if isinstance(x, GroupedTensor) or not is_arraylike(x):
-        site.fail(
-            TypeError,
-            f"`{name}` is {'a GroupedTensor whose data is ' if isinstance(x, GroupedTensor) else ''}"
-            f"{describe(getattr(x, 'data', x))}, not an array.",
-            "Pass a `GroupedTensor` or an array.",
-        )
+    if not is_arraylike(x):
+        site.fail(TypeError, f"`{name}` is {describe(x)}, not an array.", "Pass a `GroupedTensor` or an array.")
     if x.ndim not in (2, 3):
         site.fail(
             ValueError,

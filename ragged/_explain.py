@@ -1,21 +1,20 @@
 """`explain`: what a product is and what would run, without running it."""
 
+import inspect
 from typing import Any
 
 import jax
 from jax import Array
 
 from ragged import _lowering
-from ragged._matmul import plan_matmul
-from ragged._tensor import GroupedTensor, describe
-
-_WORDS = {"U·U": "uniform", "R·U": "ragged rows", "U·R": "ragged columns", "R·R": "ragged both"}
+from ragged._matmul import matmul, plan_matmul
+from ragged._tensor import KINDS, GroupedTensor, describe
 
 
 def explain(lhs: GroupedTensor | Array | Any, rhs: GroupedTensor | Array | Any, **options: Any) -> str:
     """Says what `matmul(lhs, rhs, **options)` is and which kernel runs it on each platform. Computes nothing.
 
-    The operands' arrays may be `jax.ShapeDtypeStruct`s. Raises what `matmul` would.
+    The operands' arrays may be `jax.ShapeDtypeStruct`s. Raises what `matmul` would, except for what only values tell.
 
     !!! example
         ```python
@@ -33,6 +32,7 @@ def explain(lhs: GroupedTensor | Array | Any, rhs: GroupedTensor | Array | Any, 
         on tpu: grouped_matmul of xla (this version of ragged has no TPU kernels yet)
         ```
     """
+    inspect.signature(matmul).bind(lhs, rhs, **options)
     plans = []
 
     def trace(lhs: Any, rhs: Any) -> None:
@@ -44,7 +44,7 @@ def explain(lhs: GroupedTensor | Array | Any, rhs: GroupedTensor | Array | Any, 
     shape = (*call.shape[:-2], call.shape[-1], call.shape[-2]) if plan.swapped else call.shape
     result = describe(jax.ShapeDtypeStruct(shape, call.dtype))
     lines = [
-        f"{layout.name}: {_WORDS[layout.lhs]} × {_WORDS[layout.rhs]} -> {_WORDS[layout.out]}, {result}",
+        f"{layout.name}: {KINDS[layout.lhs]} × {KINDS[layout.rhs]} -> {KINDS[layout.out]}, {result}",
         f"derivatives: by lhs {layout.dlhs}, by rhs {layout.drhs}",
     ]
     kernel = _lowering.kernel_name(call.product)

@@ -128,7 +128,8 @@ def _check_arrays(
 ) -> None:
     for name, x, rank in (("lhs", lhs, lhs_rank), ("rhs", rhs, rhs_rank), ("group_sizes", group_sizes, 1)):
         if not _check.is_arraylike(x):
-            site.fail(TypeError, f"`{name}` is not an array.", "`ragged.matmul` takes a `GroupedTensor`.")
+            mend = "Pass int32 sizes." if name == "group_sizes" else "`ragged.matmul` takes a `GroupedTensor`."
+            site.fail(TypeError, f"`{name}` is not an array.", mend)
         if x.ndim != rank:
             site.fail(
                 ValueError,
@@ -137,7 +138,7 @@ def _check_arrays(
             )
     if group_sizes.dtype not in (jnp.int32, jnp.uint32):
         site.fail(TypeError, "`group_sizes` must be int32 or uint32.", "Cast it: `group_sizes.astype(jnp.int32)`.")
-    if not isinstance(input_buffer_count, int) or input_buffer_count < 1:
+    if not _check.is_count(input_buffer_count):
         site.fail(ValueError, f"`input_buffer_count` is {input_buffer_count!r}.", "It must be a positive int.")
 
 

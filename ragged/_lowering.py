@@ -9,6 +9,7 @@
 since swapping and transposing operands costs nothing but a name.
 """
 
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.extend.core import InconclusiveDimensionOperation
 
 from ragged._layout import Product
 from ragged.kernels import schedule, xla
@@ -97,13 +99,13 @@ def kernel_name(product: Product) -> str:
     return "grouped_matmul" if product.ragged in product.out else "transposed_grouped_matmul"
 
 
-def check_backend(name: str | None, call: str) -> None:
+def check_backend(name: Any, call: str) -> None:
     """Raises a `ValueError` unless `name` is None or an available backend."""
-    if name is None or isinstance(BACKENDS.get(name), ModuleType):
+    if name is None or (isinstance(name, str) and isinstance(BACKENDS.get(name), ModuleType)):
         return
     available = [repr(n) for n, module in BACKENDS.items() if isinstance(module, ModuleType)]
     missing = [f"{n!r} ({why})" for n, why in BACKENDS.items() if isinstance(why, str)]
-    problem = "is not available here" if name in BACKENDS else "does not exist"
+    problem = "is not available here" if name in list(BACKENDS) else "does not exist"
     raise ValueError(
         f"`{call}`: backend {name!r} {problem}.\n"
         f"Available: {', '.join(available)}. Not available: {', '.join(missing)}.\n"
@@ -120,13 +122,25 @@ def compute(platform: str, operands: Operands, call: Call) -> Array:
         wide = call._replace(dtype=xla.accumulator_dtype(call.dtype), out_batch=True)
         return jnp.sum(compute(platform, operands, wide), axis=0).astype(call.dtype)
     existing = None if x.existing is None else zero_tail(x.existing, x.sizes, p)
-    if 0 in (*x.lhs.shape, *x.rhs.shape, *call.shape, *(s.shape[-1] for s in x.sizes)):
+    if batch == 0 or 0 in (*x.lhs.shape, *x.rhs.shape, *call.shape, *(s.shape[-1] for s in x.sizes)):
         shape = (batch, *call.shape) if batch is not None and call.out_batch else call.shape
         return jnp.zeros(shape, call.dtype) if existing is None else existing
     name = call.options.backend or chosen_backend(platform, kernel)[0]
     run = getattr(BACKENDS[name], kernel, None) or getattr(xla, kernel)
     run = partial(run, preferred_element_type=call.dtype, precision=call.options.precision, existing_out=existing)
-    contracted = p.contracted
+    try:
+        return _run(kernel, run, x, call)
+    except InconclusiveDimensionOperation as error:
+        raise NotImplementedError(
+            "`ragged.matmul`: the extent of a ragged dim is symbolic, and may be smaller than a tile.\n"
+            f"Got lhs={x.lhs.shape}, rhs={x.rhs.shape}.\n"
+            "Bound it, as in `jax.export.symbolic_shape('m', constraints=['m >= 513'])`, or leave the buffer's extent "
+            "static: the sizes of the groups vary in any case."
+        ) from error
+
+
+def _run(kernel: str, run: Callable[..., Array], x: Operands, call: Call) -> Array:
+    p, contracted = call.product, call.product.contracted
     tiles = None if call.options.tiling is None else dict(zip("mkn", call.options.tiling, strict=True))
 
     def tiling(*letters: str) -> tuple[int, ...] | None:

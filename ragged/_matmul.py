@@ -12,7 +12,7 @@ from ragged._check import Site, Tiling
 from ragged._layout import Layout, Product, infer_layout
 from ragged._lowering import Call, Operands
 from ragged._primitive import bind
-from ragged._tensor import GroupedTensor, as_int32, is_concrete
+from ragged._tensor import KINDS, GroupedTensor, as_int32, describe, is_concrete
 from ragged.kernels import schedule
 from ragged.kernels.xla import batched_matmul
 
@@ -141,7 +141,7 @@ def plan_matmul(
         site.fail(
             ValueError, f"`num_actual_groups` is for a wgrad; this is the layout {layout.name!r}.", "Leave it out."
         )
-    existing = _existing(site, layout, existing_out)
+    existing = _existing(site, layout, lhs, rhs, existing_out)
     dtype = _check.result_dtype(site, lhs.dtype, rhs.dtype, preferred_element_type, existing)
     extents = (lhs.shape[-2], lhs.shape[-1], rhs.shape[-1])
     options = _check.check_options(site, backend, precision, tiling, interpret, extents)
@@ -260,20 +260,28 @@ def _check_extents(
         )
 
 
-def _existing(site: Site, layout: Layout, existing_out: Any) -> Any:
+def _existing(
+    site: Site, layout: Layout, lhs: GroupedTensor | Array, rhs: GroupedTensor | Array, existing_out: Any
+) -> Any:
     """The buffer of `existing_out`."""
     if existing_out is None or _check.is_arraylike(existing_out):
         return existing_out
-    wanted = tuple(flag == "R" for flag in layout.out.split("·"))
-    site = site.also(existing_out=existing_out)
-    if not isinstance(existing_out, GroupedTensor):
-        site.fail(TypeError, "`existing_out` is not a tensor.", "Pass a tensor like the result, or its buffer.")
-    if existing_out.ragged != wanted or (wanted == (True, True) and existing_out.packed_axis == -1):
-        site.fail(
-            ValueError,
-            f"`existing_out` is {existing_out.kind}, but the result of the layout {layout.name!r} is {layout.out}.",
-            "It must be a tensor like the result.",
-        )
+    site, mend = site.also(existing_out=existing_out), "It must be a tensor like the result, or its buffer."
+    if not isinstance(existing_out, GroupedTensor) or not _check.is_arraylike(existing_out.data):
+        site.fail(TypeError, "`existing_out` holds no array.", mend)
+    packed_last = existing_out.kind == "ragged both" and existing_out.packed_axis == -1
+    if existing_out.kind != KINDS[layout.out] or packed_last:
+        kind = existing_out.kind + (" packed along its columns" if packed_last else "")
+        problem = f"`existing_out` is {kind}, but the result of the layout {layout.name!r} is {KINDS[layout.out]}."
+        site.fail(ValueError, problem, mend)
+    for name, source in (("first_dims", lhs), ("last_dims", rhs)):
+        mine, theirs = getattr(existing_out, name), getattr(source, name, None)
+        if mine is None or theirs is None:
+            continue
+        known = is_concrete(mine, theirs)
+        if mine.shape != theirs.shape or (known and not np.array_equal(mine, theirs)):
+            got, want = (np.asarray(d).tolist() if known else describe(d) for d in (mine, theirs))
+            site.fail(ValueError, f"`existing_out` has {name}={got} but the result has {want}.", mend)
     return existing_out.data
 
 

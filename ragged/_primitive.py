@@ -21,7 +21,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ragged import _lowering
 from ragged._lowering import Call, Operands
-from ragged.kernels.xla import accumulator_dtype
 
 
 def _unflatten(args: Sequence[Any], call: Call) -> Operands:
@@ -68,7 +67,10 @@ def _eager(*args: Array, call: Call) -> Array:
     return ragged_matmul_p.bind(*args, call=call)
 
 
-ragged_matmul_p.def_impl(_eager)
+@ragged_matmul_p.def_impl
+def _impl(*args: Array, call: Call) -> Array:
+    with jax.disable_jit(False):  # or `_eager` would come back here
+        return _eager(*args, call=call)
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> tuple[Any, Any]:
@@ -93,6 +95,10 @@ def _transpose(ct: Any, *args: Any, call: Call) -> list[Any]:
     cts: list[Any] = [None] * len(args)
     if isinstance(ct, ad.Zero):
         return cts
+    if ad.is_undefined_primal(x.lhs) and ad.is_undefined_primal(x.rhs):
+        raise NotImplementedError(
+            "`ragged.matmul`: a product is linear in each operand, not in both.\nTranspose it with respect to one."
+        )
 
     def cotangent(wrt: str, aval: Any, operands: Operands) -> Array:
         product = call.product.derivative(wrt)
@@ -115,44 +121,44 @@ ad.primitive_transposes[ragged_matmul_p] = _transpose
 
 
 def _batch(args: Sequence[Any], dims: Sequence[Any], *, call: Call) -> tuple[Array, int]:
-    """One batch axis is the primitive's own. A second one is merged with the first."""
+    """One batch axis is the primitive's own. A second one is merged with the first, or looped over."""
+    mapped = [d is not None for d in dims]
     # The rank of a mapped operand counts the new axis; leave it out to see the one that was there before.
-    ndims = [jnp.ndim(x) - (d is not None) for x, d in zip(args, dims, strict=True)]
+    ndims = [jnp.ndim(x) - is_mapped for x, is_mapped in zip(args, mapped, strict=True)]
     bare = _unflatten([jax.ShapeDtypeStruct((0,) * n, jnp.float32) for n in ndims], call)
     has_inner = bare.has_batch_axis(call)
-    outer = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
-    inner_sizes = [
-        jnp.moveaxis(x, d, 0).shape[1] if d is not None else x.shape[0]
-        for x, d, inner in zip(args, dims, has_inner, strict=True)
-        if inner
-    ]
-    inner = inner_sizes[0] if inner_sizes else None
+    args = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)]
 
-    def lead(x: Array, d: int | None, has: bool, keep: bool) -> Array:
+    if any(has_inner) and (not call.out_batch or has_inner[:2] != mapped[:2]):
+        # Merged axes would need a copy of a matrix for each element of the axis that it lacks, or all terms of a sum.
+        def element(slices: list[Array]) -> Array:
+            rest = iter(slices)
+            each = [next(rest) if is_mapped else x for x, is_mapped in zip(args, mapped, strict=True)]
+            return bind(_unflatten(each, call), call)
+
+        return lax.map(element, [x for x, is_mapped in zip(args, mapped, strict=True) if is_mapped]), 0
+
+    outer = next(x.shape[0] for x, is_mapped in zip(args, mapped, strict=True) if is_mapped)
+    inner = next((x.shape[m] for x, m, has in zip(args, mapped, has_inner, strict=True) if has), None)
+
+    def lead(x: Array, is_mapped: bool, has: bool, keep: bool) -> Array:
         """`x` as `[outer * inner, ...]`; as it is where it has neither axis and need not have (`keep`)."""
-        if d is None and not has and not keep:
+        if not (is_mapped or has or keep):
             return x
-        x = jnp.broadcast_to(x, (outer, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+        x = x if is_mapped else jnp.broadcast_to(x, (outer, *x.shape))
         if inner is None:
             return x
-        if not has:
-            x = jnp.broadcast_to(x[:, None], (outer, inner, *x.shape[1:]))
+        x = x if has else jnp.broadcast_to(x[:, None], (outer, inner, *x.shape[1:]))
         return x.reshape(outer * inner, *x.shape[2:])
 
     # `existing_out` has the result's axes, always; and it is never the only one that has them.
     keep = [False] * len(args)
     if call.has_existing:
         keep[-1] = True
-        keep[0] = all(d is None for d in dims[:-1])
-    new_args = [lead(*each) for each in zip(args, dims, has_inner, keep, strict=True)]
-    out = bind(_unflatten(new_args, call), call._replace(out_batch=True))
-    if inner is None:
-        return out, 0
-    out = out.reshape(outer, inner, *out.shape[1:])
-    if not call.out_batch:
-        wide = accumulator_dtype(out.dtype)
-        out = jnp.sum(out, axis=1, dtype=wide).astype(out.dtype)
-    return out, 0
+        keep[0] = not any(mapped[:-1])
+    merged = [lead(*each) for each in zip(args, mapped, has_inner, keep, strict=True)]
+    out = bind(_unflatten(merged, call), call._replace(out_batch=True))
+    return (out if inner is None else out.reshape(outer, inner, *out.shape[1:])), 0
 
 
 batching.primitive_batchers[ragged_matmul_p] = _batch

@@ -153,6 +153,9 @@ def _permute(x: Shaped[Array, "rows d"], order: Int[Array, " rows"], inverse: In
     every transformation, forward mode included, which `jax.custom_vjp` lacks.
     """
 
+    if not jnp.issubdtype(x.dtype, jnp.inexact):  # nothing to differentiate
+        return x.at[order].get(mode="promise_in_bounds", unique_indices=True)
+
     def take(rows: Array, index: Array) -> Array:
         return rows.at[index].get(mode="promise_in_bounds", unique_indices=True)
 

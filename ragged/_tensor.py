@@ -11,7 +11,7 @@ With `first_dims=[3, 0, 2]` and a buffer of 6 rows and 2 columns:
     ? ?      tail               the tail may hold anything, and never matters
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import equinox as eqx
@@ -45,11 +45,15 @@ def describe(x: Any) -> str:
     if isinstance(x, GroupedTensor):
         return repr(x)
     if _is_array(x) or isinstance(x, jax.ShapeDtypeStruct):
-        dtype = jnp.dtype(x.dtype).name
+        dtype = str(x.dtype)
         for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
             dtype = dtype.replace(long, short)
         return f"{dtype}[{','.join(map(str, x.shape))}]"
     return "None" if x is None else f"a {type(x).__name__}"
+
+
+KINDS = {"U·U": "uniform", "R·U": "ragged rows", "U·R": "ragged columns", "R·R": "ragged both"}
+"""The kinds by their first·last dims, ragged or uniform."""
 
 
 class GroupedTensor(Arithmetic):
@@ -158,12 +162,7 @@ class GroupedTensor(Arithmetic):
     @property
     def kind(self) -> str:
         """`"uniform"`, `"ragged rows"`, `"ragged columns"` or `"ragged both"`."""
-        return {
-            (False, False): "uniform",
-            (True, False): "ragged rows",
-            (False, True): "ragged columns",
-            (True, True): "ragged both",
-        }[self.ragged]
+        return KINDS["·".join("R" if is_ragged else "U" for is_ragged in self.ragged)]
 
     @property
     def packed_axis(self) -> int | None:
@@ -349,13 +348,15 @@ class GroupedTensor(Arithmetic):
         """The same tensor with its buffer cast to `dtype`."""
         return self._replace_data(jnp.asarray(self.data).astype(dtype))
 
-    def to_padded(self, max_len: int, fill_value: Any = 0) -> Shaped[Array, "g first last"]:
+    def to_padded(self, max_len: int | Any, fill_value: Any = 0) -> Shaped[Array, "g first last"]:
         """The groups side by side in `[g, max_len, last]` (ragged rows or both) or `[g, first, max_len]` (ragged
         columns).
 
         A group longer than `max_len` is cut off there. Where there is no element: `fill_value`.
         """
         axis = self._require_packed("to_padded")
+        if not isinstance(max_len, int | np.integer) or max_len < 0:
+            raise ValueError(f"`GroupedTensor.to_padded`: `max_len` must be an int, 0 or more. Got {max_len!r}.")
         if axis == -1:
             return self.mT.to_padded(max_len, fill_value).mT
         starts, ends = self.offsets[:-1, None], self.offsets[1:, None]
@@ -371,7 +372,7 @@ class GroupedTensor(Arithmetic):
 
     @classmethod
     def from_padded(
-        cls, padded: Array | np.ndarray, first_dims: Array | np.ndarray, *, capacity: int | None = None
+        cls, padded: Array | np.ndarray, first_dims: Array | np.ndarray, *, capacity: int | Any = None
     ) -> "GroupedTensor":
         """Ragged rows from `[g, max_first, last]` and each group's number of rows: the inverse of `to_padded`.
 
@@ -384,6 +385,13 @@ class GroupedTensor(Arithmetic):
                 f"`GroupedTensor.from_padded`: `padded` must be [g, max_first, last].\nGot padded={describe(padded)}."
             )
         g, longest, last = padded.shape
+        if not jnp.issubdtype(first_dims.dtype, jnp.integer):
+            raise TypeError(
+                f"`GroupedTensor.from_padded`: `first_dims` must be integers.\nGot first_dims={describe(first_dims)}.\n"
+                "Cast them: `first_dims.astype(jnp.int32)`."
+            )
+        if capacity is not None and (not isinstance(capacity, int) or capacity < 0):
+            raise ValueError(f"`GroupedTensor.from_padded`: `capacity` must be an int, 0 or more. Got {capacity!r}.")
         if first_dims.shape != (g,):
             raise ValueError(
                 f"`GroupedTensor.from_padded`: `padded` has {g} groups but `first_dims` has shape {first_dims.shape}.\n"
@@ -396,12 +404,13 @@ class GroupedTensor(Arithmetic):
         ids = schedule.group_ids(offsets, capacity)
         place = jnp.arange(capacity, dtype=jnp.int32) - offsets[jnp.minimum(ids, g)]
         source = jnp.where(ids < g, ids * longest + place, g * longest)  # past the end in the tail
-        data = padded.reshape(g * longest, last).at[source].get(mode="fill", fill_value=0)
+        rows = padded.reshape(g * longest, last)
+        data = rows.at[source].get(mode="fill", fill_value=0) if rows.size else jnp.zeros((capacity, last), rows.dtype)
         return cls(data, first_dims=jnp.diff(offsets))
 
     @classmethod
     def from_list(
-        cls, groups: Sequence[Array | np.ndarray], *, ragged: str = "first", capacity: int | None = None
+        cls, groups: Iterable[Array | np.ndarray] | Any, *, ragged: str = "first", capacity: int | Any = None
     ) -> "GroupedTensor":
         """Packs matrices into one buffer.
 
@@ -413,19 +422,23 @@ class GroupedTensor(Arithmetic):
         """
         if ragged not in ("first", "last", "both"):
             raise ValueError(f"`GroupedTensor.from_list`: `ragged` must be 'first', 'last' or 'both'. Got {ragged!r}.")
-        arrays = [jnp.asarray(group) for group in groups]
-        if not arrays or any(a.ndim != 2 for a in arrays) or len({a.dtype for a in arrays}) > 1:
+        given = list(groups) if isinstance(groups, Iterable) else [groups]
+        sound = bool(given) and all(_is_array(a) and a.ndim == 2 for a in given)
+        if not sound or len({a.dtype for a in given}) > 1:
             raise ValueError(
                 "`GroupedTensor.from_list`: needs at least one matrix, all of one dtype.\n"
-                f"Got [{', '.join(map(describe, arrays))}]."
+                f"Got [{', '.join(map(describe, given))}]."
             )
+        if capacity is not None and (not isinstance(capacity, int) or capacity < 0):
+            raise ValueError(f"`GroupedTensor.from_list`: `capacity` must be an int, 0 or more. Got {capacity!r}.")
+        arrays = [jnp.asarray(a) for a in given]
         if ragged == "last":
             if len({a.shape[0] for a in arrays}) > 1:
                 raise ValueError(
                     f"`GroupedTensor.from_list`: the groups' first dims differ: {[a.shape[0] for a in arrays]}.\n"
                     'Pass `ragged="first"` if only they differ, `ragged="both"` if the last dims do too.'
                 )
-            return cls.from_list([a.mT for a in arrays], capacity=capacity)._untransposed_mT()
+            return cls.from_list([a.mT for a in arrays], capacity=capacity).untransposed_mT()
         firsts, lasts = [a.shape[0] for a in arrays], [a.shape[1] for a in arrays]
         if ragged == "first" and len(set(lasts)) > 1:
             raise ValueError(
@@ -442,54 +455,6 @@ class GroupedTensor(Arithmetic):
         last_dims = jnp.array(lasts, jnp.int32) if ragged == "both" else None
         return cls(data, jnp.array(firsts, jnp.int32), last_dims)
 
-    def _untransposed_mT(self) -> "GroupedTensor":
+    def untransposed_mT(self) -> "GroupedTensor":
         """`mT` as a tensor whose own buffer is row-major."""
         return GroupedTensor(self.data.mT, self.last_dims, self.first_dims)
-
-
-def concat(tensors: Sequence[GroupedTensor]) -> GroupedTensor:
-    """One tensor with the groups of all `tensors`, in order.
-
-    All must be of one kind, dtype and non-ragged extent. The result's capacity is the sum of theirs; its groups are
-    packed without gaps, and its tail is zero. Works under `jit`.
-
-    **Raises:** `ValueError` if the tensors can't be joined.
-    """
-    if not tensors:
-        raise ValueError("`ragged.concat`: needs at least one tensor. Got an empty sequence.")
-    head = tensors[0]
-    free = None if head.packed_axis is None else -3 - head.packed_axis
-    for i, other in enumerate(tensors):
-        same = (
-            other.kind == head.kind
-            and other.transposed == head.transposed
-            and other.dtype == head.dtype
-            and (other.shape[1:] == head.shape[1:] if free is None else other.shape[free] == head.shape[free])
-        )
-        if not same:
-            raise ValueError(
-                f"`ragged.concat`: tensor {i} doesn't fit tensor 0.\nGot {other!r} and {head!r}.\n"
-                "All must be of one kind, dtype and non-ragged extent."
-            )
-    if head.packed_axis is None:
-        return GroupedTensor(jnp.concatenate([t.data for t in tensors]), transposed=head.transposed)
-    if head.packed_axis == -1:
-        joined = concat([t.mT for t in tensors])
-        return joined.mT if head.transposed else joined._untransposed_mT()
-    # Where each group's rows stand in the buffers laid end to end, tails and all.
-    bases = np.cumsum([0] + [t.capacity for t in tensors])
-    starts = jnp.concatenate([int(base) + t.offsets[:-1] for base, t in zip(bases, tensors, strict=False)])
-    sizes = jnp.concatenate([jnp.diff(t.offsets) for t in tensors])
-    capacity = int(bases[-1])
-    offsets = schedule.group_offsets(sizes, capacity)
-    ids = schedule.group_ids(offsets, capacity)
-    row = jnp.arange(capacity, dtype=jnp.int32)
-    source = jnp.where(ids < len(sizes), starts[jnp.minimum(ids, len(sizes) - 1)] + row - offsets[ids], capacity)
-    data = jnp.concatenate([t.data for t in tensors]).at[source].get(mode="fill", fill_value=0)
-    last_dims = None
-    if head.last_dims is not None:
-        last_dims = jnp.concatenate([as_int32(t.last_dims) for t in tensors])
-    joined = GroupedTensor(data, sizes.astype(jnp.int32), last_dims)
-    return (
-        joined if last_dims is None else joined._replace_data(jnp.where(joined.mask, data, jnp.zeros((), data.dtype)))
-    )

@@ -15,6 +15,8 @@ from ragged.kernels import schedule
 
 def promote(lhs: Any, rhs: Any) -> Any:
     """The operands' common dtype, also where the user has made implicit promotion strict: here it is asked for."""
+    bytes_of = {jnp.dtype(jnp.int4): jnp.dtype(jnp.int8), jnp.dtype(jnp.uint4): jnp.dtype(jnp.uint8)}
+    lhs, rhs = (bytes_of.get(jnp.dtype(d), jnp.dtype(d)) for d in (lhs, rhs))
     with jax.numpy_dtype_promotion("standard"):
         return jnp.promote_types(lhs, rhs)
 
@@ -27,10 +29,10 @@ def accumulator_dtype(dtype: Any) -> Any:
 
 
 def compute_dtype(lhs: Any, rhs: Any) -> Any:
-    """What both operands of a dot are cast to, without loss.
+    """What both operands of a dot are cast to, without loss (but for an integer beyond 2²⁴ that meets a float).
 
     XLA's dots on the CPU are fast in float32, bfloat16 and int8. The 8 bits of bfloat16's mantissa hold every int8 and
-    fp8.
+    fp8, but no int16.
     """
     lhs, rhs = sorted((jnp.dtype(lhs), jnp.dtype(rhs)), key=lambda d: d.itemsize)
     integers = [jnp.issubdtype(d, jnp.integer) for d in (lhs, rhs)]
@@ -39,7 +41,9 @@ def compute_dtype(lhs: Any, rhs: Any) -> Any:
         return jnp.dtype(jnp.int8) if signed_bytes else accumulator_dtype(promote(lhs, rhs))
     if rhs.itemsize == 1:
         return jnp.dtype(jnp.bfloat16)
-    common = rhs if lhs.itemsize == 1 and not integers[1] else promote(lhs, rhs)
+    if any(is_integer and d.itemsize > 1 for d, is_integer in zip((lhs, rhs), integers, strict=True)):
+        return jnp.dtype(jnp.float64 if jnp.float64 in (lhs, rhs) else jnp.float32)
+    common = rhs if lhs.itemsize == 1 else promote(lhs, rhs)
     return jnp.dtype(jnp.float32) if common == jnp.float16 else common
 
 
@@ -161,8 +165,10 @@ def tiled_matmul(
     return out[: out.shape[0] - tiles[terms["out"][0]], : shape[-1]].reshape(full)
 
 
-def _mean_tile(rows: int, num_groups: int) -> int:
+def _mean_tile(rows: int | Any, num_groups: int) -> int:
     """About the mean group, a power of two in 16..256."""
+    if not isinstance(rows, int):  # symbolic, under `jax.export`
+        return 256
     return int(np.clip(1 << (rows // max(num_groups, 1)).bit_length(), 16, 256))
 
 

@@ -1,0 +1,63 @@
+"""`concat`: the groups of several tensors in one."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ragged._tensor import GroupedTensor, as_int32, describe
+from ragged.kernels import schedule
+
+
+def concat(tensors: Iterable[GroupedTensor] | Any) -> GroupedTensor:
+    """One tensor with the groups of all `tensors`, in order.
+
+    All must be of one kind, dtype and non-ragged extent. The result's capacity is the sum of theirs; its groups are
+    packed without gaps, and its tail is zero. Works under `jit`.
+
+    **Raises:** `TypeError` for what isn't a sequence of tensors, `ValueError` if they can't be joined.
+    """
+    tensors = list(tensors) if isinstance(tensors, Iterable) and not isinstance(tensors, GroupedTensor) else [tensors]
+    if not all(isinstance(t, GroupedTensor) for t in tensors) or not tensors:
+        raise TypeError(
+            f"`ragged.concat`: needs a sequence of tensors.\nGot [{', '.join(map(describe, tensors))}].\n"
+            "Pass at least one `GroupedTensor`, in a list."
+        )
+    head = tensors[0]
+    free = None if head.packed_axis is None else -3 - head.packed_axis
+    for i, other in enumerate(tensors):
+        same = (
+            other.kind == head.kind
+            and other.transposed == head.transposed
+            and other.dtype == head.dtype
+            and (other.shape[1:] == head.shape[1:] if free is None else other.shape[free] == head.shape[free])
+        )
+        if not same:
+            raise ValueError(
+                f"`ragged.concat`: tensor {i} doesn't fit tensor 0.\nGot {other!r} and {head!r}.\n"
+                "All must be of one kind, dtype and non-ragged extent."
+            )
+    if head.packed_axis is None:
+        return GroupedTensor(jnp.concatenate([t.data for t in tensors]), transposed=head.transposed)
+    if head.packed_axis == -1:
+        joined = concat([t.mT for t in tensors])
+        return joined.mT if head.transposed else joined.untransposed_mT()
+    # Where each group's rows stand in the buffers laid end to end, tails and all.
+    bases = np.cumsum([0] + [t.capacity for t in tensors])
+    starts = jnp.concatenate([int(base) + t.offsets[:-1] for base, t in zip(bases, tensors, strict=False)])
+    sizes = jnp.concatenate([jnp.diff(t.offsets) for t in tensors])
+    capacity = int(bases[-1])
+    offsets = schedule.group_offsets(sizes, capacity)
+    ids = schedule.group_ids(offsets, capacity)
+    # How far above its place in the result a row stands; out of range in the tail, whose group id is the last.
+    shifts = jnp.concatenate([starts - offsets[:-1], jnp.full((1,), capacity, jnp.int32)])
+    source = jnp.arange(capacity, dtype=jnp.int32) + shifts[ids]
+    data = jnp.concatenate([t.data for t in tensors]).at[source].get(mode="fill", fill_value=0)
+    last_dims = None
+    if head.last_dims is not None:
+        last_dims = jnp.concatenate([as_int32(t.last_dims) for t in tensors])
+    joined = GroupedTensor(data, sizes.astype(jnp.int32), last_dims)
+    return (
+        joined if last_dims is None else joined._replace_data(jnp.where(joined.mask, data, jnp.zeros((), data.dtype)))
+    )
