@@ -35,14 +35,12 @@ def is_arraylike(x: Any) -> bool:
 
 def result_dtype(site: Site, lhs: Any, rhs: Any, preferred: Any, existing: Any) -> Any:
     """The result's dtype: asked for, or that of `existing_out`, or the operands' common one."""
-    lhs, rhs = jax.dtypes.canonicalize_dtype(lhs), jax.dtypes.canonicalize_dtype(rhs)
     for name, dtype in (("lhs", lhs), ("rhs", rhs)):
         if jnp.issubdtype(dtype, jnp.complexfloating):
             site.fail(NotImplementedError, f"`{name}` is complex.", "Multiply the real and imaginary parts apart.")
         if not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
-            site.fail(
-                TypeError, f"`{name}` has dtype {jnp.dtype(dtype).name}.", "Cast it to a float or an integer dtype."
-            )
+            site.fail(TypeError, f"`{name}` has dtype {dtype}.", "Cast it to a float or an integer dtype.")
+    lhs, rhs = jax.dtypes.canonicalize_dtype(lhs), jax.dtypes.canonicalize_dtype(rhs)
     floats = [d for d in (lhs, rhs) if jnp.issubdtype(d, jnp.floating)]
     if preferred is None and existing is not None:
         preferred = existing.dtype
@@ -71,8 +69,9 @@ def check_options(
     """The options of a call whose product is `extents = (m, k, n)`."""
     check_backend(backend, site.call)
     try:
-        one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
-        jax.eval_shape(lambda x: jax.lax.dot(x, x, precision=precision), one)
+        if precision is not None:
+            one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+            jax.eval_shape(lambda x: jax.lax.dot(x, x, precision=precision), one)
     except (TypeError, ValueError):
         site.fail(ValueError, f"unknown `precision` {precision!r}.", "Pass what `jax.lax.dot_general` takes.")
     if not isinstance(interpret, bool):

@@ -144,12 +144,12 @@ def _check_arrays(
 
 def _bind(
     site: Site,
-    lhs: Array,
-    rhs: Array,
+    lhs: Any,
+    rhs: Any,
     product: Product,
     shape: tuple[int, ...],
     options: Any,
-    group_sizes: Array,
+    group_sizes: Any,
     group_offset: Any,
     existing_out: Any,
     preferred_element_type: Any,

@@ -90,6 +90,22 @@ def test_the_program_does_not_grow_with_the_groups(layout: str) -> None:
     assert memory[1] <= memory[0] + 2**14
 
 
+def test_a_map_in_a_map_copies_no_weights() -> None:
+    """B3: weights mapped over one axis, rows over another: neither is copied for each pair, nor its gradient."""
+    sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
+    rows = jax.ShapeDtypeStruct((16, 64, 128), jnp.float32)  # inner axis of 16
+    weights = jax.ShapeDtypeStruct((2, 4, 128, 128), jnp.float32)  # outer axis of 2
+
+    def grad(w: Array, x: Array, s: Array) -> Array:
+        def loss(w: Array) -> Array:
+            return jnp.sum(jnp.sin(jax.vmap(lambda x: ragged.matmul(GroupedTensor(x, s), w).data)(x)))
+
+        return jax.grad(loss)(w)
+
+    program = jax.jit(jax.vmap(grad, (0, None, None))).lower(weights, rows, sizes)
+    assert temporary(program) <= 2 * (2 * size(weights) + 4 * size(rows))
+
+
 def test_tracing_and_lowering_take_less_than_a_second() -> None:
     """One product and its gradient, at the benchmark's shapes. The best of three, since machines are busy."""
     for rows, k, n, g in ((4096, 1024, 1024, 16), (4096, 256, 512, 64)):

@@ -77,6 +77,8 @@ def test_explain() -> None:
     assert ragged.explain(w.mT, x.mT).startswith("forward_left: uniform × ragged columns -> ragged columns, f32[8,16]")
     with pytest.raises(ValueError, match="contracted dims must both be ragged"):
         ragged.explain(x, x)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'tilings'"):
+        ragged.explain(x, w, tilings=(8, 8, 8))
 
 
 @pytest.mark.parametrize("layout", NAMES)

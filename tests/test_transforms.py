@@ -232,12 +232,17 @@ def test_jit_scan_and_remat(layout: str) -> None:
     remat = jax.value_and_grad(jax.checkpoint(loss), argnums=(0, 1))(*args)
 
     def scanned(lhs: Array, rhs: Array) -> Array:
-        stacked = jax.tree.map(lambda x: jnp.stack([x, x]), case.lhs)
+        # The same product twice, dims and all scanned over; the second one's rhs is reached by a carry.
+        stacked = jax.tree.map(lambda x: jnp.stack([x, x]), case.lhs._replace_data(lhs))
 
-        def step(total: Array, x: GroupedTensor) -> tuple[Array, None]:
-            return total + loss(lhs, rhs) + 0 * jnp.nansum(x.data).astype(total.dtype), None
+        def step(carry: tuple[Array, Array], x: GroupedTensor) -> tuple[tuple[Array, Array], None]:
+            total, rhs = carry
+            y = GroupedTensor(rhs, case.rhs.first_dims, case.rhs.last_dims)
+            out = ragged.matmul(x, y)
+            weights = jnp.cos(jnp.arange(out.data.size, dtype=out.dtype)).reshape(out.shape)
+            return (total + jnp.sum(jnp.sin(out.data) * weights), rhs), None
 
-        return jax.lax.scan(step, jnp.zeros(()), stacked)[0] / 2
+        return jax.lax.scan(step, (jnp.zeros(()), rhs), stacked)[0][0] / 2
 
     scan = jax.value_and_grad(scanned, argnums=(0, 1))(*args)
     for other in (jitted, remat, scan):
@@ -302,6 +307,82 @@ def test_shard_map(layout: str, check_vma: bool) -> None:
     wanted = jax.grad(lambda a, b: sum(product(x[None], b).sum() for x in a), argnums=(0, 1))(lhs, rhs)
     for g, w in zip(got, wanted, strict=True):
         np.testing.assert_allclose(g, w, atol=1e-4)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("jit", [True, False])
+def test_experts_over_a_mesh(jit: bool, check_vma: bool) -> None:
+    """Groups sharded over a mesh axis: each device's offset comes from its place; a sum puts rows together. O8, K14."""
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+    case = cases.make("forward", g=8, kind="zipf")
+
+    def rows(x: GroupedTensor, w: Array) -> Array:
+        offset = jax.lax.axis_index("d") * len(w)
+        return jax.lax.psum(ragged.matmul(x, w, group_offset=offset).data, "d")
+
+    sharded = jax.shard_map(rows, mesh=mesh, in_specs=(spec(), spec("d")), out_specs=spec(), check_vma=check_vma)
+    run = jax.jit(sharded) if jit else sharded
+    want = ragged.matmul(case.lhs, case.rhs).data
+    np.testing.assert_allclose(run(case.lhs, case.rhs.data), want, atol=1e-5)
+
+    def loss(fn: Callable[..., Array], x: Array, w: Array) -> Array:
+        return jnp.sum(jnp.sin(fn(case.lhs._replace_data(x), w)))
+
+    got = jax.grad(lambda *args: loss(run, *args), argnums=(0, 1))(case.lhs.data, case.rhs.data)
+    wanted = jax.grad(lambda *args: loss(lambda x, w: ragged.matmul(x, w).data, *args), argnums=(0, 1))(
+        case.lhs.data, case.rhs.data
+    )
+    for g, w in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(g, w, atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", NAMES)
+def test_without_jit(layout: str) -> None:
+    case = small(layout, dtype="float32")
+    want = ragged.matmul(case.lhs, case.rhs).data
+    with jax.disable_jit():
+        assert np.array_equal(ragged.matmul(case.lhs, case.rhs).data, want)
+
+
+def test_a_map_over_nothing() -> None:
+    case = small("forward", dtype="float32")
+    none = jnp.zeros((0, 3), jnp.int32)
+    assert jax.vmap(lambda s: ragged.matmul(GroupedTensor(case.lhs.data, s), case.rhs).data)(none).shape == (0, 12, 2)
+    outer = small("outer", dtype="float32")
+    mapped = jax.vmap(lambda s: ragged.matmul(GroupedTensor(outer.lhs.data, s), outer.rhs).data)(none)
+    assert mapped.shape == (0, 12, 12)
+
+
+def test_symbolic_shapes() -> None:
+    """B5: k, n and the number of groups may be symbolic; the ragged extent if it is bounded; else the error says so."""
+
+    def product(x: Array, w: Array, sizes: Array) -> Array:
+        return ragged.matmul(GroupedTensor(x, sizes), w).data
+
+    def export(m: str, constraints: list[str]) -> Any:
+        scope = jax.export.SymbolicScope(constraints)
+        (m_,), (k,), (n,), (g,) = (jax.export.symbolic_shape(s, scope=scope) for s in (m, "k", "n", "g"))
+        shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((m_, k), (g, k, n))]
+        return jax.export.export(jax.jit(product))(*shapes, jax.ShapeDtypeStruct((g,), jnp.int32))
+
+    case = cases.make("forward", g=5, capacity=600)
+    want = ragged.matmul(case.lhs, case.rhs).data
+    for exported in (export("600", []), export("m", ["m >= 513"])):
+        np.testing.assert_allclose(exported.call(case.lhs.data, case.rhs.data, case.lhs.first_dims), want, atol=1e-5)
+    with pytest.raises(NotImplementedError, match="the extent of a ragged dim is symbolic"):
+        export("m", [])
+
+
+def test_linear_in_each_operand_but_not_in_both() -> None:
+    case = small("forward", dtype="float32")
+
+    def product(x: Array, w: Array) -> Array:
+        return ragged.matmul(GroupedTensor(x, case.lhs.first_dims), w).data
+
+    args = case.lhs.data, case.rhs.data
+    with pytest.raises(NotImplementedError, match="linear in each operand, not in both"):
+        jax.linear_transpose(product, *args)(product(*args))
 
 
 def test_explicit_sharding_is_refused_clearly() -> None:
