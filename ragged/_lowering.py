@@ -113,20 +113,25 @@ def check_backend(name: Any, call: str) -> None:
     )
 
 
-def compute(platform: str, operands: Operands, call: Call) -> Array:
-    """The product on one platform, or on the backend that was asked for. Operands and result as in `_primitive`."""
+def compute(platform: str, operands: Operands, call: Call, portable: bool) -> Array:
+    """The product on one platform, or on the backend that was asked for. Operands and result as in `_primitive`.
+
+    `portable`: what is lowered goes into an export, which refuses most custom calls.
+    """
     x, p, kernel = operands, call.product, kernel_name(call.product)
     batch = x.batch_size(call)
     if batch is not None and not call.out_batch and kernel != "transposed_grouped_matmul":
         # Only a wgrad sums over the batch as it goes.
         wide = call._replace(dtype=xla.accumulator_dtype(call.dtype), out_batch=True)
-        return jnp.sum(compute(platform, operands, wide), axis=0).astype(call.dtype)
+        return jnp.sum(compute(platform, operands, wide, portable), axis=0).astype(call.dtype)
     existing = None if x.existing is None else zero_tail(x.existing, x.sizes, p)
     if batch == 0 or 0 in (*x.lhs.shape, *x.rhs.shape, *call.shape, *(s.shape[-1] for s in x.sizes)):
         shape = (batch, *call.shape) if batch is not None and call.out_batch else call.shape
         return jnp.zeros(shape, call.dtype) if existing is None else existing
     name = call.options.backend or chosen_backend(platform, kernel)[0]
     run = getattr(BACKENDS[name], kernel, None) or getattr(xla, kernel)
+    if run is xla.transposed_grouped_matmul:
+        run = partial(run, portable=portable)
     run = partial(run, preferred_element_type=call.dtype, precision=call.options.precision, existing_out=existing)
     try:
         return _run(kernel, run, x, call)

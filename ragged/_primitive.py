@@ -165,15 +165,16 @@ batching.primitive_batchers[ragged_matmul_p] = _batch
 
 
 def _rule(platform: str) -> Callable[..., Any]:
-    def compute(*args: Array, call: Call) -> Array:
-        return _lowering.compute(platform, _unflatten(args, call), call)
+    def compute(*args: Array, call: Call, portable: bool) -> Array:
+        return _lowering.compute(platform, _unflatten(args, call), call, portable)
 
     lower = mlir.lower_fun(compute, multiple_results=False)
 
     def rule(ctx: Any, *args: Any, call: Call) -> Any:
         # Over which mesh axes a value varies has been checked by now; a kernel's loops need not carry it along.
         plain = [[ShapedArray(aval.shape, aval.dtype) for aval in avals] for avals in (ctx.avals_in, ctx.avals_out)]
-        return lower(ctx.replace(avals_in=plain[0], avals_out=plain[1]), *args, call=call)
+        portable = ctx.module_context.lowering_parameters.for_export
+        return lower(ctx.replace(avals_in=plain[0], avals_out=plain[1]), *args, call=call, portable=portable)
 
     return rule
 

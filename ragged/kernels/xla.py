@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Int, Shaped
 
 from ragged.kernels import schedule
@@ -224,8 +225,9 @@ def transposed_grouped_matmul(
     num_actual_groups: int | None = None,
     existing_out: Array | None = None,
     sum_batch: bool = False,
+    portable: bool = False,
 ) -> Array:
-    """`[a, m] × [m, b] -> [h, a, b]`: see the contract in `ragged.kernels`."""
+    """`[a, m] × [m, b] -> [h, a, b]`: see the contract in `ragged.kernels`. `portable`: fit for `jax.export`."""
     lhs = lhs.mT  # [m, a]; cancels where the caller's was an `mT`
     m = lhs.shape[-2]
     held = group_sizes.shape[-1] if num_actual_groups is None else num_actual_groups
@@ -248,6 +250,7 @@ def transposed_grouped_matmul(
         precision=precision,
         tallest=tiling[0] if tiling else None,
         existing_out=existing_out,
+        portable=portable,
     )
     return out if batch is None or sum_batch else out.reshape(batch, held, *out.shape[-2:])
 
@@ -276,12 +279,13 @@ def _forward(
     m, n = lhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
     dims = (((1,), (1 if transpose_rhs else 0,)), ((), ()))
 
-    def segment(i: Array, out: Array) -> Array:
-        weight = lax.dynamic_index_in_dim(rhs, index[i], 0, keepdims=False).astype(common)
-        heights, full, _, last = _tiles(m, ends[i] - starts[i], tallest)
+    heights, full, _, last = _tiles(m, ends - starts, tallest)
+
+    def segment(start: Array, end: Array, which: Array, full: Array, last: Array, out: Array) -> Array:
+        weight = lax.dynamic_index_in_dim(rhs, which, 0, keepdims=False).astype(common)
 
         def visit(height: int, start: Array, out: Array) -> Array:
-            at, mine = _window(m, height, start, ends[i])
+            at, mine = _window(m, height, start, end)
             x = lax.dynamic_slice_in_dim(lhs, at, height).astype(common)
             y = lax.dot_general(x, weight, dims, precision=precision, preferred_element_type=accumulator)
             old = lax.dynamic_slice_in_dim(out, at, height)
@@ -290,18 +294,13 @@ def _forward(
             y = jnp.where(mine, _to_carry(y.astype(dtype)), old)  # a neighbour's rows stay
             return lax.dynamic_update_slice_in_dim(out, y, at, 0)
 
-        # Loops, not a switch: only a store in a loop's body is made in place. And the start depends on the loop's
-        # variable, or XLA would hoist the dot out of a loop without trips and run it all the same.
-        for j, height in reversed(list(enumerate(heights))):
-            is_tallest = j == len(heights) - 1
-            first = starts[i] + (0 if is_tallest else full * heights[-1])
-            trips = (last == j).astype(jnp.int32) + (full if is_tallest else 0)
-            visits = partial(_strided, visit, height, first)
-            out = lax.fori_loop(_ZERO, trips, visits, out)
-        return out
+        # The start depends on the loop's variable, or XLA would hoist the dot and run it even where there is no trip.
+        out = lax.fori_loop(_ZERO, full, lambda step, out: visit(heights[-1], start + step * heights[-1], out), out)
+        return lax.switch(last, [partial(visit, height) for height in heights], start + full * heights[-1], out)
 
     out = jnp.zeros((m, n), dtype) if existing_out is None else existing_out
-    return _from_carry(_for_each(ends > starts, segment, _to_carry(out)), dtype)
+    out = _for_each(ends > starts, (starts, ends, index, full, last), segment, _to_carry(out))
+    return _from_carry(out, dtype)
 
 
 def _wgrad(
@@ -314,6 +313,7 @@ def _wgrad(
     precision: Any,
     tallest: int | None,
     existing_out: Shaped[Array, "h a b"] | None,
+    portable: bool,
 ) -> Shaped[Array, "h a b"]:
     """`out[i]` is the sum over `e` of `lhs[rows].T @ rhs[rows]`, where the rows are `starts[e, i]:ends[e, i]`."""
     common = compute_dtype(lhs.dtype, rhs.dtype)
@@ -327,12 +327,15 @@ def _wgrad(
             for z in (lhs, rhs)
         )
         return lax.dot_general(
-            _transposed(x), y, (((1,), (0,)), ((), ())), precision=precision, preferred_element_type=accumulator
+            _transposed(x, portable),
+            y,
+            (((1,), (0,)), ((), ())),
+            precision=precision,
+            preferred_element_type=accumulator,
         )
 
     def segment(start: Array, end: Array) -> Array:
-        # The partial tile comes first and starts the sum, so most groups need no addition. No store is made here, so it
-        # may be a switch.
+        # The partial tile comes first and starts the sum, so most groups need no addition.
         heights, full, rest, last = _tiles(m, end - start, tallest)
         middle = start + rest
         total = lax.switch(last, [partial(tile, height) for height in heights], start, middle)
@@ -357,7 +360,8 @@ def _wgrad(
         return lax.dynamic_update_index_in_dim(out, _to_carry(total.astype(dtype)), i, 0)
 
     out = jnp.zeros((h, a, b), dtype) if existing_out is None else existing_out
-    return _from_carry(_for_each(jnp.any(ends > starts, axis=0), group, _to_carry(out)), dtype)
+    out = _for_each(jnp.any(ends > starts, axis=0), (jnp.arange(h, dtype=jnp.int32),), group, _to_carry(out))
+    return _from_carry(out, dtype)
 
 
 _HEIGHTS = (16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
@@ -386,24 +390,25 @@ def _window(m: int, height: int, start: Array, end: Array) -> tuple[Array, Array
     return at, ((row >= start) & (row < end))[:, None]
 
 
-def _strided(visit: Callable[..., Array], height: int, first: Array, step: Array, out: Array) -> Array:
-    return visit(height, first + step * height, out)
+def _for_each(chosen: Array, columns: tuple[Array, ...], body: Callable[..., Array], out: Array) -> Array:
+    """`out = body(*row, out)`, in place, for each row of the table of `columns` that is chosen."""
+    table = jnp.stack(columns, axis=1)[jnp.argsort(~chosen, stable=True)]
+
+    def visit(number: Array, out: Array) -> Array:
+        row = lax.dynamic_index_in_dim(table, number, 0, keepdims=False)
+        return body(*(row[i] for i in range(len(columns))), out)
+
+    return lax.fori_loop(_ZERO, jnp.sum(chosen, dtype=jnp.int32), visit, out)
 
 
-def _for_each(chosen: Array, body: Callable[[Array, Array], Array], out: Array) -> Array:
-    """`out = body(i, out)` for each `i` with `chosen[i]`, in place."""
-    order = jnp.argsort(~chosen, stable=True).astype(jnp.int32)
-    count = jnp.sum(chosen, dtype=jnp.int32)
-    return lax.fori_loop(_ZERO, count, lambda visit, out: body(order[visit], out), out)
+def _transposed(x: Array, portable: bool) -> Array:
+    """`x.T`, row by row in memory, as the fast dot wants it: behind a barrier, or XLA folds it into a slow dot.
 
-
-def _transposed(x: Array) -> Array:
-    """`x.T`, row by row in memory, as the fast dot wants it: behind a barrier, or XLA folds it into a slow dot."""
-    if x.dtype.itemsize >= 4:
+    What pins the order in memory is a custom call that `jax.export` refuses. `portable` is slower without it.
+    """
+    if portable:
         return lax.optimization_barrier(x.T)
-    # Narrow dtypes: one pass that masks, one that transposes, kept apart. Only a flat array pins the order of the
-    # second.
-    return lax.optimization_barrier(lax.optimization_barrier(x).T.reshape(-1)).reshape(x.shape[::-1])
+    return with_layout_constraint(lax.optimization_barrier(x).T, Layout((0, 1)))
 
 
 # XLA before jaxlib 0.12 converts a whole 2-byte float array that a loop carries, at each trip. There, its bits are
