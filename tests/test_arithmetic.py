@@ -271,7 +271,12 @@ def test_wrong_shapes_of_values(kind: str, wrapped: per_group | per_row, want: t
         x * wrapped
     assert str(error.value) == (
         f"`ragged.{type(wrapped).__name__}(v)`: `v` must have shape {want} here.\n"
-        f"Got v of shape {wrapped.value.shape} for {x!r}."
+        f"Got v of shape {wrapped.value.shape} for {x!r}.\n"
+        + (
+            "One value a row of the buffer."
+            if isinstance(wrapped, per_row)
+            else "One value a group, or one row a group."
+        )
     )
 
 

@@ -422,10 +422,64 @@ def test_concat_errors(other: GroupedTensor) -> None:
 
 
 def test_concat_of_nothing() -> None:
+    """B9: an empty list, arrays, one tensor that is not in a list."""
+    for given, got in (([], "[]"), ([jnp.ones((2, 3))], "[f32[2,3]]"), (None, "[None]")):
+        with pytest.raises(TypeError) as error:
+            ragged.concat(given)
+        assert str(error.value) == (
+            f"`ragged.concat`: needs a sequence of tensors.\nGot {got}.\nPass at least one `GroupedTensor`, in a list."
+        )
+
+
+def test_tensors_without_groups_are_joined_and_packed() -> None:
+    none = GroupedTensor(jnp.ones((3, 2)), first_dims=jnp.zeros((0,), jnp.int32))
+    joined = ragged.concat([none, none])
+    assert (joined.num_groups, joined.shape) == (0, (6, 2))
+    assert not np.asarray(joined.data).any()
+    some = GroupedTensor(jnp.ones((3, 2)), first_dims=jnp.array([1, 1], jnp.int32))
+    assert np.array_equal(ragged.concat([none, some]).data[:, 0], [1, 1, 0, 0, 0, 0])
+    empty = GroupedTensor.from_padded(jnp.ones((2, 0, 2)), jnp.zeros(2, jnp.int32), capacity=3)
+    assert np.array_equal(empty.data, np.zeros((3, 2)))
+
+
+@pytest.mark.parametrize(
+    "call, error, text",
+    [
+        (lambda: GroupedTensor.from_list(3), ValueError, "needs at least one matrix, all of one dtype.\nGot [a int]."),
+        (lambda: GroupedTensor.from_list([None]), ValueError, "Got [None]."),
+        (
+            lambda: GroupedTensor.from_list([jnp.ones((1, 1))], capacity="a"),
+            ValueError,
+            "`GroupedTensor.from_list`: `capacity` must be an int, 0 or more. Got 'a'.",
+        ),
+        (
+            lambda: GroupedTensor(jnp.ones((2, 1)), jnp.array([2], jnp.int32)).to_padded(-1),
+            ValueError,
+            "`GroupedTensor.to_padded`: `max_len` must be an int, 0 or more. Got -1.",
+        ),
+        (
+            lambda: GroupedTensor.from_padded(jnp.ones((2, 2, 2)), jnp.array([1.7, 2.2])),
+            TypeError,
+            "`GroupedTensor.from_padded`: `first_dims` must be integers.\nGot first_dims=f32[2].\n",
+        ),
+        (
+            lambda: GroupedTensor.from_padded(jnp.ones((2, 2, 2)), jnp.ones(2, jnp.int32), capacity=-1),
+            ValueError,
+            "`GroupedTensor.from_padded`: `capacity` must be an int, 0 or more. Got -1.",
+        ),
+    ],
+)
+def test_errors_of_conversions(call: Callable[[], Any], error: type[Exception], text: str) -> None:
     """B9"""
-    with pytest.raises(ValueError) as error:
-        ragged.concat([])
-    assert str(error.value) == "`ragged.concat`: needs at least one tensor. Got an empty sequence."
+    with pytest.raises(error) as caught:
+        call()
+    assert text in str(caught.value)
+
+
+def test_from_padded_cuts_its_dims_at_the_capacity() -> None:
+    x = GroupedTensor.from_padded(jnp.ones((2, 2, 1)), jnp.array([2, 2], jnp.int32), capacity=3)
+    assert np.array_equal(x.first_dims, [2, 1])
+    x.validate()
 
 
 @pytest.mark.parametrize("kind", KINDS)
