@@ -278,7 +278,6 @@ def _forward(
     accumulator = accumulator_dtype(common)
     m, n = lhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
     dims = (((1,), (1 if transpose_rhs else 0,)), ((), ()))
-
     heights, full, _, last = _tiles(m, ends - starts, tallest)
 
     def segment(start: Array, end: Array, which: Array, full: Array, last: Array, out: Array) -> Array:
@@ -383,8 +382,7 @@ def _tiles(m: int, size: Array, tallest: int | None) -> tuple[list[int], Array, 
 
 
 def _window(m: int, height: int, start: Array, end: Array) -> tuple[Array, Array]:
-    """Where to slice `height` rows from `start` on without leaving the buffer, and which of them are in `[start,
-    end)`."""
+    """Where to slice `height` rows from `start` on, moved up to fit the buffer; which of them are in `[start, end)`."""
     at = jnp.minimum(start, m - height)
     row = at + lax.iota(jnp.int32, height)
     return at, ((row >= start) & (row < end))[:, None]
