@@ -96,7 +96,8 @@ class Arithmetic(eqx.Module):
             raise TypeError(
                 f"`GroupedTensor {symbol} array`: a plain array has no groups to match.\n"
                 f"Got {x!r} and an array of shape {jnp.shape(other)}.\n"
-                "Wrap it: `ragged.per_group(v)` for one value a group, `ragged.per_row(v)` for one a row."
+                "Wrap it: `ragged.per_group(v)` for one value a group, `ragged.per_row(v)` for one a row. "
+                "Or reach the whole buffer, as in `x.map(lambda data: data * v)`."
             )
         return x.map(lambda data: fn(data, other))
 

@@ -42,7 +42,7 @@ def concat(tensors: Iterable[GroupedTensor] | Any) -> GroupedTensor:
         return GroupedTensor(jnp.concatenate([t.data for t in tensors]), transposed=head.transposed)
     if head.packed_axis == -1:
         joined = concat([t.mT for t in tensors])
-        return joined.mT if head.transposed else joined.untransposed_mT()
+        return joined.mT if head.transposed else joined._untransposed_mT()
     # Where each group's rows stand in the buffers laid end to end, tails and all.
     bases = np.cumsum([0] + [t.capacity for t in tensors])
     starts = jnp.concatenate([int(base) + t.offsets[:-1] for base, t in zip(bases, tensors, strict=False)])

@@ -60,17 +60,19 @@ def matmul(
     - `existing_out`: added to the product before it is rounded. A tensor like the result, or its buffer.
     - `group_offset`: `()` int array. The uniform operand (in a wgrad, the result) holds only the groups `group_offset`,
       `group_offset + 1`, ... of the ragged one's. Rows of other groups come out zero.
-    - `num_actual_groups`: in a wgrad, how many groups the result holds; all by default.
-    - `capacity`, `max_last`: where the operands don't tell how large the result's buffer must be. `max_last`: its
-      columns, for a result that is ragged in both dims; by default the most that one group can have. `capacity`: its
-      extent along its packed axis, where that dim is not packed in the operand that it comes from (`lhs` or `rhs` is
-      ragged in both dims); by default `num_groups` times the most that one group can have. What doesn't fit is cut off.
+    - `num_actual_groups`: in a wgrad, how many groups the result holds, a static int; all by default.
+    - `max_last`: for a result that is ragged in both dims, the columns of its buffer, a static int. By default as many
+      as one group can have at most, which for packed columns is all of them. Columns beyond it are dropped; the
+      result's `last_dims` stay the operand's, so that `validate` finds it.
+    - `capacity`: the extent of the result's packed axis, a static int. Needed only where an operand is ragged in both
+      dims and the dim that the result packs is not packed there; by default `num_groups` times the most that a group
+      can have. What doesn't fit is dropped.
     - `backend`: `"xla"`, `"pallas_tpu"`, `"triton_gpu"`, or None for the platform's own, chosen when lowering.
     - `tiling`: `(tile_m, tile_k, tile_n)`, a function of `(m, k, n)` that gives one, or None for the library's choice.
       Derivatives use the same tile for the same dim. XLA uses the entries of ragged dims and tiles the others itself.
     - `interpret`: run a Pallas or Triton kernel's body on the CPU. XLA has nothing to interpret.
 
-    **Returns:** a `GroupedTensor` with the dims of the operands, never `transposed`; zeros in the tail.
+    **Returns:** a `GroupedTensor` with the dims of the operands and zeros in the tail, stored row-major.
 
     **Raises:** `TypeError` for a wrong kind or dtype, `ValueError` for shapes, raggedness and options,
     `NotImplementedError` for complex numbers.
@@ -302,7 +304,11 @@ def _result_shape(
     num_groups = tensor.num_groups
     for name, value in (("capacity", capacity), ("max_last", max_last)):
         if value is not None and (not isinstance(value, int) or value < 0):
-            site.fail(ValueError, f"`{name}` is {value!r}.", "It must be an int, 0 or more.")
+            site.fail(
+                ValueError,
+                f"`{name}` is {value!r}.",
+                "It must be a static int, 0 or more: under `jit`, see `static_argnames`.",
+            )
     if max_last is not None and len(out) < 2:
         site.fail(
             ValueError, f"`max_last` in the layout {layout.name!r}.", "It is for results that are ragged in both dims."

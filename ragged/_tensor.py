@@ -45,7 +45,7 @@ def describe(x: Any) -> str:
     if isinstance(x, GroupedTensor):
         return repr(x)
     if _is_array(x) or isinstance(x, jax.ShapeDtypeStruct):
-        dtype = str(x.dtype)
+        dtype = "float0" if x.dtype == jax.dtypes.float0 else str(x.dtype)
         for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
             dtype = dtype.replace(long, short)
         return f"{dtype}[{','.join(map(str, x.shape))}]"
@@ -236,7 +236,8 @@ class GroupedTensor(Arithmetic):
             if dims is None:
                 continue
             axis = -2 if name == "first_dims" else -1
-            if not is_concrete(dims) or np.ndim(dims) != 1 or dims.shape[0] > 8:
+            countable = is_concrete(dims) and dims.ndim == 1 and np.issubdtype(dims.dtype, np.integer)
+            if not countable or dims.shape[0] > 8:
                 parts.append(f"{name}={describe(dims)}")
             elif axis == self.packed_axis and _is_array(self.data):
                 word = "rows" if axis == -2 else "columns"
@@ -269,7 +270,8 @@ class GroupedTensor(Arithmetic):
     def validate(self) -> "GroupedTensor":
         """Checks the sizes: none negative, none wider than the buffer, their sum within the capacity.
 
-        **Returns:** the tensor itself. Under `jit` use the result: the check hangs on its dims.
+        **Returns:** the tensor itself. Under `jit` the check runs only if something that is computed from the returned
+        tensor's dims is used, as any product of it is; `.data` alone drops it.
 
         **Raises:** `ValueError` naming the first bad group where the sizes are known; where they are traced, a run-time
         error (through `equinox.error_if`) that names it too.
@@ -298,13 +300,16 @@ class GroupedTensor(Arithmetic):
         return self._with(**checked)
 
     def _bad_group(self, name: str, group: int, sizes: np.ndarray | None, extent: int, packed: bool) -> str:
-        value = "" if sizes is None else f" {sizes[group]}"
-        if packed:
-            problem = f"is negative, or the sum of the sizes up to it is above the capacity of {extent}"
-        else:
-            problem = f"is negative, or above the buffer's extent of {extent}"
-        got = "" if sizes is None else f"\nGot {name}={sizes.tolist()}."
-        return f"`GroupedTensor.validate`: the size{value} of group {group} in `{name}` {problem}.{got}"
+        above = f"the sum of the sizes up to it is above the capacity of {extent}"
+        above = above if packed else f"it is above the buffer's extent of {extent}"
+        if sizes is None:
+            return f"`GroupedTensor.validate`: the size of group {group} in `{name}` is negative, or {above}."
+        problem = "is negative" if sizes[group] < 0 else f"is too large: {above}"
+        return (
+            f"`GroupedTensor.validate`: the size {sizes[group]} of group {group} in `{name}` {problem}.\n"
+            f"Got {name}={sizes.tolist()}.\n"
+            "Correct the sizes, or make the buffer larger."
+        )
 
     def __len__(self) -> int:
         return self.num_groups
@@ -438,7 +443,7 @@ class GroupedTensor(Arithmetic):
                     f"`GroupedTensor.from_list`: the groups' first dims differ: {[a.shape[0] for a in arrays]}.\n"
                     'Pass `ragged="first"` if only they differ, `ragged="both"` if the last dims do too.'
                 )
-            return cls.from_list([a.mT for a in arrays], capacity=capacity).untransposed_mT()
+            return cls.from_list([a.mT for a in arrays], capacity=capacity)._untransposed_mT()
         firsts, lasts = [a.shape[0] for a in arrays], [a.shape[1] for a in arrays]
         if ragged == "first" and len(set(lasts)) > 1:
             raise ValueError(
@@ -455,6 +460,6 @@ class GroupedTensor(Arithmetic):
         last_dims = jnp.array(lasts, jnp.int32) if ragged == "both" else None
         return cls(data, jnp.array(firsts, jnp.int32), last_dims)
 
-    def untransposed_mT(self) -> "GroupedTensor":
+    def _untransposed_mT(self) -> "GroupedTensor":
         """`mT` as a tensor whose own buffer is row-major."""
         return GroupedTensor(self.data.mT, self.last_dims, self.first_dims)

@@ -192,7 +192,8 @@ def test_plain_arrays() -> None:
                 assert str(error.value) == (
                     f"`GroupedTensor {symbol} array`: a plain array has no groups to match.\n"
                     f"Got {x!r} and an array of shape {array.shape}.\n"
-                    "Wrap it: `ragged.per_group(v)` for one value a group, `ragged.per_row(v)` for one a row."
+                    "Wrap it: `ragged.per_group(v)` for one value a group, `ragged.per_row(v)` for one a row. "
+                    "Or reach the whole buffer, as in `x.map(lambda data: data * v)`."
                 )
 
 

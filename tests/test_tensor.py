@@ -830,19 +830,18 @@ def test_validate(kind: str, sizes: tuple[int, ...], others: tuple[int, ...], gr
     """B9: names the first bad group, its size and the extent; for traced sizes, at run time, all but the size."""
     x = with_sizes(kind, sizes, others)
     packed = (name == "first_dims") == (x.packed_axis == -2)
-    problem = (
-        f"is negative, or the sum of the sizes up to it is above the capacity of {CAPACITY}"
-        if packed
-        else "is negative, or above the buffer's extent of 4"
-    )
+    above = f"the sum of the sizes up to it is above the capacity of {CAPACITY}"
+    above = above if packed else "it is above the buffer's extent of 4"
     values = sizes if packed else others
+    problem = "is negative" if values[group] < 0 else f"is too large: {above}"
     with pytest.raises(ValueError) as error:
         x.validate()
     assert str(error.value) == (
         f"`GroupedTensor.validate`: the size {values[group]} of group {group} in `{name}` {problem}.\n"
-        f"Got {name}={list(values)}."
+        f"Got {name}={list(values)}.\n"
+        "Correct the sizes, or make the buffer larger."
     )
-    at_run_time = f"`GroupedTensor.validate`: the size of group {group} in `{name}` {problem}."
+    at_run_time = f"`GroupedTensor.validate`: the size of group {group} in `{name}` is negative, or {above}."
     with pytest.raises(eqx.EquinoxRuntimeError, match=re.escape(at_run_time)):
         eqx.filter_jit(lambda t: t.validate())(x)
 
@@ -921,3 +920,11 @@ def test_a_stack_of_tensors_is_cast_and_transposed_whole() -> None:
     assert stack.mT.shape == (3, 2, 6)
     assert stack.mT.num_groups == 2
     assert stack.mT.last_dims is stack.first_dims
+
+
+def test_the_repr_of_a_gradient() -> None:
+    """Whose dims have no values to show: dtype float0, or None."""
+    x = GroupedTensor(jnp.ones((6, 2)), first_dims=jnp.array([1, 4], jnp.int32))
+    grad = jax.grad(lambda x: jnp.sum(x.data), allow_int=True)(x)
+    assert repr(grad) == "GroupedTensor(f32[6,2], first_dims=f0[2])"
+    assert repr(eqx.filter_grad(lambda x: jnp.sum(x.data))(x)) == "GroupedTensor(f32[6,2])"
