@@ -16,6 +16,8 @@ from jax import Array
 from jax.core import Tracer
 from jaxtyping import Shaped
 
+from ragged.kernels.xla import accumulator_dtype
+
 if TYPE_CHECKING:
     from ragged._tensor import GroupedTensor
 
@@ -80,9 +82,8 @@ class Arithmetic(eqx.Module):
     def _filled(self, value: Any) -> Array:
         """The buffer, with `value` where it holds no element."""
         x = _tensor(self)
-        if x.packed_axis is None:
-            return jnp.asarray(x.data)
-        return jnp.where(x.mask, x.data, jnp.asarray(value, x.dtype))
+        data = jnp.asarray(x.data)
+        return data if x.packed_axis is None else jnp.where(x.mask, data, jnp.asarray(value, data.dtype))
 
     def _combine(self, other: Any, fn: Callable[[Any, Any], Array], symbol: str) -> Any:
         x = _tensor(self)
@@ -146,7 +147,7 @@ class Arithmetic(eqx.Module):
         """Mean of each group. Arguments as for `sum`."""
         x = _tensor(self)
         dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.dtype(jnp.float32)
-        wide = _accumulator(dtype)
+        wide = accumulator_dtype(dtype)
         count = x._replace_data(jnp.ones(x.shape, jnp.int32)).sum(axis).astype(wide)
         total = x.astype(wide).sum(axis)
         return jnp.where(count > 0, total / jnp.maximum(count, 1), jnp.asarray(empty, wide)).astype(dtype)
@@ -179,7 +180,7 @@ class Arithmetic(eqx.Module):
             return x.mT._reduce(swapped, segment_fn, dense_fn, neutral, empty)
         # Small integers are summed in int32, small floats in float32 and rounded once.
         dtype = jax.eval_shape(lambda d: dense_fn(d, axis=-1, initial=neutral), jnp.asarray(x.data)).dtype
-        wide = _accumulator(dtype)
+        wide = accumulator_dtype(dtype)
         neutral, empty = jnp.asarray(neutral, wide), jnp.asarray(empty, wide)
         data = jnp.where(x.mask, x.data.astype(wide), neutral)  # [rows, last]
         some = x.mask
@@ -210,11 +211,6 @@ class Arithmetic(eqx.Module):
         largest = y._replace_data(jax.lax.stop_gradient(jnp.asarray(y.data))).max(-2, empty=0)
         weights = (y - per_group(largest)).map(jnp.exp)
         return (weights / per_group(weights.sum(-2, empty=1))).mT
-
-
-def _accumulator(dtype: Any) -> Any:
-    """float32 for floats narrower than that."""
-    return jnp.dtype(jnp.float32) if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 else dtype
 
 
 def _tensor(x: Any) -> "GroupedTensor":

@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 
 from ragged._lowering import Options, check_backend
-from ragged._tensor import GroupedTensor, describe
+from ragged._tensor import GroupedTensor, describe, is_arraylike
 from ragged.kernels.xla import accumulator_dtype, promote
 
 Tiling = tuple[int, int, int] | Callable[[int, int, int], tuple[int, int, int] | None] | None
@@ -27,10 +27,6 @@ class Site(NamedTuple):
 
     def also(self, **operands: Any) -> "Site":
         return self._replace(operands=self.operands | operands)
-
-
-def is_arraylike(x: Any) -> bool:
-    return isinstance(x, jax.Array | np.ndarray)
 
 
 def result_dtype(site: Site, lhs: Any, rhs: Any, preferred: Any, existing: Any) -> Any:

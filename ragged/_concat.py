@@ -58,6 +58,4 @@ def concat(tensors: Iterable[GroupedTensor] | Any) -> GroupedTensor:
     if head.last_dims is not None:
         last_dims = jnp.concatenate([as_int32(t.last_dims) for t in tensors])
     joined = GroupedTensor(data, sizes.astype(jnp.int32), last_dims)
-    return (
-        joined if last_dims is None else joined._replace_data(jnp.where(joined.mask, data, jnp.zeros((), data.dtype)))
-    )
+    return joined if last_dims is None else joined._replace_data(joined._filled(0))

@@ -11,7 +11,7 @@ from ragged._check import Site, Tiling
 from ragged._layout import Product
 from ragged._lowering import Call, Operands
 from ragged._primitive import bind
-from ragged._tensor import as_int32
+from ragged._tensor import as_int32, is_arraylike
 
 
 def grouped_matmul(
@@ -127,7 +127,7 @@ def _check_arrays(
     site: Site, lhs: Any, lhs_rank: int, rhs: Any, rhs_rank: int, group_sizes: Any, input_buffer_count: Any
 ) -> None:
     for name, x, rank in (("lhs", lhs, lhs_rank), ("rhs", rhs, rhs_rank), ("group_sizes", group_sizes, 1)):
-        if not _check.is_arraylike(x):
+        if not is_arraylike(x):
             mend = "Pass int32 sizes." if name == "group_sizes" else "`ragged.matmul` takes a `GroupedTensor`."
             site.fail(TypeError, f"`{name}` is not an array.", mend)
         if x.ndim != rank:
@@ -154,7 +154,7 @@ def _bind(
     existing_out: Any,
     preferred_element_type: Any,
 ) -> Array:
-    if existing_out is not None and not _check.is_arraylike(existing_out):
+    if existing_out is not None and not is_arraylike(existing_out):
         site.fail(TypeError, "`existing_out` is not an array.", "Pass an array like the result.")
     dtype = _check.result_dtype(site, lhs.dtype, rhs.dtype, preferred_element_type, existing_out)
     if existing_out is not None:

@@ -12,7 +12,7 @@ from ragged._check import Site, Tiling
 from ragged._layout import Layout, Product, infer_layout
 from ragged._lowering import Call, Operands
 from ragged._primitive import bind
-from ragged._tensor import KINDS, GroupedTensor, as_int32, describe, is_concrete
+from ragged._tensor import KINDS, GroupedTensor, as_int32, describe, is_arraylike, is_concrete
 from ragged.kernels import schedule
 from ragged.kernels.xla import batched_matmul
 
@@ -266,10 +266,10 @@ def _existing(
     site: Site, layout: Layout, lhs: GroupedTensor | Array, rhs: GroupedTensor | Array, existing_out: Any
 ) -> Any:
     """The buffer of `existing_out`."""
-    if existing_out is None or _check.is_arraylike(existing_out):
+    if existing_out is None or is_arraylike(existing_out):
         return existing_out
     site, mend = site.also(existing_out=existing_out), "It must be a tensor like the result, or its buffer."
-    if not isinstance(existing_out, GroupedTensor) or not _check.is_arraylike(existing_out.data):
+    if not isinstance(existing_out, GroupedTensor) or not is_arraylike(existing_out.data):
         site.fail(TypeError, "`existing_out` holds no array.", mend)
     packed_last = existing_out.kind == "ragged both" and existing_out.packed_axis == -1
     if existing_out.kind != KINDS[layout.out] or packed_last:

@@ -16,8 +16,8 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int, Shaped
 
-from ragged._check import Site, is_arraylike
-from ragged._tensor import GroupedTensor, is_concrete
+from ragged._check import Site
+from ragged._tensor import GroupedTensor, is_arraylike, is_concrete
 from ragged.kernels.xla import accumulator_dtype
 
 
@@ -58,7 +58,7 @@ class Route(eqx.Module):
         x = jnp.asarray(x)
         rows = jnp.broadcast_to(x[:, None], (tokens, self.top_k, x.shape[1])).reshape(tokens * self.top_k, x.shape[1])
         out = GroupedTensor(_permute(rows, self.order, self.place.reshape(-1)), first_dims=self.first_dims)
-        return GroupedTensor(jnp.where(out.mask, out.data, jnp.zeros((), x.dtype)), first_dims=self.first_dims)
+        return out._replace_data(out._filled(0))
 
     def combine(self, y: GroupedTensor | Any, weights: Float[Array, "tokens *top_k"] | Any = None) -> Array:
         """Puts each token's rows back and sums them.
@@ -83,9 +83,8 @@ class Route(eqx.Module):
         if is_concrete(y.first_dims, self.first_dims) and not np.array_equal(y.first_dims, self.first_dims):
             problem = f"the sizes of `y` are not the route's, {np.asarray(self.first_dims).tolist()}."
             site.fail(ValueError, problem, "Pass what became of `route.dispatch(x)`.")
-        data = jnp.asarray(y.data)
+        data = y._filled(0)
         wide = accumulator_dtype(data.dtype)
-        data = jnp.where(y.mask, data, jnp.zeros((), data.dtype))
         rows = _permute(data, self.place.reshape(-1), self.order).astype(wide)
         rows = rows.reshape(self.place.shape[0], self.top_k, y.shape[-1])  # [tokens, top_k, d]
         if weights is not None:

@@ -26,7 +26,8 @@ from ragged._arithmetic import Arithmetic
 from ragged.kernels import schedule
 
 
-def _is_array(x: Any) -> bool:
+def is_arraylike(x: Any) -> bool:
+    """A JAX or NumPy array, traced or not."""
     return isinstance(x, jax.Array | np.ndarray)
 
 
@@ -37,14 +38,14 @@ def as_int32(dims: Any) -> Array:
 
 def is_concrete(*xs: Any) -> bool:
     """Whether all values are known: arrays, and not tracers."""
-    return all(_is_array(x) and not isinstance(x, Tracer) for x in xs)
+    return all(is_arraylike(x) and not isinstance(x, Tracer) for x in xs)
 
 
 def describe(x: Any) -> str:
     """`f32[4,8]` for an array, a `GroupedTensor`'s repr, the type's name for anything else."""
     if isinstance(x, GroupedTensor):
         return repr(x)
-    if _is_array(x) or isinstance(x, jax.ShapeDtypeStruct):
+    if is_arraylike(x) or isinstance(x, jax.ShapeDtypeStruct):
         dtype = "float0" if x.dtype == jax.dtypes.float0 else str(x.dtype)
         for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
             dtype = dtype.replace(long, short)
@@ -107,7 +108,7 @@ class GroupedTensor(Arithmetic):
                     f"Got {name}={dims}.\n"
                     f"Pass an array: `jnp.array({name}, jnp.int32)`."
                 )
-            if not _is_array(dims):
+            if not is_arraylike(dims):
                 continue
             if dims.dtype not in (jnp.int32, jnp.uint32):
                 raise TypeError(
@@ -120,13 +121,13 @@ class GroupedTensor(Arithmetic):
                     f"`GroupedTensor`: `{name}` must have shape (g,), one size a group.\nGot {name}={describe(dims)}."
                 )
         first, last = self.first_dims, self.last_dims
-        if _is_array(first) and _is_array(last) and first.shape != last.shape:
+        if is_arraylike(first) and is_arraylike(last) and first.shape != last.shape:
             raise ValueError(
                 f"`GroupedTensor`: `first_dims` has {first.shape[0]} groups but `last_dims` has {last.shape[0]}.\n"
                 f"Got first_dims={describe(first)}, last_dims={describe(last)}.\n"
                 "Both need one size per group, including empty groups."
             )
-        if not _is_array(self.data) or not all(d is None or _is_array(d) for d in (first, last)):
+        if not is_arraylike(self.data) or not all(d is None or is_arraylike(d) for d in (first, last)):
             return
         ndim = 3 if first is None and last is None else 2
         if self.data.ndim != ndim:
@@ -239,7 +240,7 @@ class GroupedTensor(Arithmetic):
             countable = is_concrete(dims) and dims.ndim == 1 and np.issubdtype(dims.dtype, np.integer)
             if not countable or dims.shape[0] > 8:
                 parts.append(f"{name}={describe(dims)}")
-            elif axis == self.packed_axis and _is_array(self.data):
+            elif axis == self.packed_axis and is_arraylike(self.data):
                 word = "rows" if axis == -2 else "columns"
                 total = f"{np.sum(np.asarray(dims))} of {self.data.shape[axis]} {word}"
                 parts.append(f"{name}={np.asarray(dims).tolist()} ({total})")
@@ -292,7 +293,7 @@ class GroupedTensor(Arithmetic):
             elif self.num_groups:
                 sizes = as_int32(dims)
                 # Capped sizes: their sum leaves the capacity before it can wrap around.
-                capped = jnp.clip(sizes, -1, extent + 1).astype(jnp.int32)
+                capped = jnp.clip(sizes, -1, extent + 1)
                 left = extent - (jnp.cumsum(capped) - capped) if packed else jnp.full_like(capped, extent)
                 bad = (capped < 0) | (capped > left)
                 messages = [self._bad_group(name, i, None, extent, packed) for i in range(self.num_groups)]
@@ -428,7 +429,7 @@ class GroupedTensor(Arithmetic):
         if ragged not in ("first", "last", "both"):
             raise ValueError(f"`GroupedTensor.from_list`: `ragged` must be 'first', 'last' or 'both'. Got {ragged!r}.")
         given = list(groups) if isinstance(groups, Iterable) else [groups]
-        sound = bool(given) and all(_is_array(a) and a.ndim == 2 for a in given)
+        sound = bool(given) and all(is_arraylike(a) and a.ndim == 2 for a in given)
         if not sound or len({a.dtype for a in given}) > 1:
             raise ValueError(
                 "`GroupedTensor.from_list`: needs at least one matrix, all of one dtype.\n"
