@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.experimental.pallas.tpu import InterpretParams
 
-from ragged._lowering import Options, check_backend
+from ragged._lowering import Call, Options, check_backend, illegal_tiling
 from ragged._tensor import GroupedTensor, describe, is_arraylike
 from ragged.kernels.xla import accumulator_dtype, promote
 
@@ -70,8 +71,12 @@ def check_options(
             jax.eval_shape(lambda x: jax.lax.dot(x, x, precision=precision), one)
     except (TypeError, ValueError):
         site.fail(ValueError, f"unknown `precision` {precision!r}.", "Pass what `jax.lax.dot_general` takes.")
-    if not isinstance(interpret, bool):
-        site.fail(TypeError, f"`interpret` must be a bool, not {interpret!r}.", "Pass True or False.")
+    if not isinstance(interpret, bool | InterpretParams):
+        site.fail(
+            TypeError,
+            f"`interpret` must be a bool, not {interpret!r}.",
+            "Pass True or False; or, for TPU kernels, `pltpu.InterpretParams`.",
+        )
     if callable(tiling):
         chosen = tiling(*extents)
         if chosen is None:
@@ -92,6 +97,13 @@ def check_options(
         tiling = tuple(int(t) for t in tiling)
     precision = tuple(precision) if isinstance(precision, list) else precision
     return Options(precision=precision, backend=backend, tiling=tiling, interpret=interpret)
+
+
+def check_tiling(site: Site, call: Call, lhs: Any, rhs: Any) -> None:
+    """Whether a TPU's kernels, if asked for by name, can use the tiling that was asked for."""
+    problem, mend = illegal_tiling(call, lhs, rhs) if call.options.backend == "pallas_tpu" else ("", "")
+    if problem:
+        site.fail(ValueError, problem, mend)
 
 
 def check_offset(site: Site, group_offset: Any) -> Array | None:

@@ -29,7 +29,7 @@ def explain(lhs: GroupedTensor | Array | Any, rhs: GroupedTensor | Array | Any, 
         derivatives: by lhs forward, by rhs wgrad
         on cpu: grouped_matmul of xla
         on cuda: grouped_matmul of xla (this version of ragged has no GPU kernels yet)
-        on tpu: grouped_matmul of xla (this version of ragged has no TPU kernels yet)
+        on tpu: grouped_matmul of pallas_tpu
         ```
     """
     inspect.signature(matmul).bind(lhs, rhs, **options)
@@ -49,8 +49,6 @@ def explain(lhs: GroupedTensor | Array | Any, rhs: GroupedTensor | Array | Any, 
     ]
     kernel = _lowering.kernel_name(call.product)
     for platform in _lowering.PLATFORMS:
-        backend, why = (
-            (call.options.backend, "") if call.options.backend else _lowering.chosen_backend(platform, kernel)
-        )
+        backend, why = _lowering.chosen_backend(platform, call, plan.operands.lhs, plan.operands.rhs)
         lines.append(f"on {platform}: {kernel} of {backend}" + (f" ({why})" if why else ""))
     return "\n".join(lines)

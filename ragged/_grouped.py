@@ -27,7 +27,7 @@ def grouped_matmul(
     transpose_rhs: bool | Any = False,
     precision: Any = None,
     backend: str | Any = None,
-    interpret: bool | Any = False,
+    interpret: Any = False,
 ) -> Array:
     """Multiplies each group of rows of `lhs` with its own matrix: `out[rows i] = lhs[rows i] @ rhs[i]`.
 
@@ -63,6 +63,7 @@ def grouped_matmul(
         )
     product = Product("mk", "nk" if transpose_rhs else "kn", "mn", "m")
     options = _check.check_options(site, backend, precision, tiling, interpret, (m, k, n))
+    options = options._replace(input_buffer_count=input_buffer_count)
     return _bind(
         site, lhs, rhs, product, (m, n), options, group_sizes, group_offset, existing_out, preferred_element_type
     )
@@ -81,7 +82,7 @@ def transposed_grouped_matmul(
     existing_out: Array | Any = None,
     precision: Any = None,
     backend: str | Any = None,
-    interpret: bool | Any = False,
+    interpret: Any = False,
 ) -> Array:
     """Multiplies each group's columns of `lhs` with its rows of `rhs`: `out[i] = lhs[:, rows i] @ rhs[rows i]`.
 
@@ -112,6 +113,7 @@ def transposed_grouped_matmul(
         )
     _check.check_num_actual_groups(site, num_actual_groups)
     options = _check.check_options(site, backend, precision, tiling, interpret, (m, k, n))
+    options = options._replace(input_buffer_count=input_buffer_count)
     if options.tiling is not None:
         # This function's (m, k) are the product's (k, m).
         tile_m, tile_k, tile_n = options.tiling
@@ -161,4 +163,6 @@ def _bind(
         _check.check_existing(site, existing_out, shape, dtype)
     offset = _check.check_offset(site, group_offset)
     sizes = (as_int32(group_sizes),)
-    return bind(Operands(lhs, rhs, sizes, offset, existing_out), Call(product, shape, dtype, options))
+    call = Call(product, shape, dtype, options)
+    _check.check_tiling(site, call, lhs, rhs)
+    return bind(Operands(lhs, rhs, sizes, offset, existing_out), call)

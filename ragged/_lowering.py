@@ -20,7 +20,7 @@ from jax import Array
 from jax.extend.core import InconclusiveDimensionOperation
 
 from ragged._layout import Product
-from ragged.kernels import schedule, xla
+from ragged.kernels import Target, pallas_tpu, schedule, tpu_tiling, xla
 
 
 class Options(NamedTuple):
@@ -29,7 +29,8 @@ class Options(NamedTuple):
     precision: Any = None
     backend: str | None = None
     tiling: tuple[int, int, int] | None = None
-    interpret: bool = False
+    interpret: Any = False
+    input_buffer_count: int = 2
 
 
 class Call(NamedTuple):
@@ -72,7 +73,7 @@ class Operands(NamedTuple):
 
 BACKENDS: dict[str, ModuleType | str] = {
     "xla": xla,
-    "pallas_tpu": "this version of ragged has no TPU kernels yet",
+    "pallas_tpu": pallas_tpu,
     "triton_gpu": "this version of ragged has no GPU kernels yet",
 }
 """Each backend's module, or why there is none."""
@@ -81,13 +82,15 @@ PLATFORMS = {"cpu": "xla", "cuda": "triton_gpu", "tpu": "pallas_tpu"}
 """Each platform's own backend. Where it is missing, or lacks a kernel, XLA's is used."""
 
 
-def chosen_backend(platform: str, kernel: str) -> tuple[str, str]:
-    """The backend that runs a kernel on a platform, and why it isn't the platform's own (or "")."""
-    own = PLATFORMS.get(platform, "xla")
-    module = BACKENDS[own]
-    if isinstance(module, str):
-        return "xla", module
-    return (own, "") if hasattr(module, kernel) else ("xla", f"{own} has no {kernel}")
+def chosen_backend(platform: str, call: Call, lhs: Any, rhs: Any, target: Target = Target()) -> tuple[str, str]:
+    """The backend that runs a product on a platform; if it isn't the one asked for, or the platform's own, also why."""
+    name = call.options.backend or PLATFORMS.get(platform, "xla")
+    module = BACKENDS[name]
+    if name == "xla" or isinstance(module, str):
+        return "xla", module if isinstance(module, str) else ""
+    out = jax.ShapeDtypeStruct(call.shape, call.dtype)
+    why = module.lacks(kernel_name(call.product), lhs, rhs, out, call.options.precision, target)
+    return ("xla", why) if why else (name, "")
 
 
 def kernel_name(product: Product) -> str:
@@ -97,6 +100,18 @@ def kernel_name(product: Product) -> str:
     if len(product.ragged) > 1:
         return "tiled_matmul"
     return "grouped_matmul" if product.ragged in product.out else "transposed_grouped_matmul"
+
+
+def illegal_tiling(call: Call, lhs: Any, rhs: Any) -> tuple[str, str]:
+    """Which rule of a TPU's a product's tiling breaks, and the nearest that breaks none; two "" if it breaks none."""
+    p, tiling = call.product, call.options.tiling
+    if tiling is None:
+        return "", ""
+    letters = p.lhs + p.rhs + p.out
+    shapes = (*lhs.shape[-2:], *rhs.shape[-2:], *call.shape[-2:])
+    extents = {letter: max(n for x, n in zip(letters, shapes, strict=True) if x == letter) for letter in "mkn"}
+    dtypes = (jnp.dtype(lhs.dtype), jnp.dtype(rhs.dtype), jnp.dtype(call.dtype))
+    return tpu_tiling.illegal(dict(zip("mkn", tiling, strict=True)), extents, p.ragged, dtypes)
 
 
 def check_backend(name: Any, call: str) -> None:
@@ -113,26 +128,34 @@ def check_backend(name: Any, call: str) -> None:
     )
 
 
-def compute(platform: str, operands: Operands, call: Call, portable: bool) -> Array:
-    """The product on one platform, or on the backend that was asked for. Operands and result as in `_primitive`.
-
-    `portable`: what is lowered goes into an export, which refuses most custom calls.
-    """
+def compute(platform: str, operands: Operands, call: Call, target: Target) -> Array:
+    """The product on one platform, or on the backend that was asked for. Operands and result as in `_primitive`."""
     x, p, kernel = operands, call.product, kernel_name(call.product)
     batch = x.batch_size(call)
     if batch is not None and not call.out_batch and kernel != "transposed_grouped_matmul":
         # Only a wgrad sums over the batch as it goes.
         wide = call._replace(dtype=xla.accumulator_dtype(call.dtype), out_batch=True)
-        return jnp.sum(compute(platform, operands, wide, portable), axis=0).astype(call.dtype)
+        return jnp.sum(compute(platform, operands, wide, target), axis=0).astype(call.dtype)
     existing = None if x.existing is None else zero_tail(x.existing, x.sizes, p)
     if batch == 0 or 0 in (*x.lhs.shape, *x.rhs.shape, *call.shape, *(s.shape[-1] for s in x.sizes)):
         shape = (batch, *call.shape) if batch is not None and call.out_batch else call.shape
         return jnp.zeros(shape, call.dtype) if existing is None else existing
-    name = call.options.backend or chosen_backend(platform, kernel)[0]
-    run = getattr(BACKENDS[name], kernel, None) or getattr(xla, kernel)
-    if run is xla.transposed_grouped_matmul:
-        run = partial(run, portable=portable)
-    run = partial(run, preferred_element_type=call.dtype, precision=call.options.precision, existing_out=existing)
+    name = chosen_backend(platform, call, x.lhs, x.rhs, target)[0]
+    if name != "xla" and PLATFORMS.get(platform) != name and not call.options.interpret:
+        raise ValueError(
+            f"`ragged.matmul`: backend {name!r} does not run on {platform}.\n"
+            "Pass `interpret=True` to run its kernels' bodies there, or `backend=None` for the platform's own."
+        )
+    problem, mend = illegal_tiling(call, x.lhs, x.rhs) if name == "pallas_tpu" else ("", "")
+    if problem:
+        raise ValueError(f"`ragged.matmul`: {problem}\n{mend}")
+    run = partial(
+        getattr(BACKENDS[name], kernel),
+        preferred_element_type=call.dtype,
+        precision=call.options.precision,
+        existing_out=existing,
+        target=target,
+    )
     try:
         return _run(kernel, run, x, call)
     except InconclusiveDimensionOperation as error:
@@ -153,7 +176,7 @@ def _run(kernel: str, run: Callable[..., Array], x: Operands, call: Call) -> Arr
 
     match kernel:
         case "batched_matmul":
-            return run(x.lhs, x.rhs, axes=(p.lhs, p.rhs, p.out))
+            return run(x.lhs, x.rhs, axes=(p.lhs, p.rhs, p.out), tiling=tiles)
         case "tiled_matmul":
             sizes = dict(zip(p.ragged, x.sizes, strict=True))
             return run(x.lhs, x.rhs, sizes, axes=(p.lhs, p.rhs, p.out), shape=call.shape, tiling=tiles)

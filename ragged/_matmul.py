@@ -30,7 +30,7 @@ def matmul(
     max_last: int | Any = None,
     backend: str | Any = None,
     tiling: Tiling | Any = None,
-    interpret: bool | Any = False,
+    interpret: Any = False,
 ) -> GroupedTensor:
     """Multiplies two sequences of matrices, group by group.
 
@@ -70,7 +70,10 @@ def matmul(
     - `backend`: `"xla"`, `"pallas_tpu"`, `"triton_gpu"`, or None for the platform's own, chosen when lowering.
     - `tiling`: `(tile_m, tile_k, tile_n)`, a function of `(m, k, n)` that gives one, or None for the library's choice.
       Derivatives use the same tile for the same dim. XLA uses the entries of ragged dims and tiles the others itself.
-    - `interpret`: run a Pallas or Triton kernel's body on the CPU. XLA has nothing to interpret.
+      On a TPU, tiles of ragged dims are multiples of the dtypes' sublanes (8 for 4 bytes, 16 for 2, 32 for 1), others
+      of 128, and one that VMEM can't hold is halved.
+    - `interpret`: run a Pallas or Triton kernel's body on the CPU; True, or `pltpu.InterpretParams` for TPU kernels.
+      XLA has nothing to interpret.
 
     **Returns:** a `GroupedTensor` with the dims of the operands and zeros in the tail, stored row-major.
 
@@ -164,7 +167,9 @@ def plan_matmul(
         lhs_term.buffer, rhs_term.buffer, tuple(sizes[letter] for letter in layout.ragged), offset, existing
     )
     first_dims, last_dims = getattr(lhs, "first_dims", None), getattr(rhs, "last_dims", None)
-    return Plan(layout, operands, Call(product, shape, dtype, options), swapped, first_dims, last_dims)
+    call = Call(product, shape, dtype, options)
+    _check.check_tiling(site, call, operands.lhs, operands.rhs)
+    return Plan(layout, operands, call, swapped, first_dims, last_dims)
 
 
 class _Term(NamedTuple):

@@ -17,10 +17,12 @@ from jax import Array, lax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ragged import _lowering
 from ragged._lowering import Call, Operands
+from ragged.kernels import Target
+from ragged.kernels.tpu_tiling import DEFAULT_DEVICE
 
 
 def _unflatten(args: Sequence[Any], call: Call) -> Operands:
@@ -165,18 +167,39 @@ batching.primitive_batchers[ragged_matmul_p] = _batch
 
 
 def _rule(platform: str) -> Callable[..., Any]:
-    def compute(*args: Array, call: Call, portable: bool) -> Array:
-        return _lowering.compute(platform, _unflatten(args, call), call, portable)
+    def compute(*args: Array, call: Call, target: Target) -> Array:
+        return _lowering.compute(platform, _unflatten(args, call), call, target)
 
     lower = mlir.lower_fun(compute, multiple_results=False)
 
     def rule(ctx: Any, *args: Any, call: Call) -> Any:
         # Over which mesh axes a value varies has been checked by now; a kernel's loops need not carry it along.
         plain = [[ShapedArray(aval.shape, aval.dtype) for aval in avals] for avals in (ctx.avals_in, ctx.avals_out)]
-        portable = ctx.module_context.lowering_parameters.for_export
-        return lower(ctx.replace(avals_in=plain[0], avals_out=plain[1]), *args, call=call, portable=portable)
+        target = Target(
+            portable=ctx.module_context.lowering_parameters.for_export,
+            interpret=call.options.interpret,
+            input_buffer_count=call.options.input_buffer_count,
+            device=_tpu(ctx.module_context.axis_context) if platform == "tpu" else None,
+        )
+        lower_here = partial(lower, ctx.replace(avals_in=plain[0], avals_out=plain[1]), *args, call=call, target=target)
+        if platform != "tpu":
+            return lower_here()
+        # Pallas asks which TPU it lowers for; the machine may have none.
+        device = AbstractDevice(*(target.device or DEFAULT_DEVICE), "tpu")
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+            return lower_here()
 
     return rule
+
+
+def _tpu(axis_context: Any) -> tuple[str, int] | None:
+    """Kind and number of cores of the TPU that is lowered for, if anything says so."""
+    devices = getattr(axis_context, "device_assignment", None)
+    if devices is None:
+        mesh = getattr(axis_context, "mesh", None)
+        devices = mesh.devices.flat if isinstance(mesh, Mesh) else jax.devices()
+    device = jax.sharding.get_abstract_mesh().abstract_device or devices[0]
+    return (device.device_kind, device.num_cores) if getattr(device, "platform", "tpu") == "tpu" else None
 
 
 mlir.register_lowering(ragged_matmul_p, _rule("any"))

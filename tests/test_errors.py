@@ -155,14 +155,31 @@ MATMUL: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: ragged.matmul(ROWS, UNIFORM, backend="cutlass"),
         ValueError,
         "`ragged.matmul(lhs, rhs)`: backend 'cutlass' does not exist.\n"
-        "Available: 'xla'. Not available: 'pallas_tpu' (this version of ragged has no TPU kernels yet), "
-        "'triton_gpu' (this version of ragged has no GPU kernels yet).\n"
+        "Available: 'xla', 'pallas_tpu'. Not available: 'triton_gpu' (this version of ragged has no GPU kernels yet).\n"
         "`backend=None` takes the platform's own.",
     ),
     "unavailable backend": (
+        lambda: ragged.matmul(ROWS, UNIFORM, backend="triton_gpu"),
+        ValueError,
+        "backend 'triton_gpu' is not available here.",
+    ),
+    "backend of another platform": (
         lambda: ragged.matmul(ROWS, UNIFORM, backend="pallas_tpu"),
         ValueError,
-        "backend 'pallas_tpu' is not available here.",
+        "`ragged.matmul`: backend 'pallas_tpu' does not run on cpu.\n"
+        "Pass `interpret=True` to run its kernels' bodies there, or `backend=None` for the platform's own.",
+    ),
+    "rows of a tile on a TPU": (
+        lambda: ragged.matmul(ROWS, UNIFORM, backend="pallas_tpu", tiling=(3, 128, 128)),
+        ValueError,
+        "tile_m=3 must be a multiple of 8 (the sublanes of float32), or the whole extent 16, on a TPU.\n"
+        f"Got lhs={rows}, rhs=GroupedTensor(f32[4,8,6]).\n"
+        "The nearest legal tiling is (8, 128, 128).",
+    ),
+    "columns of a tile on a TPU": (
+        lambda: ragged.matmul(ROWS, UNIFORM, backend="pallas_tpu", tiling=(8, 7, 128)),
+        ValueError,
+        "tile_k=7 must be a multiple of 128 (the lanes), or the whole extent 8, on a TPU.",
     ),
     "unknown precision": (
         lambda: ragged.matmul(ROWS, UNIFORM, precision="exact"),

@@ -68,7 +68,7 @@ def test_explain() -> None:
         "derivatives: by lhs forward, by rhs wgrad\n"
         "on cpu: grouped_matmul of xla\n"
         "on cuda: grouped_matmul of xla (this version of ragged has no GPU kernels yet)\n"
-        "on tpu: grouped_matmul of xla (this version of ragged has no TPU kernels yet)"
+        "on tpu: grouped_matmul of pallas_tpu"
     )
     assert ragged.explain(x, w) == want
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (x, w))

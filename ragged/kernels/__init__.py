@@ -15,19 +15,33 @@ All of them, on every backend:
 - give the same bits for the same inputs.
 
 `grouped_matmul(lhs, rhs, group_sizes, *, preferred_element_type, precision, tiling, group_offset, existing_out,
-transpose_rhs)`: `[m, k] × [h, k, n] -> [m, n]`, or `rhs [h, n, k]`, read in place, with `transpose_rhs`. `rhs` holds
+transpose_rhs, target)`: `[m, k] × [h, k, n] -> [m, n]`, or `rhs [h, n, k]`, read in place, with `transpose_rhs`. `rhs` holds
 the groups `group_offset, ..., group_offset + h - 1` of the `g` in `group_sizes`; rows of other groups come out zero.
 
 `transposed_grouped_matmul(lhs, rhs, group_sizes, *, preferred_element_type, precision, tiling, group_offset,
-num_actual_groups, existing_out, sum_batch)`: `[a, m] × [m, b] -> [h, a, b]` for the `h = num_actual_groups` groups from
-`group_offset` on. An empty group gives zeros. With `sum_batch`, batch elements are summed, in the accumulator.
+num_actual_groups, existing_out, sum_batch, target)`: `[a, m] × [m, b] -> [h, a, b]` for the `h = num_actual_groups`
+groups from `group_offset` on. An empty group gives zeros. With `sum_batch`, batch elements are summed, in the accumulator.
 
-`batched_matmul(lhs, rhs, *, axes, preferred_element_type, precision, existing_out)`: no letter ragged.
+`batched_matmul(lhs, rhs, *, axes, preferred_element_type, precision, tiling, existing_out, target)`: no letter ragged.
 
-`tiled_matmul(lhs, rhs, sizes, *, axes, shape, preferred_element_type, precision, tiling, existing_out)`: two or three
-of the letters ragged. Where a backend lacks a kernel, XLA's runs.
+`tiled_matmul(lhs, rhs, sizes, *, axes, shape, preferred_element_type, precision, tiling, existing_out, target)`: two
+or three of the letters ragged.
+
+A backend but XLA's has one more function, `lacks(kernel, lhs, rhs, out, precision, target)`, which says why it has no
+kernel for a product (or ""). Then XLA's runs.
 
 `existing_out` is added to in the accumulator, before rounding. Its tail is zero already; its other elements that no
 product reaches stay as they are. `tiling` is `(tile_m, tile_k, tile_n)` of the function's own product (by letter for
-`tiled_matmul`), or None for the backend's choice.
+`batched_matmul` and `tiled_matmul`), or None for the backend's choice. `target` says what is compiled for.
 """
+
+from typing import Any, NamedTuple
+
+
+class Target(NamedTuple):
+    """What a kernel is compiled for, and how. Backends ignore what means nothing to them."""
+
+    portable: bool = False  # it goes into an export, which refuses most custom calls
+    interpret: Any = False  # as in `pl.pallas_call`: run a Pallas or Triton kernel's body on the CPU
+    input_buffer_count: int = 2  # buffers for each streamed operand of a TPU kernel
+    device: tuple[str, int] | None = None  # kind and number of cores of the TPU, if known

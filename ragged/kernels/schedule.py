@@ -7,6 +7,8 @@ With sizes `[3, 5, 0, 4]` in a buffer of 16 rows and tiles of 4 rows:
     visits            (group 0, tile 0) (group 1, tile 0) (group 1, tile 1) (group 3, tile 2)
 """
 
+from typing import Any, NamedTuple
+
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Int, Integer
@@ -121,11 +123,111 @@ def make_group_metadata(
     visits = jnp.where((group >= start_group) & (group - start_group < held), visits, 0)
     # 3. Consecutive non-empty groups share at most one tile, so e >= 1 non-empty groups make at most tiles_m + e - 1
     #    visits; each of the g - e empty ones adds at most one; and if all are empty, g <= tiles_m + g - 1.
-    bound = tiles_m + num_groups - 1
-    ends_of_visits = jnp.cumsum(visits, dtype=jnp.int32)
-    visit = jnp.arange(bound, dtype=jnp.int32)
-    ids = jnp.minimum(jnp.searchsorted(ends_of_visits, visit, side="right"), num_groups - 1).astype(jnp.int32)
-    # 4. The j-th visit of a group is to its j-th tile; past the last visit, stay inside the buffer.
-    tile_ids = first_tile[ids] + visit - (ends_of_visits - visits)[ids]
-    tile_ids = jnp.clip(tile_ids, 0, tiles_m - 1).astype(jnp.int32)
-    return (offsets, ids, tile_ids), ends_of_visits[-1]
+    ids, tile_ids, num_tiles = expand(first_tile, visits, tiles_m + num_groups - 1)
+    # 4. Past the last visit, stay inside the buffer.
+    return (offsets, ids, jnp.clip(tile_ids, 0, tiles_m - 1)), num_tiles
+
+
+def expand(
+    first: Int[Array, " p"], counts: Int[Array, " p"], bound: int
+) -> tuple[Int[Array, " bound"], Int[Array, " bound"], Int[Array, ""]]:
+    """Lists `first[p], first[p] + 1, ...`, `counts[p]` of them, for each piece `p` in turn.
+
+    **Returns:** the piece and the number of each entry, `bound` of them, and how many of these count; the rest belongs
+    to the last piece.
+    """
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    entry = jnp.arange(bound, dtype=jnp.int32)
+    piece = jnp.minimum(jnp.searchsorted(ends, entry, side="right"), counts.shape[0] - 1).astype(jnp.int32)
+    return piece, first[piece] + entry - (ends - counts)[piece], ends[-1]
+
+
+class Visits(NamedTuple):
+    """What a kernel visits, tile by tile. A piece is what one group has of one batch element's rows, or a gap.
+
+    Tables for the scalar unit: `(v,)` by visit, or `(p,)` by piece, all int32. Entries past `count` are in range and
+    mean nothing.
+    """
+
+    count: Any  # (1,) how many visits there are
+    piece: Any  # (v,)
+    tile: Any  # (v,) the tile of rows
+    start: Any  # (p,) first row of the piece; a gap is empty
+    end: Any  # (p,) end row
+    batch: Any  # (p,) batch element
+    matrix: Any  # (p,) which of the uniform term's matrices; for a gap, that of a neighbour, so that none is fetched
+    rest: Any  # (p,) a tile of rows to hold on to where the piece has none to read; -1 where it has
+
+
+def row_visits(starts: Int[Array, "e s"], ends: Int[Array, "e s"], rows: int, tile: int) -> Visits:
+    """Every tile of `rows` rows, once for each segment in it, or once if there is none: then it is part of a gap.
+
+    `e` batch elements of `s` segments, each of `rows` rows. The order is by tile. At most
+    `e * (ceil(rows / tile) + s - 1)` visits.
+    """
+    elements, s = starts.shape
+    tiles = -(-rows // tile)
+    index = jnp.broadcast_to(jnp.arange(s, dtype=jnp.int32), (elements, s))
+    present = ends > starts
+    first = jnp.minimum(starts // tile, tiles - 1)
+    # The first tile that no segment up to this one reaches. Tiles are reached in order.
+    reached = lax.cummax(jnp.where(present, -(-ends // tile), 0), axis=1)
+    reached = jnp.pad(reached, [(0, 0), (1, 0)])
+    count = jnp.where(present, -(-ends // tile) - first, 0)
+    gap = jnp.where(present, jnp.maximum(first - reached[:, :-1], 0), 0)
+    last_gap = tiles - reached[:, -1:]
+    # In a gap, what the next segment needs is fetched; after the last, what the last one had is kept.
+    last = jnp.max(jnp.where(present, index, 0), axis=1, keepdims=True)
+    following = jnp.minimum(lax.cummin(jnp.where(present, index, s), axis=1, reverse=True), last)
+    neighbour = jnp.concatenate([following, last], axis=1)
+    resting = jnp.take_along_axis(first, neighbour, axis=1)
+
+    def weave(gaps: Array, segments: Array) -> Array:
+        """Gap 0, segment 0, gap 1, ..., segment s - 1, gap s, of each element; all in one line."""
+        pairs = jnp.stack([gaps[:, :-1], segments], axis=2).reshape(elements, 2 * s)
+        return jnp.concatenate([pairs, gaps[:, -1:]], axis=1).reshape(-1).astype(jnp.int32)
+
+    nothing = jnp.zeros((elements, s + 1), jnp.int32)
+    gaps = jnp.concatenate([gap, last_gap], axis=1)
+    piece, tile_ids, total = expand(weave(reached, first), weave(gaps, count), elements * (tiles + s - 1))
+    return Visits(
+        count=total[None],
+        piece=piece,
+        tile=jnp.clip(tile_ids, 0, tiles - 1),
+        start=weave(nothing, starts),
+        end=weave(nothing, ends),
+        batch=jnp.repeat(jnp.arange(elements, dtype=jnp.int32), 2 * s + 1),
+        matrix=weave(neighbour, index),
+        rest=weave(resting, -jnp.ones_like(index)),
+    )
+
+
+def group_visits(
+    starts: Int[Array, "e s"], ends: Int[Array, "e s"], rows: int, tile: int, sum_batch: bool
+) -> Visits:
+    """Every tile of each segment, segment by segment; an empty segment once, so that zeros are written for it.
+
+    The order is by element and then by segment; with `sum_batch`, by segment and then by element. At most
+    `e * (ceil(rows / tile) + s - 1)` visits.
+    """
+    elements, s = starts.shape
+    tiles = -(-rows // tile)
+    index = jnp.broadcast_to(jnp.arange(s, dtype=jnp.int32), (elements, s))
+    element = jnp.broadcast_to(jnp.arange(elements, dtype=jnp.int32)[:, None], (elements, s))
+    first = jnp.minimum(starts // tile, tiles - 1)
+    count = jnp.where(ends > starts, -(-ends // tile) - first, 1)
+
+    def line(x: Array) -> Array:
+        return (x.T if sum_batch else x).reshape(-1).astype(jnp.int32)
+
+    piece, tile_ids, total = expand(line(first), line(count), elements * (tiles + s - 1))
+    return Visits(
+        count=total[None],
+        piece=piece,
+        tile=jnp.clip(tile_ids, 0, tiles - 1),
+        start=line(starts),
+        end=line(ends),
+        batch=line(element),
+        matrix=line(index),
+        rest=line(-jnp.ones_like(index)),
+    )

@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Int, Shaped
 
-from ragged.kernels import schedule
+from ragged.kernels import Target, schedule
 
 
 def promote(lhs: Any, rhs: Any) -> Any:
@@ -59,6 +59,7 @@ def tiled_matmul(
     precision: Any = None,
     tiling: dict[str, int] | None = None,
     existing_out: Array | None = None,
+    target: Target = Target(),
 ) -> Array:
     """The product where two or three letters are ragged, tile by tile.
 
@@ -184,6 +185,7 @@ def grouped_matmul(
     group_offset: Array | None = None,
     existing_out: Array | None = None,
     transpose_rhs: bool = False,
+    target: Target = Target(),
 ) -> Array:
     """`[m, k] × [h, k, n] -> [m, n]`: see the contract in `ragged.kernels`."""
     m, held = lhs.shape[-2], rhs.shape[-3]
@@ -225,9 +227,9 @@ def transposed_grouped_matmul(
     num_actual_groups: int | None = None,
     existing_out: Array | None = None,
     sum_batch: bool = False,
-    portable: bool = False,
+    target: Target = Target(),
 ) -> Array:
-    """`[a, m] × [m, b] -> [h, a, b]`: see the contract in `ragged.kernels`. `portable`: fit for `jax.export`."""
+    """`[a, m] × [m, b] -> [h, a, b]`: see the contract in `ragged.kernels`."""
     lhs = lhs.mT  # [m, a]; cancels where the caller's was an `mT`
     m = lhs.shape[-2]
     held = group_sizes.shape[-1] if num_actual_groups is None else num_actual_groups
@@ -250,7 +252,7 @@ def transposed_grouped_matmul(
         precision=precision,
         tallest=tiling[0] if tiling else None,
         existing_out=existing_out,
-        portable=portable,
+        portable=target.portable,
     )
     return out if batch is None or sum_batch else out.reshape(batch, held, *out.shape[-2:])
 
@@ -430,7 +432,9 @@ def batched_matmul(
     axes: tuple[str, str, str],
     preferred_element_type: Any,
     precision: Any = None,
+    tiling: dict[str, int] | None = None,
     existing_out: Array | None = None,
+    target: Target = Target(),
 ) -> Array:
     """Uniform × uniform: one `einsum` over the group axis and, where there is one, the batch axis.
 

@@ -1,0 +1,524 @@
+"""Grouped products as Pallas kernels for TPUs.
+
+Three kernels, one shape: two operands stream through VMEM tile by tile, their product goes to a float32 accumulator,
+and the accumulator to the result. They differ in what a step of the grid is.
+
+    grouped_matmul              columns n × visits × tiles of k     a visit: a tile of rows, for one group
+    transposed_grouped_matmul   tiles of a × tiles of b × visits    consecutive visits of a group add up
+    batched_matmul              groups × rows × columns × tiles of k
+
+The visits are listed by `schedule`: the scalar unit reads them, and there are as many as the run-time sizes need. A
+visit's rows that are not the group's are never multiplied, a chunk at a time, or are masked.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ragged.kernels import Target, schedule, tpu_tiling
+from ragged.kernels.pipeline import buffered_pallas_call
+from ragged.kernels.schedule import Visits
+from ragged.kernels.tpu_tiling import Chip, Problem
+from ragged.kernels.xla import accumulator_dtype, compute_dtype
+
+_OPERANDS = ("bfloat16", "float32", "int8", "int4", "float8_e4m3fn", "float8_e5m2")
+_PRECISIONS = ("none", "default", "high", "highest", "bfloat16", "float32", "fastest")
+_RESULTS = ("bfloat16", "float32", "int32", "int8", "float8_e4m3fn", "float8_e5m2")
+
+
+def lacks(kernel: str, lhs: Any, rhs: Any, out: Any, precision: Any, target: Target) -> str:
+    """Why this backend has no kernel for such a product; "" if it has one.
+
+    `lhs`, `rhs` and `out` are arrays or avals.
+    """
+    if kernel not in globals():
+        return f"pallas_tpu has no {kernel}"
+    if not all(isinstance(extent, int) for x in (lhs, rhs, out) for extent in x.shape):
+        return "pallas_tpu has no kernels for symbolic extents"
+    for name, x, known in (("lhs", lhs, _OPERANDS), ("rhs", rhs, _OPERANDS), ("the result", out, _RESULTS)):
+        if jnp.dtype(x.dtype).name not in known:
+            return f"pallas_tpu has no kernels for {name} in {jnp.dtype(x.dtype).name}"
+    both = precision if isinstance(precision, tuple) else (precision, precision)
+    if both[0] != both[1] or not (both[0] is None or str(both[0]).lower() in _PRECISIONS):
+        return f"pallas_tpu has no kernels for precision {precision}"
+    generation = tpu_tiling.chip(target.device or tpu_tiling.DEFAULT_DEVICE).generation
+    bytes_ = [jnp.dtype(x.dtype).name for x in (lhs, rhs) if jnp.dtype(x.dtype).itemsize == 1]
+    if generation < 5 and bytes_:
+        return f"TPUs of generation {generation} have no matrix units for {bytes_[0]}"
+    return ""
+
+
+def grouped_matmul(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    *,
+    preferred_element_type: Any,
+    precision: Any = None,
+    tiling: tuple[int, int, int] | None = None,
+    group_offset: Array | None = None,
+    existing_out: Array | None = None,
+    transpose_rhs: bool = False,
+    target: Target = Target(),
+) -> Array:
+    """`[m, k] × [h, k, n] -> [m, n]`: see the contract in `ragged.kernels`."""
+    (m, k), held = lhs.shape[-2:], rhs.shape[-3]
+    n = rhs.shape[-2 if transpose_rhs else -1]
+    starts, ends = schedule.segments(group_sizes, m, group_offset, held)
+    call = _Call(
+        Problem("rows", m, k, n, held, *_dtypes(lhs, rhs, preferred_element_type), target.input_buffer_count),
+        tiling,
+        target,
+        precision,
+    )
+    visits = schedule.row_visits(jnp.atleast_2d(starts), jnp.atleast_2d(ends), m, call.tile[0])
+    batch = _batch_size((lhs, 2), (rhs, 3), (starts, 1))
+    out = multiply_rows(
+        _with_batch(lhs, 2),
+        _with_batch(rhs, 3),
+        visits,
+        None if existing_out is None else _with_batch(existing_out, 2),
+        call=call,
+        batch=batch or 1,
+        by_visit=starts.ndim == 2,
+        transpose_rhs=transpose_rhs,
+    )
+    return out if batch is not None else out[0]
+
+
+def multiply_rows(
+    lhs: Array,
+    rhs: Array,
+    visits: Visits,
+    existing: Array | None,
+    *,
+    call: "_Call",
+    batch: int,
+    by_visit: bool,
+    transpose_rhs: bool,
+) -> Array:
+    """`[e, m, k] × [e, h, k, n] -> [e, m, n]`; an operand's `e` is `batch`, or 1. `by_visit`: visits name the element."""
+    m, k, n = call.problem.rows, call.problem.a, call.problem.b
+    tm, tk, tn = call.tile
+    steps, rest = -(-k // tk), k % tk
+    grid = (-(-n // tn), 1 if by_visit else batch, visits.count[0], steps)
+    small = tpu_tiling.chunk(tm)
+
+    def element(x: Array, b: Any, piece: Any, v: Visits) -> Any:
+        return 0 if x.shape[0] == 1 else v.batch[piece] if by_visit else b
+
+    def lhs_index(j: Any, b: Any, at: Any, step: Any, v: Visits) -> Any:
+        piece = v.piece[at]
+        resting = v.rest[piece] >= 0
+        row = jnp.where(resting, v.rest[piece], v.tile[at])
+        return element(lhs, b, piece, v), row, jnp.where(resting, 0, step)
+
+    def rhs_index(j: Any, b: Any, at: Any, step: Any, v: Visits) -> Any:
+        piece = v.piece[at]
+        step = jnp.where(v.rest[piece] >= 0, 0, step)
+        return element(rhs, b, piece, v), v.matrix[piece], *((j, step) if transpose_rhs else (step, j))
+
+    def out_index(j: Any, b: Any, at: Any, step: Any, v: Visits) -> Any:
+        return (v.batch[v.piece[at]] if by_visit else b), v.tile[at], j
+
+    def body(ids: Any, v: Visits, lhs: Any, rhs: Any, existing: Any, out: Any, *scratch: Any) -> None:
+        _, _, at, step = ids
+        piece, before = v.piece[at], jnp.maximum(at - 1, 0)
+        low, high = (jnp.clip(edge[piece] - v.tile[at] * tm, 0, tm) for edge in (v.start, v.end))
+        is_full = (low == 0) & (high == tm)
+        is_new = (at == 0) | (v.tile[before] != v.tile[at])
+        if by_visit:
+            is_new |= v.batch[v.piece[before]] != v.batch[piece]
+
+        def multiply(rows: Any, is_last: bool) -> Array:
+            x, y = lhs[rows, :], rhs[...]
+            if is_last and rest:
+                x, y = _select_first(x, rest, 1), _select_first(y, rest, 1 if transpose_rhs else 0)
+            return call.dot(x, y, 1, 1 if transpose_rhs else 0)
+
+        def store(rows: Any, masked: bool, total: Array) -> None:
+            if existing is not None or masked:
+                base = (out if masked else existing)[rows, :].astype(call.wide)
+                total = total.astype(call.wide)
+                total = base + total if existing is not None else total
+                if masked:
+                    row = rows.start + lax.broadcasted_iota(jnp.int32, total.shape, 0)
+                    total = jnp.where((row >= low) & (row < high), total, base)
+            out[rows, :] = total.astype(out.dtype)
+
+        def visit(rows: Any, masked: bool) -> None:
+            _accumulate(step, steps, partial(multiply, rows), partial(store, rows, masked), *scratch, rows=rows)
+
+        @pl.when(is_full)
+        def _() -> None:
+            visit(pl.ds(0, tm), False)
+
+        @pl.when(jnp.logical_not(is_full))
+        def _() -> None:
+            @pl.when(is_new & (step == 0))
+            def _() -> None:
+                out[...] = jnp.zeros_like(out) if existing is None else existing[...]
+
+            def part(index: Any, carry: None) -> None:
+                visit(pl.ds(pl.multiple_of(index * small, small), small), True)
+
+            lax.fori_loop(low // small, pl.cdiv(high, small), part, None)
+
+    out_block = pl.BlockSpec((None, tm, tn), out_index)
+    return call.run(
+        body,
+        visits,
+        (lhs, rhs, existing),
+        ((None, tm, tk), (None, None, tn, tk) if transpose_rhs else (None, None, tk, tn)),
+        (lhs_index, rhs_index),
+        out_block,
+        (batch, m, n),
+        grid,
+        ("parallel", "arbitrary", "arbitrary", "arbitrary"),
+        [(tm, tn)] if steps > 1 else [],
+        name=f"grouped_matmul{'_transposed' if transpose_rhs else ''}",
+    )
+
+
+def transposed_grouped_matmul(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    *,
+    preferred_element_type: Any,
+    precision: Any = None,
+    tiling: tuple[int, int, int] | None = None,
+    group_offset: Array | None = None,
+    num_actual_groups: int | None = None,
+    existing_out: Array | None = None,
+    sum_batch: bool = False,
+    target: Target = Target(),
+) -> Array:
+    """`[a, m] × [m, b] -> [h, a, b]`: see the contract in `ragged.kernels`."""
+    lhs = lhs.mT  # [m, a]; cancels where the caller's was an `mT`
+    (m, a), b = lhs.shape[-2:], rhs.shape[-1]
+    held = group_sizes.shape[-1] if num_actual_groups is None else num_actual_groups
+    starts, ends = schedule.segments(group_sizes, m, group_offset, held)
+    batch = _batch_size((lhs, 2), (rhs, 2), (starts, 1))
+    elements = batch if sum_batch and batch is not None else 1
+    elements = max(elements, jnp.atleast_2d(starts).shape[0])
+    starts, ends = (jnp.broadcast_to(x, (elements, held)) for x in (starts, ends))
+    call = _Call(
+        Problem("groups", m, a, b, held, *_dtypes(lhs, rhs, preferred_element_type), target.input_buffer_count),
+        tiling,
+        target,
+        precision,
+    )
+    keeps_batch = batch is not None and not sum_batch
+    out = multiply_groups(
+        _with_batch(lhs, 2),
+        _with_batch(rhs, 2),
+        schedule.group_visits(starts, ends, m, call.tile[0], sum_batch),
+        None if existing_out is None else _with_batch(existing_out, 3),
+        call=call,
+        batch=batch if keeps_batch else 1,
+        by_visit=elements > 1,
+    )
+    return out if keeps_batch else out[0]
+
+
+def multiply_groups(
+    lhs: Array, rhs: Array, visits: Visits, existing: Array | None, *, call: "_Call", batch: int, by_visit: bool
+) -> Array:
+    """`[e, m, a], [e, m, b] -> [e, h, a, b]`, contracting each group's rows; the operands' `e` is the elements', or 1.
+
+    `by_visit`: visits name the operands' element; the result's too, unless it has only one, which sums over them.
+    """
+    m, a, b = call.problem.rows, call.problem.a, call.problem.b
+    tm, ta, tb = call.tile
+    grid = (-(-a // ta), -(-b // tb), 1 if by_visit else batch, visits.count[0])
+    small = tpu_tiling.chunk(tm)
+
+    def element(extent: int, e: Any, piece: Any, v: Visits) -> Any:
+        return 0 if extent == 1 else v.batch[piece] if by_visit else e
+
+    def lhs_index(i: Any, j: Any, e: Any, at: Any, v: Visits) -> Any:
+        return element(lhs.shape[0], e, v.piece[at], v), v.tile[at], i
+
+    def rhs_index(i: Any, j: Any, e: Any, at: Any, v: Visits) -> Any:
+        return element(rhs.shape[0], e, v.piece[at], v), v.tile[at], j
+
+    def out_index(i: Any, j: Any, e: Any, at: Any, v: Visits) -> Any:
+        piece = v.piece[at]
+        return element(batch, e, piece, v), v.matrix[piece], i, j
+
+    def body(ids: Any, v: Visits, lhs: Any, rhs: Any, existing: Any, out: Any, accumulator: Any) -> None:
+        at = ids[3]
+        piece = v.piece[at]
+        low, high = (jnp.clip(edge[piece] - v.tile[at] * tm, 0, tm) for edge in (v.start, v.end))
+        is_full = (low == 0) & (high == tm)
+
+        def begins(other: Any) -> Any:
+            """Whether another visit is for another matrix of the result."""
+            differs = v.matrix[v.piece[other]] != v.matrix[piece]
+            return differs | (v.batch[v.piece[other]] != v.batch[piece]) if by_visit and batch > 1 else differs
+
+        is_first = (at == 0) | begins(jnp.maximum(at - 1, 0))
+        end = v.count[0] - 1
+        is_last = (at == end) | begins(jnp.minimum(at + 1, end))
+
+        def multiply(rows: Any, masked: bool) -> Array:
+            x, y = lhs[rows, :], rhs[rows, :]
+            if masked:
+                x, y = (_select_rows(z, low - rows.start, high - rows.start) for z in (x, y))
+            return call.dot(x, y, 0, 0)
+
+        def store(total: Array) -> None:
+            if existing is not None:
+                total = existing[...].astype(call.wide) + total.astype(call.wide)
+            out[...] = total.astype(out.dtype)
+
+        is_alone = is_full & is_first & is_last
+
+        @pl.when(is_alone)
+        def _() -> None:
+            store(multiply(pl.ds(0, tm), False))
+
+        @pl.when(jnp.logical_not(is_alone))
+        def _() -> None:
+            @pl.when(is_first)
+            def _() -> None:
+                accumulator[...] = jnp.zeros_like(accumulator)
+
+            @pl.when(is_full)
+            def _() -> None:
+                accumulator[...] += multiply(pl.ds(0, tm), False)
+
+            @pl.when(jnp.logical_not(is_full))
+            def _() -> None:
+                def part(index: Any, carry: None) -> None:
+                    accumulator[...] += multiply(pl.ds(pl.multiple_of(index * small, small), small), True)
+
+                lax.fori_loop(low // small, pl.cdiv(high, small), part, None)
+
+            @pl.when(is_last)
+            def _() -> None:
+                store(accumulator[...])
+
+    return call.run(
+        body,
+        visits,
+        (lhs, rhs, existing),
+        ((None, tm, ta), (None, tm, tb)),
+        (lhs_index, rhs_index),
+        pl.BlockSpec((None, None, ta, tb), out_index),
+        (batch, call.problem.groups, a, b),
+        grid,
+        ("parallel", "arbitrary", "arbitrary", "arbitrary"),
+        [(ta, tb)],
+        name="transposed_grouped_matmul",
+    )
+
+
+def batched_matmul(
+    lhs: Array,
+    rhs: Array,
+    *,
+    axes: tuple[str, str, str],
+    preferred_element_type: Any,
+    precision: Any = None,
+    tiling: dict[str, int] | None = None,
+    existing_out: Array | None = None,
+    target: Target = Target(),
+) -> Array:
+    """Uniform × uniform: see the contract in `ragged.kernels`. Operands are read as they are stored, either way round."""
+    leading = max(lhs.shape[:-2], rhs.shape[:-2], key=len)
+    x, y = (_with_batch(z[None] if z.ndim == 2 else z, 3) for z in (lhs, rhs))
+    x_letters, y_letters, (row, column) = axes
+    if row not in x_letters:
+        x, y, x_letters, y_letters = y, x, y_letters, x_letters
+    contracted = x_letters.replace(row, "")
+    extent = dict(zip(x_letters + y_letters, x.shape[2:] + y.shape[2:], strict=True))
+    elements, groups = (max(p, q) for p, q in zip(x.shape[:2], y.shape[:2], strict=True))
+    problem = Problem(
+        "batched",
+        extent[row],
+        extent[contracted],
+        extent[column],
+        elements * groups,
+        *_dtypes(x, y, preferred_element_type),
+        target.input_buffer_count,
+    )
+    asked = None if tiling is None else (tiling[row], tiling[contracted], tiling[column])
+    call = _Call(problem, asked, target, precision)
+    tile = dict(zip((row, contracted, column), call.tile, strict=True))
+    steps, rest = -(-extent[contracted] // tile[contracted]), extent[contracted] % tile[contracted]
+    axis_x, axis_y = x_letters.index(contracted), y_letters.index(contracted)
+
+    def index(letters: str, z: Array) -> Any:
+        def index_map(g: Any, e: Any, i: Any, j: Any, step: Any, _: Any) -> Any:
+            at = {row: i, column: j, contracted: step}
+            lead = [0 if extent == 1 else place for extent, place in zip(z.shape[:2], (e, g), strict=True)]
+            return *lead, *(at[letter] for letter in letters)
+
+        return index_map
+
+    def body(ids: Any, _: Any, x: Any, y: Any, existing: Any, out: Any, *scratch: Any) -> None:
+        step = ids[-1]
+
+        def multiply(is_last: bool) -> Array:
+            a, b = x[...], y[...]
+            if is_last and rest:
+                a, b = _select_first(a, rest, axis_x), _select_first(b, rest, axis_y)
+            return call.dot(a, b, axis_x, axis_y)
+
+        def store(total: Array) -> None:
+            if existing is not None:
+                total = existing[...].astype(call.wide) + total.astype(call.wide)
+            out[...] = total.astype(out.dtype)
+
+        _accumulate(step, steps, multiply, store, *scratch)
+
+    def block(letters: str) -> tuple[Any, ...]:
+        return None, None, *(tile[letter] for letter in letters)
+
+    out = call.run(
+        body,
+        None,
+        (x, y, None if existing_out is None else existing_out.reshape(elements, groups, *existing_out.shape[-2:])),
+        (block(x_letters), block(y_letters)),
+        (index(x_letters, x), index(y_letters, y)),
+        pl.BlockSpec(block(axes[2]), lambda g, e, i, j, step, _: (e, g, i, j)),
+        (elements, groups, extent[row], extent[column]),
+        (groups, elements, -(-extent[row] // tile[row]), -(-extent[column] // tile[column]), steps),
+        ("parallel", "parallel", "parallel", "parallel", "arbitrary"),
+        [(tile[row], tile[column])] if steps > 1 else [],
+        name="batched_matmul",
+    )
+    return out.reshape(*leading, *out.shape[2:])
+
+
+def _accumulate(step: Any, steps: int, multiply: Any, store: Any, accumulator: Any = None, rows: Any = ...) -> None:
+    """Adds up `multiply(is_last)` over the tiles of the contracted letter, and stores the sum at the last."""
+    if steps == 1:
+        store(multiply(True))
+        return
+
+    @pl.when(step == 0)
+    def _() -> None:
+        accumulator[rows] = multiply(False)
+
+    @pl.when((step > 0) & (step < steps - 1))
+    def _() -> None:
+        accumulator[rows] += multiply(False)
+
+    @pl.when(step == steps - 1)
+    def _() -> None:
+        store(accumulator[rows] + multiply(True))
+
+
+@dataclass(frozen=True)
+class _Call:
+    """All that is static about one product, and how it is run."""
+
+    problem: Problem
+    asked: tuple[int, int, int] | None
+    target: Target
+    precision: Any
+
+    @cached_property
+    def chip(self) -> Chip:
+        return tpu_tiling.chip(self.target.device or tpu_tiling.DEFAULT_DEVICE)
+
+    @cached_property
+    def tile(self) -> tuple[int, int, int]:
+        if self.asked is None:
+            return tpu_tiling.fit(self.problem, tpu_tiling.choose(self.problem, self.chip), self.chip)
+        return tpu_tiling.fit(self.problem, self.asked, self.chip)
+
+    @property
+    def accumulator(self) -> Any:
+        return accumulator_dtype(self.problem.compute)
+
+    @property
+    def wide(self) -> Any:
+        """The dtype in which the accumulator and what is already there are added."""
+        return jnp.float32 if jnp.issubdtype(self.problem.dtypes[2], jnp.floating) else jnp.int32
+
+    def dot(self, x: Array, y: Array, x_axis: int, y_axis: int) -> Array:
+        x, y = (z if z.dtype == self.problem.compute else z.astype(self.problem.compute) for z in (x, y))
+        return lax.dot_general(
+            x,
+            y,
+            (((x_axis,), (y_axis,)), ((), ())),
+            precision=self.precision if self.problem.compute == jnp.float32 else None,
+            preferred_element_type=self.accumulator,
+        )
+
+    def run(
+        self,
+        body: Any,
+        visits: Visits | None,
+        operands: tuple[Array, Array, Array | None],
+        blocks: tuple[Any, Any],
+        index_maps: tuple[Any, Any],
+        out_block: pl.BlockSpec,
+        shape: tuple[int, ...],
+        grid: tuple[Any, ...],
+        semantics: tuple[str, ...],
+        accumulators: list[tuple[int, int]],
+        *,
+        name: str,
+    ) -> Array:
+        """Launches `body`. `operands` are the two that stream through VMEM, and what the product is added to."""
+        lhs, rhs, existing = operands
+        p, tile = self.problem, "x".join(map(str, self.tile))
+        out = jax.ShapeDtypeStruct(shape, p.dtypes[2])
+        flops = 2 * p.rows * p.a * p.b * (p.groups if p.kind == "batched" else shape[0])
+        moved = sum(x.size * x.dtype.itemsize for x in (lhs, rhs, existing, out) if x is not None)
+        specs = [pl.BlockSpec(block, index) for block, index in zip(blocks, index_maps, strict=True)]
+        scalars = jax.tree.leaves(visits)
+        with jax.named_scope(f"ragged_{name}"):
+            return buffered_pallas_call(
+                body,
+                out,
+                grid=grid,
+                in_specs=[*specs, None if existing is None else out_block],
+                out_specs=out_block,
+                input_buffer_count=[self.target.input_buffer_count] * 2 + [2],
+                scratch_shapes=[pltpu.VMEM(shape, self.accumulator) for shape in accumulators],
+                dimension_semantics=semantics,
+                vmem_limit_bytes=self.chip.vmem,
+                input_output_aliases={} if existing is None else {len(scalars) + 2: 0},
+                interpret=self.target.interpret,
+                device=self.target.device or tpu_tiling.DEFAULT_DEVICE,
+                name=f"{name}_{tile}",
+                cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=moved, transcendentals=0),
+                metadata={"tiling": tile, "dtypes": " ".join(jnp.dtype(d).name for d in p.dtypes)},
+            )(visits, lhs, rhs, existing)
+
+
+def _dtypes(lhs: Array, rhs: Array, out: Any) -> tuple[Any, Any]:
+    """Of the operands and the result; and the one that tiles of both operands are cast to for the matrix unit."""
+    return (jnp.dtype(lhs.dtype), jnp.dtype(rhs.dtype), jnp.dtype(out)), compute_dtype(lhs.dtype, rhs.dtype)
+
+
+def _with_batch(x: Array, ndim: int) -> Array:
+    return x if x.ndim > ndim else x[None]
+
+
+def _batch_size(*operands: tuple[Array, int]) -> int | None:
+    """The batch axis's extent, from arrays and the ranks they have without it; None if there is none."""
+    return next((x.shape[0] for x, ndim in operands if x.ndim > ndim), None)
+
+
+def _select_first(x: Array, count: int, axis: int) -> Array:
+    """`x` with zeros from index `count` of `axis` on: what a partial tile holds there is undefined."""
+    return jnp.where(lax.broadcasted_iota(jnp.int32, x.shape, axis) < count, x, jnp.zeros_like(x))
+
+
+def _select_rows(x: Array, low: Any, high: Any) -> Array:
+    """`x` with zeros outside of rows `low..high`."""
+    row = lax.broadcasted_iota(jnp.int32, x.shape, 0)
+    return jnp.where((row >= low) & (row < high), x, jnp.zeros_like(x))

@@ -1,0 +1,187 @@
+"""Tiles for TPU kernels: which are legal, what they take of VMEM, and which are chosen when none are asked for."""
+
+import math
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AbstractDevice, AbstractMesh
+
+LANES = 128
+DEFAULT_DEVICE = ("TPU v5 lite", 1)
+"""Kind and number of cores of the TPU to build for where the machine has none and nothing says which."""
+
+
+class Chip(NamedTuple):
+    """What the choice of a tile depends on, for one core."""
+
+    cores: int
+    generation: int
+    mxu: int  # rows and columns of a matrix unit
+    vmem: int  # bytes that a kernel may use
+    flops: float  # a second, bfloat16
+    bandwidth: float  # bytes a second
+
+
+@cache
+def chip(device: tuple[str, int]) -> Chip:
+    """The chip of a device kind, such as `("TPU v6 lite", 1)`. One that isn't known counts as the smallest."""
+    kind = AbstractDevice(*device, "tpu")
+    try:
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=kind)):
+            info = pltpu.get_tpu_info()
+    except ValueError:
+        return chip(DEFAULT_DEVICE)._replace(vmem=12 << 20)
+    # What the compiler itself needs is left to it.
+    return Chip(
+        info.num_cores,
+        info.generation,
+        info.mxu_column_size,
+        int(0.75 * info.vmem_capacity_bytes),
+        info.bf16_ops_per_second,
+        info.mem_bw_bytes_per_second,
+    )
+
+
+def round_up(x: int, multiple: int) -> int:
+    return -(-x // multiple) * multiple
+
+
+def sublanes(*dtypes: Any) -> int:
+    """Rows of the smallest tile of memory that suits all of `dtypes`: 8 of 32 bits, 16 of 16, 32 of 8, 64 of 4."""
+    return max(8 * 32 // jax.dtypes.itemsize_bits(dtype) for dtype in dtypes)
+
+
+def block_bytes(rows: int, columns: int, dtype: Any) -> int:
+    """What a block takes of VMEM."""
+    return round_up(rows, sublanes(dtype)) * round_up(columns, LANES) * jax.dtypes.itemsize_bits(dtype) // 8
+
+
+def illegal(
+    tile: dict[str, int], extents: dict[str, int], ragged: str, dtypes: tuple[Any, ...]
+) -> tuple[str, str]:
+    """Which rule a tiling breaks, and the nearest that breaks none; two "" if it is legal.
+
+    A tile of rows (of a ragged letter) must be a multiple of the dtypes' sublanes, any other of 128 lanes, unless it
+    holds the whole extent.
+    """
+    unit = {letter: sublanes(*dtypes) if letter in ragged else LANES for letter in tile}
+    near = {x: t if t >= extents[x] or t % unit[x] == 0 else round_up(t, unit[x]) for x, t in tile.items()}
+    wrong = next((letter for letter in tile if near[letter] != tile[letter]), None)
+    if wrong is None:
+        return "", ""
+    names = ", ".join(jnp.dtype(d).name for d in dict.fromkeys(dtypes))
+    what = f"the sublanes of {names}" if wrong in ragged else "the lanes"
+    return (
+        f"tile_{wrong}={tile[wrong]} must be a multiple of {unit[wrong]} ({what}), or the whole extent "
+        f"{extents[wrong]}, on a TPU.",
+        f"The nearest legal tiling is {tuple(near[letter] for letter in 'mkn')}.",
+    )
+
+
+class Problem(NamedTuple):
+    """One product to be tiled. Extents and tiles are in the order rows, first, second, whatever a kernel calls them."""
+
+    kind: str  # "rows": [r, a] x [g, a, b] -> [r, b]; "groups": [r, a] x [r, b] -> [g, a, b]; "batched": as "rows",
+    rows: int  # where each group has all the rows
+    a: int
+    b: int
+    groups: int
+    dtypes: tuple[Any, Any, Any]  # of the operands and the result
+    compute: Any  # the dtype that the operands are cast to
+    buffers: int  # of each operand
+
+
+def vmem(problem: Problem, tile: tuple[int, int, int]) -> int:
+    """Bytes of VMEM that a kernel takes with this tile: buffers, casts, accumulator, and the result before it is cast."""
+    (r, a, b), p = tile, problem
+    blocks = ((r, a), (r, b), (a, b)) if p.kind == "groups" else ((r, a), (a, b), (r, b))
+    total = 2 * block_bytes(*blocks[2], p.dtypes[2]) + 2 * block_bytes(*blocks[2], jnp.float32)
+    for block, dtype in zip(blocks[:2], p.dtypes[:2], strict=True):
+        total += p.buffers * block_bytes(*block, dtype)
+        total += block_bytes(*block, p.compute) * (jnp.dtype(dtype) != p.compute)
+    return total
+
+
+@cache
+def choose(problem: Problem, on: Chip) -> tuple[int, int, int]:
+    """The tile `(rows, a, b)` with the least time by a model: FLOPs or bytes, a price for each step, and the pipeline's
+    first and last blocks, which nothing hides. It always fits into VMEM."""
+    fitting = [t for t in _candidates(problem) if math.prod(t) <= _LARGEST and vmem(problem, t) <= on.vmem]
+    return min(fitting, key=lambda tile: _seconds(problem, tile, on))
+
+
+def fit(problem: Problem, tile: tuple[int, int, int], on: Chip) -> tuple[int, int, int]:
+    """`tile`, no larger than the extents, halved along its longest side until it fits into VMEM."""
+    unit = (sublanes(*problem.dtypes), LANES, LANES)
+    extents = (problem.rows, problem.a, problem.b)
+    tile = tuple(min(t, extent) for t, extent in zip(tile, extents, strict=True))
+    while vmem(problem, tile) > on.vmem and any(t > u for t, u in zip(tile, unit, strict=True)):
+        longest = max(range(3), key=lambda i: tile[i] / unit[i])
+        half = max(round_up(-(-tile[longest] // 2), unit[longest]), unit[longest])
+        tile = tuple(min(half, t) if i == longest else t for i, t in enumerate(tile))
+    return tile
+
+
+def _candidates(p: Problem) -> Iterator[tuple[int, int, int]]:
+    unit = sublanes(*p.dtypes)
+    tallest = min(512, round_up(p.rows, unit))
+    heights = [t for t in (16, 32, 64, 128, 256, 512) if t % unit == 0 and t < tallest] + [tallest]
+    for a in _parts(p.a):
+        for b in _parts(p.b):
+            for rows in heights:
+                yield rows, a, b
+
+
+def _parts(extent: int) -> list[int]:
+    """The whole extent, and equal parts of it in whole lanes, down to one lane tile."""
+    parts = [round_up(-(-extent // count), LANES) for count in (*range(2, 9), 12, 16, 24, 32, 48, 64, 128, 256)]
+    return list(dict.fromkeys([extent, *(t for t in parts if t < extent)]))
+
+
+_LARGEST = 512 * 1024 * 2048
+"""Multiplications in one tile: its product is unrolled, and this many compile in a few seconds."""
+
+_STEP = 0.1e-6
+"""Seconds that a step of the grid takes besides its product, by the simulator: 110 to 180 cycles."""
+
+
+def _seconds(p: Problem, tile: tuple[int, int, int], on: Chip) -> float:
+    """What the model says a tile takes."""
+    rows, a, b = tile
+    size = [jax.dtypes.itemsize_bits(d) / 8 for d in p.dtypes]
+    tiles_a, tiles_b = -(-p.a // a), -(-p.b // b)
+    visits = -(-p.rows // rows) * (p.groups if p.kind == "batched" else 1)
+    all_rows = p.rows * p.groups if p.kind == "batched" else p.rows
+    computed = all_rows
+    if p.kind != "batched":
+        # A group's first and last tile are shared with its neighbours; what is computed there is rounded to chunks.
+        visits += p.groups // 2
+        computed += p.groups * chunk(rows) // 2
+    # A matrix unit takes as long to load a matrix as to multiply this many rows by it.
+    busy = computed * max(1.0, on.mxu / 2 / min(rows, -(-all_rows // p.groups)))
+    columns = tiles_a * tiles_b * round_up(a, LANES) * round_up(b, LANES)
+    compute = 2 * busy * columns / on.flops
+    if p.kind == "groups":
+        moved = all_rows * (p.a * size[0] * tiles_b + p.b * size[1] * tiles_a) + p.groups * p.a * p.b * size[2]
+        edge = rows * (a * size[0] + b * size[1]) + a * b * size[2]
+    else:
+        # With the whole of `a` in a tile, consecutive tiles of a group share its matrix.
+        reads = p.groups if tiles_a == 1 else visits
+        moved = all_rows * (p.a * size[0] * tiles_b + p.b * size[2]) + reads * p.a * p.b * size[1]
+        edge = rows * a * size[0] + a * b * size[1] + rows * b * size[2]
+    # Cores share the tiles of the letter that the grid goes over first.
+    outer = tiles_a if p.kind == "groups" else p.groups if p.kind == "batched" else tiles_b
+    shared = -(-outer // on.cores) / outer
+    steps = visits * tiles_a * tiles_b
+    return shared * (max(compute, moved / on.bandwidth) + _STEP * steps) + edge / on.bandwidth
+
+
+def chunk(rows: int) -> int:
+    """Rows that a kernel computes at a time in a tile that a group does not fill."""
+    return 128 if rows % 128 == 0 else rows
+
+
