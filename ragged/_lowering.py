@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.experimental.pallas.tpu import InterpretParams
 from jax.extend.core import InconclusiveDimensionOperation
 
 from ragged._layout import Product
@@ -31,6 +32,12 @@ class Options(NamedTuple):
     tiling: tuple[int, int, int] | None = None
     interpret: Any = False
     input_buffer_count: int = 2
+
+    @property
+    def calls_back(self) -> bool:
+        """Whether the kernel is interpreted by callbacks: an effect of the program that it is part of."""
+        deep = isinstance(self.interpret, InterpretParams) or (self.interpret and self.input_buffer_count > 2)
+        return self.backend == "pallas_tpu" and bool(deep)
 
 
 class Call(NamedTuple):

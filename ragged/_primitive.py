@@ -8,13 +8,15 @@ more leading axis, a batch axis. `Call.out_batch` says whether the result keeps 
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from contextlib import nullcontext
+from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.core import ShapedArray
+from jax.experimental import io_callback
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -50,8 +52,8 @@ def bind(operands: Operands, call: Call) -> Array:
 ragged_matmul_p = Primitive("ragged_matmul")
 
 
-@ragged_matmul_p.def_abstract_eval
-def _abstract_eval(*avals: Any, call: Call) -> Any:
+@ragged_matmul_p.def_effectful_abstract_eval
+def _abstract_eval(*avals: Any, call: Call) -> tuple[Any, frozenset[Any]]:
     if any(axis is not None for aval in avals for axis in aval.sharding.spec):
         raise NotImplementedError(
             "`ragged.matmul`: an operand is sharded over a mesh axis of type `Explicit`.\n"
@@ -61,7 +63,14 @@ def _abstract_eval(*avals: Any, call: Call) -> Any:
     operands = _unflatten(avals, call)
     shape = (operands.batch_size(call), *call.shape) if call.out_batch else call.shape
     sharding = NamedSharding(avals[0].sharding.mesh, PartitionSpec(*[None] * len(shape)))
-    return avals[0].update(shape=shape, dtype=jnp.dtype(call.dtype), weak_type=False, sharding=sharding)
+    out = avals[0].update(shape=shape, dtype=jnp.dtype(call.dtype), weak_type=False, sharding=sharding)
+    return out, _interpreter_effects() if call.options.calls_back else frozenset()
+
+
+@cache
+def _interpreter_effects() -> frozenset[Any]:
+    """Those of the ordered callbacks by which Pallas interprets a TPU's memory and copies."""
+    return frozenset(jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))().effects)
 
 
 @partial(jax.jit, static_argnames="call")
@@ -181,13 +190,15 @@ def _rule(platform: str) -> Callable[..., Any]:
             input_buffer_count=call.options.input_buffer_count,
             device=_tpu(ctx.module_context.axis_context) if platform == "tpu" else None,
         )
-        lower_here = partial(lower, ctx.replace(avals_in=plain[0], avals_out=plain[1]), *args, call=call, target=target)
-        if platform != "tpu":
-            return lower_here()
+        inner = ctx.replace(avals_in=plain[0], avals_out=plain[1])
         # Pallas asks which TPU it lowers for; the machine may have none.
         device = AbstractDevice(*(target.device or DEFAULT_DEVICE), "tpu")
-        with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-            return lower_here()
+        mesh = jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+        with mesh if platform == "tpu" else nullcontext():
+            out = lower(inner, *args, call=call, target=target)
+        if call.options.calls_back:
+            ctx.set_tokens_out(inner.tokens_out)
+        return out
 
     return rule
 

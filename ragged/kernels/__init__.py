@@ -37,6 +37,8 @@ product reaches stay as they are. `tiling` is `(tile_m, tile_k, tile_n)` of the 
 
 from typing import Any, NamedTuple
 
+from jax import Array
+
 
 class Target(NamedTuple):
     """What a kernel is compiled for, and how. Backends ignore what means nothing to them."""
@@ -45,3 +47,15 @@ class Target(NamedTuple):
     interpret: Any = False  # as in `pl.pallas_call`: run a Pallas or Triton kernel's body on the CPU
     input_buffer_count: int = 2  # buffers for each streamed operand of a TPU kernel
     device: tuple[str, int] | None = None  # kind and number of cores of the TPU, if known
+
+
+class Scales(NamedTuple):
+    """Scales of a quantised operand: value = data × scale, one scale a block.
+
+    `values` has the operand's axes with one entry for each block. `block` is a block's extent along the operand's last
+    two axes, None for all of it. A ragged operand's rows have blocks of 1, or None: a group's rows, and then the first
+    axis of `values` (but for a batch axis) is the groups'. No block straddles two groups.
+    """
+
+    values: Array
+    block: tuple[int | None, int | None]

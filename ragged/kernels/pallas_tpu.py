@@ -11,6 +11,7 @@ The visits are listed by `schedule`: the scalar unit reads them, and there are a
 visit's rows that are not the group's are never multiplied, a chunk at a time, or are masked.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -21,9 +22,10 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ragged.kernels import Target, schedule, tpu_tiling
+from ragged.kernels import Scales, Target, schedule, tpu_scales, tpu_tiling
 from ragged.kernels.pipeline import buffered_pallas_call
 from ragged.kernels.schedule import Visits
+from ragged.kernels.tpu_scales import Blocks
 from ragged.kernels.tpu_tiling import Chip, Problem
 from ragged.kernels.xla import accumulator_dtype, compute_dtype
 
@@ -65,18 +67,28 @@ def grouped_matmul(
     group_offset: Array | None = None,
     existing_out: Array | None = None,
     transpose_rhs: bool = False,
+    lhs_scales: Scales | None = None,
+    rhs_scales: Scales | None = None,
     target: Target = Target(),
 ) -> Array:
     """`[m, k] × [h, k, n] -> [m, n]`: see the contract in `ragged.kernels`."""
     (m, k), held = lhs.shape[-2:], rhs.shape[-3]
     n = rhs.shape[-2 if transpose_rhs else -1]
     starts, ends = schedule.segments(group_sizes, m, group_offset, held)
-    call = _Call(
-        Problem("rows", m, k, n, held, *_dtypes(lhs, rhs, preferred_element_type), target.input_buffer_count),
-        tiling,
-        target,
-        precision,
+    by_row = lhs_scales is not None and lhs_scales.block[0] is not None
+    if lhs_scales is not None and not by_row:
+        lhs_scales = _held_scales(lhs_scales, group_offset, held)
+    scales = (
+        tpu_scales.arrange(lhs_scales, 0, m, first=True),
+        tpu_scales.arrange(rhs_scales, 0 if transpose_rhs else 1, n, first=False),
     )
+    scales = tuple(
+        s and s._replace(values=_with_batch(s.values, ndim))
+        for s, ndim in zip(scales, (2 if by_row else 3, 3), strict=True)
+    )
+    dtypes = _dtypes(lhs, rhs, preferred_element_type, tpu_scales.dequantised(*scales))
+    problem = Problem("rows", m, k, n, held, *dtypes, target.input_buffer_count)
+    call = _Call(problem, tiling, target, precision, scales)
     visits = schedule.row_visits(jnp.atleast_2d(starts), jnp.atleast_2d(ends), m, call.tile[0])
     batch = _batch_size((lhs, 2), (rhs, 3), (starts, 1))
     out = multiply_rows(
@@ -108,7 +120,6 @@ def multiply_rows(
     tm, tk, tn = call.tile
     steps, rest = -(-k // tk), k % tk
     grid = (-(-n // tn), 1 if by_visit else batch, visits.count[0], steps)
-    small = tpu_tiling.chunk(tm)
 
     def element(x: Array, b: Any, piece: Any, v: Visits) -> Any:
         return 0 if x.shape[0] == 1 else v.batch[piece] if by_visit else b
@@ -127,7 +138,36 @@ def multiply_rows(
     def out_index(j: Any, b: Any, at: Any, step: Any, v: Visits) -> Any:
         return (v.batch[v.piece[at]] if by_visit else b), v.tile[at], j
 
-    def body(ids: Any, v: Visits, lhs: Any, rhs: Any, existing: Any, out: Any, *scratch: Any) -> None:
+    def scale_spec(which: int) -> pl.BlockSpec | None:
+        scales = call.scales[which]
+        if scales is None:
+            return None
+        values = scales.values  # [e, m, blocks] or [e, h, 1, blocks]; [e, h, blocks, n] or [e, h, blocks, 1]
+
+        def index_map(j: Any, b: Any, at: Any, step: Any, v: Visits) -> Any:
+            piece = v.piece[at]
+            lead = element(values, b, piece, v)
+            if values.ndim == 3:
+                return lead, lhs_index(j, b, at, step, v)[1], 0
+            return lead, v.matrix[piece], 0, j if which and values.shape[-1] > 1 else 0
+
+        if values.ndim == 3:
+            return pl.BlockSpec((None, tm, values.shape[-1]), index_map)
+        return pl.BlockSpec(
+            (None, None, values.shape[-2], min(values.shape[-1], tn) if which else values.shape[-1]), index_map
+        )
+
+    def body(
+        ids: Any,
+        v: Visits,
+        lhs: Any,
+        rhs: Any,
+        existing: Any,
+        lhs_scales: Any,
+        rhs_scales: Any,
+        out: Any,
+        *scratch: Any,
+    ) -> None:
         _, _, at, step = ids
         piece, before = v.piece[at], jnp.maximum(at - 1, 0)
         low, high = (jnp.clip(edge[piece] - v.tile[at] * tm, 0, tm) for edge in (v.start, v.end))
@@ -140,9 +180,15 @@ def multiply_rows(
             x, y = lhs[rows, :], rhs[...]
             if is_last and rest:
                 x, y = _select_first(x, rest, 1), _select_first(y, rest, 1 if transpose_rhs else 0)
-            return call.dot(x, y, 1, 1 if transpose_rhs else 0)
+            begin = 0 if steps == 1 else step * tk
+            return call.multiply(x, y, 1, 1 if transpose_rhs else 0, row_scales(rows), rhs_scales, begin)
+
+        def row_scales(rows: Any) -> Any:
+            by_row = lhs_scales is not None and lhs_scales.shape[0] == tm
+            return lhs_scales.at[rows, :] if by_row else lhs_scales
 
         def store(rows: Any, masked: bool, total: Array) -> None:
+            total = call.rescale(total, row_scales(rows), rhs_scales)
             if existing is not None or masked:
                 base = (out if masked else existing)[rows, :].astype(call.wide)
                 total = total.astype(call.wide)
@@ -165,18 +211,18 @@ def multiply_rows(
             def _() -> None:
                 out[...] = jnp.zeros_like(out) if existing is None else existing[...]
 
-            def part(index: Any, carry: None) -> None:
-                visit(pl.ds(pl.multiple_of(index * small, small), small), True)
-
-            lax.fori_loop(low // small, pl.cdiv(high, small), part, None)
+            _in_chunks(low, high, tm, lambda rows: visit(rows, True))
 
     out_block = pl.BlockSpec((None, tm, tn), out_index)
     return call.run(
         body,
         visits,
         (lhs, rhs, existing),
-        ((None, tm, tk), (None, None, tn, tk) if transpose_rhs else (None, None, tk, tn)),
-        (lhs_index, rhs_index),
+        (
+            pl.BlockSpec((None, tm, tk), lhs_index),
+            pl.BlockSpec((None, None, tn, tk) if transpose_rhs else (None, None, tk, tn), rhs_index),
+        ),
+        (scale_spec(0), scale_spec(1)),
         out_block,
         (batch, m, n),
         grid,
@@ -198,6 +244,8 @@ def transposed_grouped_matmul(
     num_actual_groups: int | None = None,
     existing_out: Array | None = None,
     sum_batch: bool = False,
+    lhs_scales: Scales | None = None,
+    rhs_scales: Scales | None = None,
     target: Target = Target(),
 ) -> Array:
     """`[a, m] × [m, b] -> [h, a, b]`: see the contract in `ragged.kernels`."""
@@ -209,12 +257,13 @@ def transposed_grouped_matmul(
     elements = batch if sum_batch and batch is not None else 1
     elements = max(elements, jnp.atleast_2d(starts).shape[0])
     starts, ends = (jnp.broadcast_to(x, (elements, held)) for x in (starts, ends))
-    call = _Call(
-        Problem("groups", m, a, b, held, *_dtypes(lhs, rhs, preferred_element_type), target.input_buffer_count),
-        tiling,
-        target,
-        precision,
+    scales = tuple(
+        _row_scales(s, extent, i == 0, group_offset, held)
+        for i, (s, extent) in enumerate(((lhs_scales, a), (rhs_scales, b)))
     )
+    dtypes = _dtypes(lhs, rhs, preferred_element_type, any(s is not None and s.extent is not None for s in scales))
+    problem = Problem("groups", m, a, b, held, *dtypes, target.input_buffer_count)
+    call = _Call(problem, tiling, target, precision, scales)
     keeps_batch = batch is not None and not sum_batch
     out = multiply_groups(
         _with_batch(lhs, 2),
@@ -238,7 +287,6 @@ def multiply_groups(
     m, a, b = call.problem.rows, call.problem.a, call.problem.b
     tm, ta, tb = call.tile
     grid = (-(-a // ta), -(-b // tb), 1 if by_visit else batch, visits.count[0])
-    small = tpu_tiling.chunk(tm)
 
     def element(extent: int, e: Any, piece: Any, v: Visits) -> Any:
         return 0 if extent == 1 else v.batch[piece] if by_visit else e
@@ -253,7 +301,35 @@ def multiply_groups(
         piece = v.piece[at]
         return element(batch, e, piece, v), v.matrix[piece], i, j
 
-    def body(ids: Any, v: Visits, lhs: Any, rhs: Any, existing: Any, out: Any, accumulator: Any) -> None:
+    def scale_spec(which: int) -> pl.BlockSpec | None:
+        scales, width = call.scales[which], (ta, tb)[which]
+        if scales is None:
+            return None
+        values = scales.values  # [e, m, blocks], by row; or [e, h, a, 1] and [e, h, 1, b], by group
+
+        def index_map(i: Any, j: Any, e: Any, at: Any, v: Visits) -> Any:
+            piece = v.piece[at]
+            lead = element(values.shape[0], e, piece, v)
+            if values.ndim == 3:
+                return lead, v.tile[at], 0
+            place = (i, j)[which] if max(values.shape[-2:]) > 1 else 0
+            return lead, v.matrix[piece], *((0, place) if which else (place, 0))
+
+        if values.ndim == 3:
+            return pl.BlockSpec((None, tm, values.shape[-1]), index_map)
+        return pl.BlockSpec((None, None, *(min(extent, width) for extent in values.shape[-2:])), index_map)
+
+    def body(
+        ids: Any,
+        v: Visits,
+        lhs: Any,
+        rhs: Any,
+        existing: Any,
+        lhs_scales: Any,
+        rhs_scales: Any,
+        out: Any,
+        accumulator: Any,
+    ) -> None:
         at = ids[3]
         piece = v.piece[at]
         low, high = (jnp.clip(edge[piece] - v.tile[at] * tm, 0, tm) for edge in (v.start, v.end))
@@ -269,12 +345,18 @@ def multiply_groups(
         is_last = (at == end) | begins(jnp.minimum(at + 1, end))
 
         def multiply(rows: Any, masked: bool) -> Array:
-            x, y = lhs[rows, :], rhs[rows, :]
+            x, y = (
+                _scale_rows(z[rows, :], s if blocks is None or blocks.extent is None else s.at[rows, :], blocks, start)
+                for z, s, blocks, start in zip(
+                    (lhs, rhs), (lhs_scales, rhs_scales), call.scales, (ids[0] * ta, ids[1] * tb), strict=True
+                )
+            )
             if masked:
                 x, y = (_select_rows(z, low - rows.start, high - rows.start) for z in (x, y))
             return call.dot(x, y, 0, 0)
 
         def store(total: Array) -> None:
+            total = call.rescale(total, lhs_scales, rhs_scales)
             if existing is not None:
                 total = existing[...].astype(call.wide) + total.astype(call.wide)
             out[...] = total.astype(out.dtype)
@@ -297,10 +379,10 @@ def multiply_groups(
 
             @pl.when(jnp.logical_not(is_full))
             def _() -> None:
-                def part(index: Any, carry: None) -> None:
-                    accumulator[...] += multiply(pl.ds(pl.multiple_of(index * small, small), small), True)
+                def add(rows: Any) -> None:
+                    accumulator[...] += multiply(rows, True)
 
-                lax.fori_loop(low // small, pl.cdiv(high, small), part, None)
+                _in_chunks(low, high, tm, add)
 
             @pl.when(is_last)
             def _() -> None:
@@ -310,8 +392,8 @@ def multiply_groups(
         body,
         visits,
         (lhs, rhs, existing),
-        ((None, tm, ta), (None, tm, tb)),
-        (lhs_index, rhs_index),
+        (pl.BlockSpec((None, tm, ta), lhs_index), pl.BlockSpec((None, tm, tb), rhs_index)),
+        (scale_spec(0), scale_spec(1)),
         pl.BlockSpec((None, None, ta, tb), out_index),
         (batch, call.problem.groups, a, b),
         grid,
@@ -330,6 +412,8 @@ def batched_matmul(
     precision: Any = None,
     tiling: dict[str, int] | None = None,
     existing_out: Array | None = None,
+    lhs_scales: Scales | None = None,
+    rhs_scales: Scales | None = None,
     target: Target = Target(),
 ) -> Array:
     """Uniform × uniform: see the contract in `ragged.kernels`. Operands are read as they are stored, either way round."""
@@ -338,20 +422,26 @@ def batched_matmul(
     x_letters, y_letters, (row, column) = axes
     if row not in x_letters:
         x, y, x_letters, y_letters = y, x, y_letters, x_letters
+        lhs_scales, rhs_scales = rhs_scales, lhs_scales
     contracted = x_letters.replace(row, "")
     extent = dict(zip(x_letters + y_letters, x.shape[2:] + y.shape[2:], strict=True))
     elements, groups = (max(p, q) for p, q in zip(x.shape[:2], y.shape[:2], strict=True))
+    scales = (
+        tpu_scales.arrange(lhs_scales, x_letters.index(row), extent[row], first=True),
+        tpu_scales.arrange(rhs_scales, y_letters.index(column), extent[column], first=False),
+    )
+    scales = tuple(s and s._replace(values=_with_batch(s.values, 3)) for s in scales)
     problem = Problem(
         "batched",
         extent[row],
         extent[contracted],
         extent[column],
         elements * groups,
-        *_dtypes(x, y, preferred_element_type),
+        *_dtypes(x, y, preferred_element_type, tpu_scales.dequantised(*scales)),
         target.input_buffer_count,
     )
     asked = None if tiling is None else (tiling[row], tiling[contracted], tiling[column])
-    call = _Call(problem, asked, target, precision)
+    call = _Call(problem, asked, target, precision, scales)
     tile = dict(zip((row, contracted, column), call.tile, strict=True))
     steps, rest = -(-extent[contracted] // tile[contracted]), extent[contracted] % tile[contracted]
     axis_x, axis_y = x_letters.index(contracted), y_letters.index(contracted)
@@ -364,16 +454,34 @@ def batched_matmul(
 
         return index_map
 
-    def body(ids: Any, _: Any, x: Any, y: Any, existing: Any, out: Any, *scratch: Any) -> None:
+    def scale_spec(which: int) -> pl.BlockSpec | None:
+        if scales[which] is None:
+            return None
+        values = scales[which].values  # [e, g, rows or 1, blocks]; [e, g, blocks, columns or 1]
+        width = tile[column if which else row]
+
+        def index_map(g: Any, e: Any, i: Any, j: Any, step: Any, _: Any) -> Any:
+            lead = [0 if extent == 1 else place for extent, place in zip(values.shape[:2], (e, g), strict=True)]
+            place = 0 if values.shape[3 if which else 2] == 1 else (i, j)[which]
+            return *lead, *((0, place) if which else (place, 0))
+
+        kept = min(values.shape[3 if which else 2], width)
+        return pl.BlockSpec((None, None, *((values.shape[2], kept) if which else (kept, values.shape[3]))), index_map)
+
+    def body(
+        ids: Any, _: Any, x: Any, y: Any, existing: Any, x_scales: Any, y_scales: Any, out: Any, *scratch: Any
+    ) -> None:
         step = ids[-1]
 
         def multiply(is_last: bool) -> Array:
             a, b = x[...], y[...]
             if is_last and rest:
                 a, b = _select_first(a, rest, axis_x), _select_first(b, rest, axis_y)
-            return call.dot(a, b, axis_x, axis_y)
+            begin = 0 if steps == 1 else step * tile[contracted]
+            return call.multiply(a, b, axis_x, axis_y, x_scales, y_scales, begin)
 
         def store(total: Array) -> None:
+            total = call.rescale(total, x_scales, y_scales)
             if existing is not None:
                 total = existing[...].astype(call.wide) + total.astype(call.wide)
             out[...] = total.astype(out.dtype)
@@ -387,8 +495,8 @@ def batched_matmul(
         body,
         None,
         (x, y, None if existing_out is None else existing_out.reshape(elements, groups, *existing_out.shape[-2:])),
-        (block(x_letters), block(y_letters)),
-        (index(x_letters, x), index(y_letters, y)),
+        (pl.BlockSpec(block(x_letters), index(x_letters, x)), pl.BlockSpec(block(y_letters), index(y_letters, y))),
+        (scale_spec(0), scale_spec(1)),
         pl.BlockSpec(block(axes[2]), lambda g, e, i, j, step, _: (e, g, i, j)),
         (elements, groups, extent[row], extent[column]),
         (groups, elements, -(-extent[row] // tile[row]), -(-extent[column] // tile[column]), steps),
@@ -397,6 +505,19 @@ def batched_matmul(
         name="batched_matmul",
     )
     return out.reshape(*leading, *out.shape[2:])
+
+
+def _in_chunks(low: Any, high: Any, rows: int, visit: Callable[[Any], None]) -> None:
+    """Visits the chunks of a tile's rows that hold any of `low..high`."""
+    small = tpu_tiling.chunk(rows)
+    if small == rows:
+        pl.when(high > low)(lambda: visit(pl.ds(0, rows)))
+        return
+
+    def part(index: Any, carry: None) -> None:
+        visit(pl.ds(pl.multiple_of(index * small, small), small))
+
+    lax.fori_loop(low // small, pl.cdiv(high, small), part, None)
 
 
 def _accumulate(step: Any, steps: int, multiply: Any, store: Any, accumulator: Any = None, rows: Any = ...) -> None:
@@ -426,6 +547,7 @@ class _Call:
     asked: tuple[int, int, int] | None
     target: Target
     precision: Any
+    scales: tuple[Blocks | None, Blocks | None]
 
     @cached_property
     def chip(self) -> Chip:
@@ -433,13 +555,20 @@ class _Call:
 
     @cached_property
     def tile(self) -> tuple[int, int, int]:
-        if self.asked is None:
-            return tpu_tiling.fit(self.problem, tpu_tiling.choose(self.problem, self.chip), self.chip)
-        return tpu_tiling.fit(self.problem, self.asked, self.chip)
+        asked = self.asked or tpu_tiling.choose(self.problem, self.chip)
+        rows, a, b = tpu_tiling.fit(self.problem, asked, self.chip)
+        if self.lanes is not None and a < self.problem.a:
+            a = tpu_tiling.round_up(a, self.lanes)  # a tile ends where a block of scales does
+        return rows, a, b
+
+    @cached_property
+    def lanes(self) -> int | None:
+        """Extent of the contracted blocks whose products are scaled one by one, if they are."""
+        return None if self.problem.kind == "groups" else tpu_scales.by_lanes(*self.scales)
 
     @property
     def accumulator(self) -> Any:
-        return accumulator_dtype(self.problem.compute)
+        return jnp.dtype(jnp.float32) if self.lanes is not None else accumulator_dtype(self.problem.compute)
 
     @property
     def wide(self) -> Any:
@@ -452,17 +581,49 @@ class _Call:
             x,
             y,
             (((x_axis,), (y_axis,)), ((), ())),
-            precision=self.precision if self.problem.compute == jnp.float32 else None,
-            preferred_element_type=self.accumulator,
+            precision=self.dot_precision,
+            preferred_element_type=accumulator_dtype(self.problem.compute),
         )
+
+    @property
+    def dot_precision(self) -> Any:
+        """What was asked for; of tiles that were multiplied by their scales, all bits count."""
+        if self.problem.compute != jnp.float32:
+            return None
+        eight_bits = all(dtype.itemsize == 1 for dtype in self.problem.dtypes[:2])
+        return lax.Precision.HIGHEST if eight_bits else self.precision
+
+    def multiply(self, x: Array, y: Array, x_axis: int, y_axis: int, x_scales: Any, y_scales: Any, begin: Any) -> Array:
+        """The product of two tiles, with the scales that change along the contracted axis, where tiles are at `begin`."""
+
+        def dot(a: Array, b: Array) -> Array:
+            return self.dot(a, b, x_axis, y_axis)
+
+        refs = (x_scales, y_scales)
+        if self.lanes is not None:
+            return tpu_scales.block_products(dot, (x, y), (x_axis, y_axis), refs, self.scales, self.lanes, begin)
+        tiles = []
+        for tile, axis, ref, blocks, along in zip((x, y), (x_axis, y_axis), refs, self.scales, (1, 0), strict=True):
+            if blocks is not None and blocks.extent is not None:
+                factor = tpu_scales.spread(ref, blocks.extent, begin, tile.shape[axis], along)
+                tile = tile.astype(jnp.float32) * (factor if axis == along else factor.T)
+            tiles.append(tile)
+        return dot(*tiles)
+
+    def rescale(self, total: Array, x_scales: Any, y_scales: Any) -> Array:
+        """The accumulator times the scales that are the same all along the contracted axis."""
+        for ref, blocks in zip((x_scales, y_scales), self.scales, strict=True):
+            if blocks is not None and blocks.extent is None:
+                total = total.astype(jnp.float32) * ref[...]
+        return total
 
     def run(
         self,
         body: Any,
         visits: Visits | None,
         operands: tuple[Array, Array, Array | None],
-        blocks: tuple[Any, Any],
-        index_maps: tuple[Any, Any],
+        specs: tuple[pl.BlockSpec, pl.BlockSpec],
+        scale_specs: tuple[pl.BlockSpec | None, pl.BlockSpec | None],
         out_block: pl.BlockSpec,
         shape: tuple[int, ...],
         grid: tuple[Any, ...],
@@ -477,16 +638,15 @@ class _Call:
         out = jax.ShapeDtypeStruct(shape, p.dtypes[2])
         flops = 2 * p.rows * p.a * p.b * (p.groups if p.kind == "batched" else shape[0])
         moved = sum(x.size * x.dtype.itemsize for x in (lhs, rhs, existing, out) if x is not None)
-        specs = [pl.BlockSpec(block, index) for block, index in zip(blocks, index_maps, strict=True)]
         scalars = jax.tree.leaves(visits)
         with jax.named_scope(f"ragged_{name}"):
             return buffered_pallas_call(
                 body,
                 out,
                 grid=grid,
-                in_specs=[*specs, None if existing is None else out_block],
+                in_specs=[*specs, None if existing is None else out_block, *scale_specs],
                 out_specs=out_block,
-                input_buffer_count=[self.target.input_buffer_count] * 2 + [2],
+                input_buffer_count=[self.target.input_buffer_count] * 2 + [2] * 3,
                 scratch_shapes=[pltpu.VMEM(shape, self.accumulator) for shape in accumulators],
                 dimension_semantics=semantics,
                 vmem_limit_bytes=self.chip.vmem,
@@ -496,12 +656,46 @@ class _Call:
                 name=f"{name}_{tile}",
                 cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=moved, transcendentals=0),
                 metadata={"tiling": tile, "dtypes": " ".join(jnp.dtype(d).name for d in p.dtypes)},
-            )(visits, lhs, rhs, existing)
+            )(visits, lhs, rhs, existing, *(s and s.values for s in self.scales))
 
 
-def _dtypes(lhs: Array, rhs: Array, out: Any) -> tuple[Any, Any]:
+def _dtypes(lhs: Array, rhs: Array, out: Any, dequantised: bool) -> tuple[Any, Any]:
     """Of the operands and the result; and the one that tiles of both operands are cast to for the matrix unit."""
-    return (jnp.dtype(lhs.dtype), jnp.dtype(rhs.dtype), jnp.dtype(out)), compute_dtype(lhs.dtype, rhs.dtype)
+    compute = jnp.dtype(jnp.float32) if dequantised else compute_dtype(lhs.dtype, rhs.dtype)
+    return (jnp.dtype(lhs.dtype), jnp.dtype(rhs.dtype), jnp.dtype(out)), compute
+
+
+def _held_scales(scales: Scales, group_offset: Array | None, held: int) -> Scales:
+    """Scales by group, `[..., g, blocks]`, as `[..., h, 1, blocks]` for the groups that the uniform term holds."""
+    values = scales.values
+    first = jnp.int32(0) if group_offset is None else group_offset
+    index = jnp.clip(first[..., None] + jnp.arange(held, dtype=jnp.int32), 0, values.shape[-2] - 1)
+    if index.ndim > 1 or values.ndim > 2:
+        batch = jnp.broadcast_shapes(index.shape[:-1], values.shape[:-2])
+        values = jnp.broadcast_to(values, (*batch, *values.shape[-2:]))
+        index = jnp.broadcast_to(index, (*batch, held))
+    return scales._replace(values=jnp.take_along_axis(values, index[..., None], axis=-2)[..., None, :])
+
+
+def _row_scales(
+    scales: Scales | None, columns: int, first: bool, group_offset: Array | None, held: int
+) -> Blocks | None:
+    """A wgrad operand's scales: by row `[e, m, blocks]`, or by group `[e, h, columns or 1, 1]`, transposed if second."""
+    if scales is None:
+        return None
+    if scales.block[0] is not None:
+        values = scales.values.astype(jnp.float32)
+        return Blocks(_with_batch(values, 2), scales.block[1] or columns)
+    blocks = tpu_scales.arrange(_held_scales(scales, group_offset, held), 1, columns, first)
+    assert blocks is not None
+    return Blocks(_with_batch(blocks.values, 3), None)
+
+
+def _scale_rows(x: Array, ref: Any, blocks: Blocks | None, start: Any) -> Array:
+    """A wgrad's tile of rows times its rows' scales, if it has any."""
+    if blocks is None or blocks.extent is None:
+        return x
+    return x.astype(jnp.float32) * tpu_scales.spread(ref, blocks.extent, start, x.shape[1], 1)
 
 
 def _with_batch(x: Array, ndim: int) -> Array:

@@ -72,8 +72,7 @@ def buffered_pallas_call(
             body(tuple(pl.program_id(i) for i in range(len(grid))), prefetch, *refs)
 
         blocks = [
-            jax.tree.map(partial(_buffered, count=count), spec)
-            for spec, count in zip(in_specs, counts, strict=True)
+            jax.tree.map(partial(_buffered, count=count), spec) for spec, count in zip(in_specs, counts, strict=True)
         ]
         return pl.pallas_call(
             step,
@@ -107,9 +106,7 @@ def buffered_pallas_call(
             def index_map(*ids: Any) -> Any:
                 return spec.index_map(*first, *ids, prefetch)
 
-            return _buffered(
-                dataclasses.replace(spec, index_map=index_map), depth, use_lookahead and (depth or 0) > 2
-            )
+            return _buffered(dataclasses.replace(spec, index_map=index_map), depth, use_lookahead and (depth or 0) > 2)
 
         def step(*blocks: Any) -> None:
             ids = (*first, *(pl.program_id(i) for i in range(len(inner_grid))))

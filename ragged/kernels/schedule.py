@@ -202,9 +202,7 @@ def row_visits(starts: Int[Array, "e s"], ends: Int[Array, "e s"], rows: int, ti
     )
 
 
-def group_visits(
-    starts: Int[Array, "e s"], ends: Int[Array, "e s"], rows: int, tile: int, sum_batch: bool
-) -> Visits:
+def group_visits(starts: Int[Array, "e s"], ends: Int[Array, "e s"], rows: int, tile: int, sum_batch: bool) -> Visits:
     """Every tile of each segment, segment by segment; an empty segment once, so that zeros are written for it.
 
     The order is by element and then by segment; with `sum_batch`, by segment and then by element. At most

@@ -60,9 +60,7 @@ def block_bytes(rows: int, columns: int, dtype: Any) -> int:
     return round_up(rows, sublanes(dtype)) * round_up(columns, LANES) * jax.dtypes.itemsize_bits(dtype) // 8
 
 
-def illegal(
-    tile: dict[str, int], extents: dict[str, int], ragged: str, dtypes: tuple[Any, ...]
-) -> tuple[str, str]:
+def illegal(tile: dict[str, int], extents: dict[str, int], ragged: str, dtypes: tuple[Any, ...]) -> tuple[str, str]:
     """Which rule a tiling breaks, and the nearest that breaks none; two "" if it is legal.
 
     A tile of rows (of a ragged letter) must be a multiple of the dtypes' sublanes, any other of 128 lanes, unless it
@@ -183,5 +181,3 @@ def _seconds(p: Problem, tile: tuple[int, int, int], on: Chip) -> float:
 def chunk(rows: int) -> int:
     """Rows that a kernel computes at a time in a tile that a group does not fill."""
     return 128 if rows % 128 == 0 else rows
-
-
