@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import Array
 from jax.experimental.pallas import tpu as pltpu
 
 import ragged
@@ -42,3 +43,115 @@ def test_every_layout_and_spread(layout: str, dtype: str, mode: str) -> None:
         tiling = None if seed % 2 else tuple(32 if letter in cases.LETTERS[layout] else 128 for letter in "mkn")
         out = matmul(case.lhs, case.rhs, MODES[mode], tiling=tiling)
         check(case, out)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", NAMES)
+def test_gradients(layout: str, dtype: str, mode: str) -> None:
+    """O16: by each operand, `dout @ rhs.T` and `lhs.T @ dout` of each group; zeros where an operand has its tail."""
+    case = cases.make(layout, g=3, dtype=dtype, uniform=(37, 150, 140), seed=3)
+    rng = np.random.default_rng(4)
+    dout = [
+        rng.standard_normal((a.shape[0], b.shape[1])).astype(jnp.dtype(dtype))
+        for a, b in zip(case.lhs_groups, case.rhs_groups, strict=True)
+    ]
+
+    def product(lhs: Array, rhs: Array) -> Array:
+        out = matmul(
+            GroupedTensor(lhs, case.lhs.first_dims, case.lhs.last_dims),
+            GroupedTensor(rhs, case.rhs.first_dims, case.rhs.last_dims),
+            MODES[mode],
+        )
+        return out.data
+
+    out, pull = jax.vjp(product, case.lhs.data, case.rhs.data)
+    grads = pull(jnp.asarray(oracle.pack(dout, case.out_ragged, out.shape)))  # NaN in the cotangent's tail
+    transposed = [[x.T for x in groups] for groups in (case.lhs_groups, case.rhs_groups)]
+    want = oracle.matmul(dout, transposed[1]), oracle.matmul(transposed[0], dout)
+    worst, rms = TOLERANCE[dtype]
+    for grad, operand, groups in zip(grads, (case.lhs, case.rhs), want, strict=True):
+        firsts, lasts = ([x.shape[axis] for x in groups] for axis in (0, 1))
+        data = np.asarray(grad).astype(np.float64)
+        oracle.assert_close(oracle.unpack(data, operand.ragged, firsts, lasts), groups, max=worst, rms=rms)
+        inside = oracle.pack([np.ones_like(x) for x in groups], operand.ragged, data.shape, fill=0.0)
+        assert not np.any(data[inside == 0])
+
+
+@pytest.mark.parametrize("transpose_rhs", [False, True])
+@pytest.mark.parametrize("buffers", [1, 3])
+def test_buffers(buffers: int, transpose_rhs: bool) -> None:
+    """K10, K34: with any number of buffers for each input the result is the same."""
+    rng = np.random.default_rng(0)
+    sizes = jnp.array([100, 3, 0, 128, 100], jnp.int32)
+    lhs, rhs = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((400, 300), (5, 300, 260)))
+    dout = jnp.asarray(rng.standard_normal((400, 260)), jnp.float32)
+    options: dict[str, Any] = {"backend": "pallas_tpu", "interpret": True, "tiling": (64, 128, 128)}
+
+    def both(buffers: int) -> tuple[Array, Array]:
+        forward = ragged.grouped_matmul(
+            lhs,
+            rhs.mT if transpose_rhs else rhs,
+            sizes,
+            transpose_rhs=transpose_rhs,
+            input_buffer_count=buffers,
+            **options,
+        )
+        wgrad = ragged.transposed_grouped_matmul(lhs.T, dout, sizes, input_buffer_count=buffers, **options)
+        return forward, wgrad
+
+    for got, want in zip(both(buffers), both(2), strict=True):
+        assert np.array_equal(got, want)
+
+
+def test_buffered_pipeline_without_races() -> None:
+    """K10, K34: deep buffers, watched by the interpreter that finds reads of what has not arrived."""
+    rng = np.random.default_rng(0)
+    sizes = jnp.array([100, 3, 0, 128, 100], jnp.int32)
+    lhs, rhs = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((384, 256), (5, 256, 128)))
+    interpret = pltpu.InterpretParams(detect_races=True, buffer_bounds="padded")
+    got = ragged.grouped_matmul(
+        lhs,
+        rhs,
+        sizes,
+        backend="pallas_tpu",
+        interpret=interpret,
+        input_buffer_count=4,
+        tiling=(64, 128, 128),
+    )
+    np.testing.assert_allclose(got, ragged.grouped_matmul(lhs, rhs, sizes, backend="xla"), atol=1e-4)
+
+
+# The tile of rows and the chunk of 128 of it that is computed at a time, and groups that begin and end anywhere in them.
+@pytest.mark.parametrize("sizes", [[512, 512], [1, 1023], [130, 500, 0, 255, 139], [0, 0], [3] * 7, [1024]])
+def test_chunks_of_a_tile(sizes: list[int]) -> None:
+    """K19, K21: rows of a tile that are a neighbour's are neither written nor added up; full tiles take the short way."""
+    rng = np.random.default_rng(0)
+    lhs, dout = (rng.standard_normal((1024, 128)).astype(np.float32) for _ in range(2))
+    rhs = rng.standard_normal((len(sizes), 128, 128)).astype(np.float32)
+    dims = jnp.array(sizes, jnp.int32)
+    x, dy = (GroupedTensor(jnp.asarray(z), dims) for z in (lhs, dout))
+    ends = np.cumsum(sizes)
+    lhs_groups, dout_groups = ([z[e - s : e] for s, e in zip(sizes, ends, strict=True)] for z in (lhs, dout))
+    worst, rms = TOLERANCE["float32"]
+    forward = matmul(x, rhs, tiling=(512, 128, 128))
+    got = oracle.unpack(np.asarray(forward.data), (True, False), sizes, [128] * len(sizes))
+    oracle.assert_close(got, oracle.matmul(lhs_groups, list(rhs)), max=worst, rms=rms)
+    assert not np.any(np.asarray(forward.data)[ends[-1] :])
+    wgrad = matmul(x.mT, dy, tiling=(128, 512, 128))
+    want = oracle.matmul([z.T for z in lhs_groups], dout_groups)
+    oracle.assert_close(list(np.asarray(wgrad.data)), want, max=worst, rms=rms)
+
+
+def test_executed_visits_are_those_of_the_schedule() -> None:
+    """K25: the grid ends where the run-time sizes do, however skewed; not at the static worst case."""
+    visited: list[tuple[int, ...]] = []
+    record = pltpu.InterpretParams(grid_point_recorder=lambda _, point, core: visited.append(tuple(map(int, point))))
+    lhs, rhs = jnp.ones((512, 128)), jnp.ones((16, 128, 128))
+    for sizes in ([512, *[0] * 15], [0] * 16, [1] * 16, [100, 0, 0, 200, *[1] * 12]):
+        dims = jnp.array(sizes, jnp.int32)
+        visited.clear()
+        jax.block_until_ready(matmul(GroupedTensor(lhs, dims), rhs, record, tiling=(64, 128, 128)))
+        _, in_groups = ragged.make_group_metadata(group_sizes=dims, m=512, tm=64)
+        untouched = 512 // 64 - -(-sum(sizes) // 64)  # tiles of nothing but tail are written once, as zeros
+        assert len(set(visited)) == int(in_groups) + untouched

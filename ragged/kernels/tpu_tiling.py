@@ -108,7 +108,9 @@ def vmem(problem: Problem, tile: tuple[int, int, int]) -> int:
 def choose(problem: Problem, on: Chip) -> tuple[int, int, int]:
     """The tile `(rows, a, b)` with the least time by a model: FLOPs or bytes, a price for each step, and the pipeline's
     first and last blocks, which nothing hides. It always fits into VMEM."""
-    fitting = [t for t in _candidates(problem) if math.prod(t) <= _LARGEST and vmem(problem, t) <= on.vmem]
+    # A tile's product is unrolled: this many multiplications compile in a few seconds.
+    largest = 2**30 * on.mxu // 128
+    fitting = [t for t in _candidates(problem) if math.prod(t) <= largest and vmem(problem, t) <= on.vmem]
     return min(fitting, key=lambda tile: _seconds(problem, tile, on))
 
 
@@ -140,42 +142,43 @@ def _parts(extent: int) -> list[int]:
     return list(dict.fromkeys([extent, *(t for t in parts if t < extent)]))
 
 
-_LARGEST = 512 * 1024 * 2048
-"""Multiplications in one tile: its product is unrolled, and this many compile in a few seconds."""
+_VMEM = 6e12
+"""Bytes a second that the vector unit stores: a register of 4 KiB each cycle."""
 
-_STEP = 0.1e-6
-"""Seconds that a step of the grid takes besides its product, by the simulator: 110 to 180 cycles."""
+_STEP = {"rows": 0.12e-6, "batched": 0.12e-6, "groups": 0.35e-6}
+"""Seconds that a step of the grid takes besides its product, by the simulator: to fill and drain the matrix units, and in
+a wgrad to begin the transpose."""
 
 
 def _seconds(p: Problem, tile: tuple[int, int, int], on: Chip) -> float:
-    """What the model says a tile takes."""
+    """What the model says a tile takes. Each step computes while the blocks of the next one arrive."""
     rows, a, b = tile
-    size = [jax.dtypes.itemsize_bits(d) / 8 for d in p.dtypes]
+    size = [jax.dtypes.itemsize_bits(dtype) / 8 for dtype in p.dtypes]
     tiles_a, tiles_b = -(-p.a // a), -(-p.b // b)
-    visits = -(-p.rows // rows) * (p.groups if p.kind == "batched" else 1)
-    all_rows = p.rows * p.groups if p.kind == "batched" else p.rows
-    computed = all_rows
-    if p.kind != "batched":
-        # A group's first and last tile are shared with its neighbours; what is computed there is rounded to chunks.
-        visits += p.groups // 2
-        computed += p.groups * chunk(rows) // 2
-    # A matrix unit takes as long to load a matrix as to multiply this many rows by it.
-    busy = computed * max(1.0, on.mxu / 2 / min(rows, -(-all_rows // p.groups)))
-    columns = tiles_a * tiles_b * round_up(a, LANES) * round_up(b, LANES)
-    compute = 2 * busy * columns / on.flops
+    per_group = p.rows if p.kind == "batched" else -(-p.rows // p.groups)
+    # Visits of a group: to whole tiles, and now and then to one more that it shares with a neighbour. There, what is
+    # computed is rounded to chunks.
+    visits = max(per_group / rows, 1.0) if p.kind == "batched" else per_group / rows + 0.25
+    computed = min(rows * math.ceil(per_group / rows), per_group + chunk(rows) / 2)
+    # A matrix unit is loaded with as many rows as it has before it multiplies; fewer take as long.
+    busy = computed * max(1.0, on.mxu / min(rows, per_group))
+    compute = 2 * busy * round_up(a, LANES) * round_up(b, LANES) / on.flops / visits + _STEP[p.kind]
     if p.kind == "groups":
-        moved = all_rows * (p.a * size[0] * tiles_b + p.b * size[1] * tiles_a) + p.groups * p.a * p.b * size[2]
-        edge = rows * (a * size[0] + b * size[1]) + a * b * size[2]
+        # A visit reads rows of both operands; after a group's last one, its matrix is written.
+        each, once = rows * (a * size[0] + b * size[1]), a * b * size[2]
     else:
-        # With the whole of `a` in a tile, consecutive tiles of a group share its matrix.
-        reads = p.groups if tiles_a == 1 else visits
-        moved = all_rows * (p.a * size[0] * tiles_b + p.b * size[2]) + reads * p.a * p.b * size[1]
-        edge = rows * a * size[0] + a * b * size[1] + rows * b * size[2]
-    # Cores share the tiles of the letter that the grid goes over first.
+        # A visit reads rows and writes rows; before a group's first one, its matrix is read; or before each, if the
+        # matrix is read in parts.
+        each, once = rows * (a * size[0] + b * size[2] / tiles_a), a * b * size[1]
+        if tiles_a > 1:
+            each, once = each + once, 0.0
+            compute += rows * round_up(b, LANES) * 4 / _VMEM  # the accumulator is stored at each step
+    first = max(compute, (each + once) / on.bandwidth)
+    others = max(visits - 1.0, 0.0) * max(compute, each / on.bandwidth)
+    total = p.groups * tiles_a * tiles_b * (first + others)
+    # Cores share the tiles of the letter that the grid goes over first. Nothing hides the first and the last blocks.
     outer = tiles_a if p.kind == "groups" else p.groups if p.kind == "batched" else tiles_b
-    shared = -(-outer // on.cores) / outer
-    steps = visits * tiles_a * tiles_b
-    return shared * (max(compute, moved / on.bandwidth) + _STEP * steps) + edge / on.bandwidth
+    return -(-outer // on.cores) / outer * total + (each + once) / on.bandwidth
 
 
 def chunk(rows: int) -> int:

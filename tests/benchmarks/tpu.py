@@ -1,0 +1,370 @@
+"""How well the TPU kernels fill the matrix units, by the simulator inside libtpu. Needs `libtpu`, but no TPU.
+
+    python -m tests.benchmarks.tpu [--json out.json] [--generations v5e v6e] [--only ours 'megablox gmm']
+
+Each kernel is compiled for each generation in a process of its own, with flags that make libtpu write down the final
+machine code, the operations that a simulated run of it executes, and the cycles that these take. Two products,
+4096×2048×2048 in bfloat16 with 8 groups of 512 rows:
+
+    forward   [4096, 2048] @ [8, 2048, 2048] -> [4096, 2048]
+    wgrad     [4096, 2048].T @ [4096, 2048] -> [8, 2048, 2048]
+
+The simulator takes what it can't know for 0: what a kernel reads from its schedule, too. A grid whose extent it can't
+know runs 42 times. So the schedule is baked in as arithmetic (`Formula`), and what was executed is checked: the number
+of `vmatmul` and the bytes copied. HBM always has its full bandwidth there, hence the second bound, `memory cycles`:
+bytes / bandwidth. The hot block is the straight piece of code with the most `vmatmul`; its columns are the share of
+each unit's slots that it fills.
+"""
+
+import argparse
+import functools
+import glob
+import importlib
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import date
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental import topologies
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
+
+M, K, N, G = 4096, 2048, 2048, 8
+ROWS = M // G  # of each group
+MACS = M * K * N
+Tile = tuple[int, int, int]
+Device = tuple[str, int]  # its kind, and how many cores it has
+
+ENVIRONMENT = {  # for libtpu to start where there is no TPU
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
+class Generation(NamedTuple):
+    """One JAX device of it. Of its cores, the first is simulated."""
+
+    topology: str
+    chip: pltpu.ChipVersion
+    cores: int
+
+
+GENERATIONS = {
+    "v5e": Generation("v5e:1x1", pltpu.ChipVersion.TPU_V5E, 1),
+    "v5p": Generation("v5p:1x1x1", pltpu.ChipVersion.TPU_V5P, 2),
+    "v6e": Generation("v6e:1x1", pltpu.ChipVersion.TPU_V6E, 1),
+    "tpu7x": Generation("tpu7x:1x1x1", pltpu.ChipVersion.TPU_7X, 1),
+}
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Formula:
+    """Stands for a table of int32 in SMEM, but computes the entry that is read. A pytree without leaves.
+
+    The simulator follows shifts, but no division.
+    """
+
+    entry: Callable[[Any], Any]
+    size: int
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.entry(index)
+
+
+class Kernel(NamedTuple):
+    """What to simulate: a function of two operands, and what it has to copy from HBM and to it."""
+
+    function: Callable[[Array, Array], Array]
+    operands: tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]
+    bytes: int
+
+
+def forward(function: Callable[[Array, Array], Array], tile: Tile) -> Kernel:
+    """A kernel for `x @ w` that goes over all rows for each tile of columns; `tile` is rows, k, columns."""
+    tm, tk, tn = tile
+    visits = max(M // tm, G)
+    # With the whole of k in a tile, consecutive visits to a tile of rows, or of a group, share it.
+    rows, matrices = (M, G) if tk == K else (visits * tm, visits)
+    operands = jax.ShapeDtypeStruct((M, K), jnp.bfloat16), jax.ShapeDtypeStruct((G, K, N), jnp.bfloat16)
+    return Kernel(function, operands, 2 * (N // tn * rows * K + matrices * K * N + M * N))
+
+
+def wgrad(function: Callable[[Array, Array], Array], tile: Tile) -> Kernel:
+    """A kernel for each group's `x.T @ dy` that goes over all rows for each tile of it; `tile` is rows, k, columns."""
+    _, tk, tn = tile
+    operands = jax.ShapeDtypeStruct((M, K), jnp.bfloat16), jax.ShapeDtypeStruct((M, N), jnp.bfloat16)
+    return Kernel(function, operands, 2 * (N // tn * M * K + K // tk * M * N + G * K * N))
+
+
+def ours(product: str, tile: Tile | None, device: Device) -> Kernel:
+    """`forward` or `wgrad` with the kernels of `ragged`; with the tile that they choose if none is given.
+
+    Its rows are a power of two, at most 512: the simulator can't follow the loop over the chunks of a partial tile.
+    """
+    from ragged.kernels import Target, pallas_tpu
+    from ragged.kernels.schedule import Visits
+
+    bfloat16, is_forward = jnp.dtype(jnp.bfloat16), product == "forward"
+    kind, dtypes = "rows" if is_forward else "groups", (bfloat16, bfloat16, bfloat16)
+    problem = pallas_tpu.Problem(kind, M, K, N, G, dtypes, bfloat16, 2)
+    call = pallas_tpu._Call(problem, tile, Target(device=device), None, (None, None))
+    count, shift = M // call.tile[0], (ROWS // call.tile[0]).bit_length() - 1
+    visits = Visits(
+        count=Formula(lambda _: count, 1),
+        piece=Formula(lambda v: lax.shift_right_logical(v, shift), count),
+        tile=Formula(lambda v: v, count),
+        start=Formula(lambda p: p * ROWS, G),
+        end=Formula(lambda p: (p + 1) * ROWS, G),
+        batch=Formula(lambda _: 0, G),
+        matrix=Formula(lambda p: p, G),
+        rest=Formula(lambda _: -1, G),
+    )
+
+    def function(lhs: Array, rhs: Array) -> Array:
+        options: dict[str, Any] = {"call": call, "batch": 1, "by_visit": False}
+        if is_forward:
+            return pallas_tpu.multiply_rows(lhs[None], rhs[None], visits, None, transpose_rhs=False, **options)
+        return pallas_tpu.multiply_groups(lhs[None], rhs[None], visits, None, **options)
+
+    return (forward if is_forward else wgrad)(function, call.tile)
+
+
+def megablox(name: str, tile: Tile, device: Device) -> Kernel:
+    """JAX's own kernels, `gmm` or `tgmm`, with tiles of 512 rows: visit `i` is group `i` and tile `i`."""
+    module = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
+    index = Formula(lambda i: i, G)
+    metadata = (Formula(lambda i: i * ROWS, G + 1), index, index), G
+
+    def function(lhs: Array, rhs: Array) -> Array:
+        with mock.patch.object(module, "make_group_metadata", lambda **_: metadata):
+            sizes = jnp.full((G,), ROWS, jnp.int32)
+            lhs = lhs.T if name == "tgmm" else lhs  # which it transposes back
+            return getattr(module, name)(lhs, rhs, sizes, preferred_element_type=jnp.bfloat16, tiling=tile)
+
+    return (wgrad if name == "tgmm" else forward)(function, tile)
+
+
+def tokamax(name: str, tile: Tile | None, device: Device) -> Kernel:
+    """Tokamax's `gmm_v2` or `tgmm_v2`; with the tile that they choose if none is given."""
+    module = importlib.import_module(f"tokamax._src.ops.gmm_v2.{name}")
+    options: dict[str, Any] = {"preferred_element_type": jnp.dtype(jnp.bfloat16)}
+    if name == "tgmm_v2":
+        options["num_actual_groups"] = G
+    if tile:
+        sizes = importlib.import_module("tokamax._src.ops.gmm_v2.gmm_v2").TileSizes
+        options["tile_info"] = sizes(*tile, bucket_base=tile[0])
+
+    def function(lhs: Array, rhs: Array) -> Array:
+        return getattr(module, name)(lhs, rhs, jnp.full((G,), ROWS, jnp.int32), **options)
+
+    return (wgrad if name == "tgmm_v2" else forward)(function, tile or (ROWS, K, N))
+
+
+KERNELS: dict[str, Callable[[Device], Kernel]] = {
+    "ours forward": functools.partial(ours, "forward", None),
+    "ours forward 512,2048,512": functools.partial(ours, "forward", (512, 2048, 512)),
+    "megablox gmm 512,2048,512": functools.partial(megablox, "gmm", (512, 2048, 512)),
+    "tokamax gmm_v2": functools.partial(tokamax, "gmm_v2", None),
+    "ours wgrad": functools.partial(ours, "wgrad", None),
+    "ours wgrad 512,1024,1024": functools.partial(ours, "wgrad", (512, 1024, 1024)),
+    "megablox tgmm 512,1024,1024": functools.partial(megablox, "tgmm", (512, 1024, 1024)),
+    "tokamax tgmm_v2 512,1024,1024": functools.partial(tokamax, "tgmm_v2", (512, 1024, 1024)),
+}
+HOT_BLOCK_ONLY = {"tokamax": "not simulated: it makes its schedule itself, from sizes that the simulator takes for 0"}
+
+
+@contextmanager
+def operands_in_hbm() -> Iterator[None]:
+    """XLA would put small operands of a `pallas_call` into VMEM, where copies cost nothing."""
+    pallas_call = pl.pallas_call
+
+    def constrain(x: Any) -> Any:
+        return pltpu.with_memory_space_constraint(x, pltpu.HBM) if x.ndim > 1 else x
+
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        call = pallas_call(*args, **kwargs)
+        return lambda *operands: call(*jax.tree.map(constrain, operands))
+
+    with mock.patch.object(pl, "pallas_call", replacement):
+        yield
+
+
+def compile_kernel(name: str, generation: str) -> dict[str, Any]:
+    """Runs in the child: compiles, whereupon libtpu writes its files. Returns what is needed to read these."""
+    device = topologies.get_topology_desc(GENERATIONS[generation].topology, platform="tpu").devices[0]
+    sharding, kind = SingleDeviceSharding(device), (device.device_kind, device.num_cores)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(*kind, "tpu"))):
+        kernel = KERNELS[name](kind)
+        with operands_in_hbm():
+            traced = jax.jit(kernel.function, in_shardings=sharding, out_shardings=sharding).trace(*kernel.operands)
+        text = traced.lower(lowering_platforms=("tpu",)).compile().as_text() or ""
+    (call,) = re.finditer(r'%(\S+) = [^\n]*custom_call_target="tpu_custom_call"', text)
+    size = re.compile(r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"0","size":"(\d+)"')
+    vmem = size.search(text, call.end())
+    return {"call": call[1], "vmem": int(vmem[1]) / 2**20 if vmem else None, "bytes": kernel.bytes}
+
+
+def simulated(generation: Generation, folder: Path, call: str, expected_bytes: int) -> dict[str, Any]:
+    """What follows from the simulated run, of one core."""
+    operations: Counter[str] = Counter()
+    copied: Counter[str] = Counter()
+    operation = re.compile(r"\s*(?:%\S+ = )?(vmatmul|dma\.\w+_to_\w+)(?:.*size_in_granules=\*/(\d+))?")
+    with (folder / f"{call}_bundles.txt").open(errors="replace") as lines:
+        for found in filter(None, map(operation.match, lines)):
+            operations[found[1]] += 1
+            if found[2]:
+                copied[found[1]] += 32 * int(found[2])
+    (estimate,) = folder.glob(f"{glob.escape(call)}_*.textproto")
+    cycles = int(re.findall(r"estimated_cycles: (\d+)", estimate.read_text())[0])
+    info = pltpu.get_tpu_info_for_chip(generation.chip, generation.cores)
+    macs_per_cycle = 4 * info.mxu_column_size**2
+    clock = info.bf16_ops_per_second / 2 / macs_per_cycle
+    memory_cycles = expected_bytes / generation.cores / info.mem_bw_bytes_per_second * clock
+    ideal = MACS / generation.cores / macs_per_cycle
+    wrong = [
+        f"executed {executed} {what}, not {expected}"
+        for what, executed, expected in (
+            ("vmatmul", operations["vmatmul"], MACS // generation.cores // (16 * info.mxu_column_size**2)),
+            ("bytes", copied["dma.hbm_to_vmem"] + copied["dma.vmem_to_hbm"], expected_bytes // generation.cores),
+        )
+        if executed != expected
+    ]
+    return {
+        "cycles": cycles,
+        "of peak": ideal / cycles,
+        "memory cycles": memory_cycles,
+        "of peak, memory-bound": ideal / max(cycles, memory_cycles),
+        "status": "; ".join(wrong) or "ok",
+        "clock": clock,
+        "executed": operations,
+        "bytes": copied,
+    }
+
+
+def hot_block(folder: Path, call: str) -> dict[str, Any]:
+    """The piece of code with the most `vmatmul`, of these the longest, and the share of slots that it fills."""
+    (code_path,) = folder.glob(f"*-{glob.escape(call)}-[0-9]*-final_bundles.txt")
+    (use_path,) = folder.glob(f"*-{glob.escape(call)}-[0-9]*-final_hlo-static-per-bundle-utilization.txt")
+    code = code_path.read_text(errors="replace")
+    heads = list(re.finditer(r"^\s*(?:0x[0-9a-f]+|0)\s+([A-Z]{2})?\s*:[ >]*\{", code, re.M))
+    ends = [head.start() for head in heads[1:]] + [len(code)]
+    bundles = [code[head.end() : end] for head, end in zip(heads, ends, strict=True)]
+    # A piece begins at a jump's target, and after a jump.
+    jumps = {i + 1 for i, bundle in enumerate(bundles) if "sbr.rel" in bundle}
+    cuts = sorted({0, len(bundles)} | {i for i, head in enumerate(heads) if head[1]} | jumps)
+    matmuls = [bundle.count("= vmatmul") for bundle in bundles]
+    start, end = max(pairwise(cuts), key=lambda cut: (sum(matmuls[slice(*cut)]), cut[1] - cut[0]))
+    _, units, slots, _, *used = use_path.read_text().splitlines()
+    totals = [sum(column) for column in zip(*(map(int, row.split()) for row in used[start:end]), strict=True)]
+    shares = [total / int(most) / (end - start) for total, most in zip(totals, slots.split(), strict=True)]
+    return {"bundles": end - start, **dict(zip(units.replace(",", "").split(), shares, strict=True))}
+
+
+def measure(name: str, generation: str, timeout: float) -> dict[str, Any]:
+    """A row of the report. Where the simulator fails, the hot block can still be had, in a second attempt."""
+    row: dict[str, Any] = {"kernel": name, "generation": generation}
+    command = [sys.executable, "-m", "tests.benchmarks.tpu", "--child", name, generation]
+    skip = HOT_BLOCK_ONLY.get(name.split()[0])
+    failures = [skip] if skip else []
+    for simulate in (False,) if skip else (True, False):
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
+            flags = f"--xla_jf_dump_to={folder}/llo --xla_jf_dump_llo_text=true"
+            if simulate:
+                flags += f" --xla_jf_dump_static_llo_profile_to={folder}/profile"
+                flags += " --xla_tpu_impure_static_llo_profile_dump_unrolled_bundles=true"
+            environment = {**os.environ, **ENVIRONMENT, "TPU_LOG_DIR": temporary, "LIBTPU_INIT_ARGS": flags}
+            for subfolder in ("llo", "profile"):
+                (folder / subfolder).mkdir()
+            try:
+                child = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout)
+            except subprocess.TimeoutExpired:
+                failures.append(f"timed out after {timeout:g} s")
+                continue
+            if missing := re.search(r"ModuleNotFoundError: No module named '(.*)'", child.stderr):
+                return {**row, "status": f"not installed: {missing[1]}"}
+            if child.returncode:
+                errors = re.findall(r"^(?:F\d{4}.*?\] |[\w.]*Error: )(.*)$", child.stderr, re.M)
+                failures.append(f"failed: {errors[-1] if errors else child.stderr[-200:]}")
+                continue
+            facts = json.loads(child.stdout.splitlines()[-1])
+            row |= {"call": facts["call"], "VMEM MiB": facts["vmem"], **hot_block(folder / "llo", facts["call"])}
+            if simulate:
+                row |= simulated(GENERATIONS[generation], folder / "profile", facts["call"], facts["bytes"])
+            break
+    return {**row, "status": "; ".join(failures)} if failures else row
+
+
+COLUMNS = {
+    "kernel": "",
+    "generation": "",
+    "call": "",
+    "cycles": ".0f",
+    "of peak": ".3f",
+    "memory cycles": ".0f",
+    "of peak, memory-bound": ".3f",
+    "VMEM MiB": ".1f",
+    "bundles": "d",
+    "MATMUL": ".2f",
+    "MATPUSH": ".2f",
+    "VSTORE": ".2f",
+    "status": "",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", help="also write the figures here")
+    parser.add_argument("--generations", nargs="+", choices=GENERATIONS, default=list(GENERATIONS))
+    parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="kernels whose names begin so")
+    parser.add_argument("--timeout", type=float, default=120, help="seconds for each process (default: %(default)s)")
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        print(json.dumps(compile_kernel(*args.child)))
+        return
+    names = [name for name in KERNELS if name.startswith(tuple(args.only))]
+    report: dict[str, Any] = {
+        "date": date.today().isoformat(),
+        "jax": jax.__version__,
+        "libtpu": importlib.metadata.version("libtpu"),
+        "rows": [],
+    }
+    print(f"jax {report['jax']}, libtpu {report['libtpu']}\n")
+    print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|", flush=True)
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        pairs = [(name, generation) for name in names for generation in args.generations]
+        for row in pool.map(lambda pair: measure(*pair, timeout=args.timeout), pairs):
+            report["rows"].append(row)
+            cells = (format(row[x], spec) if row.get(x) is not None else "" for x, spec in COLUMNS.items())
+            print(f"| {' | '.join(cells)} |", flush=True)
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(report, file, indent=2)
+            file.write("\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""The contract's tests once more, with the TPU's kernels in place of XLA's: the tests are those of other modules."""
+
+from collections.abc import Iterator
+
+import jax
+import pytest
+from jax import Array
+
+from ragged import _lowering
+from ragged._lowering import Call, Operands
+from ragged.kernels import Target
+
+from .test_grouped import (  # noqa: F401
+    test_fewer_matrices_than_sizes_are_a_shard,
+    test_gradients_equal_the_definition,
+    test_grouped_matmul,
+    test_transposed_grouped_matmul,
+)
+from .test_options import (  # noqa: F401
+    test_an_offset_never_wraps_around,
+    test_existing_out,
+    test_existing_out_is_added_in_the_accumulator,
+    test_group_offset,
+    test_int8_is_exact_over_the_full_range,
+    test_mixed_dtypes,
+    test_nan_weights_of_an_empty_group,
+    test_preferred_element_type,
+    test_same_bits_every_time,
+    test_what_is_not_finite_stays_in_its_group,
+    test_wrong_sizes_never_leave_the_buffers,
+)
+from .test_transforms import SUBSETS, check_vmap
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tpu_kernels() -> Iterator[None]:
+    """On the CPU, the TPU's kernels are the platform's own, and are interpreted."""
+    compute = _lowering.compute
+
+    def interpreted(platform: str, operands: Operands, call: Call, target: Target) -> Array:
+        return compute(platform, operands, call, target._replace(interpret=True))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(_lowering.PLATFORMS, "cpu", "pallas_tpu")
+        patch.setattr(_lowering, "compute", interpreted)
+        jax.clear_caches()
+        yield
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("mapped", SUBSETS, ids="+".join)
+@pytest.mark.parametrize("layout", ["forward", "wgrad"])
+def test_vmap_of_any_subset(layout: str, mapped: tuple[str, ...]) -> None:
+    """B3: values and gradients equal those of a loop; gradients taken inside and outside of the map."""
+    check_vmap(layout, mapped, "float32", 1e-5)
