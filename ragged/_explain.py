@@ -9,6 +9,7 @@ from jax import Array
 from ragged import _lowering
 from ragged._matmul import matmul, plan_matmul
 from ragged._tensor import KINDS, GroupedTensor, describe
+from ragged.kernels import Target
 
 
 def explain(lhs: GroupedTensor | Array | Any, rhs: GroupedTensor | Array | Any, **options: Any) -> str:
@@ -49,6 +50,6 @@ def explain(lhs: GroupedTensor | Array | Any, rhs: GroupedTensor | Array | Any, 
     ]
     kernel = _lowering.kernel_name(call.product)
     for platform in _lowering.PLATFORMS:
-        backend, why = _lowering.chosen_backend(platform, call, plan.operands.lhs, plan.operands.rhs)
+        backend, why = _lowering.chosen_backend(platform, plan.operands, call, Target())
         lines.append(f"on {platform}: {kernel} of {backend}" + (f" ({why})" if why else ""))
     return "\n".join(lines)

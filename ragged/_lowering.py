@@ -89,14 +89,15 @@ PLATFORMS = {"cpu": "xla", "cuda": "triton_gpu", "tpu": "pallas_tpu"}
 """Each platform's own backend. Where it is missing, or lacks a kernel, XLA's is used."""
 
 
-def chosen_backend(platform: str, call: Call, lhs: Any, rhs: Any, target: Target = Target()) -> tuple[str, str]:
+def chosen_backend(platform: str, operands: Operands, call: Call, target: Target) -> tuple[str, str]:
     """The backend that runs a product on a platform; if it isn't the one asked for, or the platform's own, also why."""
     name = call.options.backend or PLATFORMS.get(platform, "xla")
     module = BACKENDS[name]
     if name == "xla" or isinstance(module, str):
         return "xla", module if isinstance(module, str) else ""
     out = jax.ShapeDtypeStruct(call.shape, call.dtype)
-    why = module.lacks(kernel_name(call.product), lhs, rhs, out, call.options.precision, target)
+    lhs, rhs, sizes, *_ = operands
+    why = module.lacks(kernel_name(call.product), lhs, rhs, sizes, out, call.options.precision, target)
     return ("xla", why) if why else (name, "")
 
 
@@ -147,7 +148,7 @@ def compute(platform: str, operands: Operands, call: Call, target: Target) -> Ar
     if batch == 0 or 0 in (*x.lhs.shape, *x.rhs.shape, *call.shape, *(s.shape[-1] for s in x.sizes)):
         shape = (batch, *call.shape) if batch is not None and call.out_batch else call.shape
         return jnp.zeros(shape, call.dtype) if existing is None else existing
-    name = chosen_backend(platform, call, x.lhs, x.rhs, target)[0]
+    name = chosen_backend(platform, x, call, target)[0]
     if name != "xla" and PLATFORMS.get(platform) != name and not call.options.interpret:
         raise ValueError(
             f"`ragged.matmul`: backend {name!r} does not run on {platform}.\n"

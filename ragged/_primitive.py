@@ -19,7 +19,7 @@ from jax.core import ShapedArray
 from jax.experimental import io_callback
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
 
 from ragged import _lowering
 from ragged._lowering import Call, Operands
@@ -188,7 +188,7 @@ def _rule(platform: str) -> Callable[..., Any]:
             portable=ctx.module_context.lowering_parameters.for_export,
             interpret=call.options.interpret,
             input_buffer_count=call.options.input_buffer_count,
-            device=_tpu(ctx.module_context.axis_context) if platform == "tpu" else None,
+            device=_tpu(ctx.module_context) if platform == "tpu" else None,
         )
         inner = ctx.replace(avals_in=plain[0], avals_out=plain[1])
         # Pallas asks which TPU it lowers for; the machine may have none.
@@ -203,14 +203,14 @@ def _rule(platform: str) -> Callable[..., Any]:
     return rule
 
 
-def _tpu(axis_context: Any) -> tuple[str, int] | None:
-    """Kind and number of cores of the TPU that is lowered for, if anything says so."""
-    devices = getattr(axis_context, "device_assignment", None)
-    if devices is None:
-        mesh = getattr(axis_context, "mesh", None)
-        devices = mesh.devices.flat if isinstance(mesh, Mesh) else jax.devices()
-    device = jax.sharding.get_abstract_mesh().abstract_device or devices[0]
-    return (device.device_kind, device.num_cores) if getattr(device, "platform", "tpu") == "tpu" else None
+def _tpu(module_context: Any) -> tuple[str, int] | None:
+    """Kind and number of cores of the TPU that is lowered for, if anything says so: the abstract device of a mesh in
+    context, or the machine's own device, unless the program is for another machine."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None and not module_context.lowering_parameters.for_export:
+        device = jax.devices()[0]
+        device = device if device.platform == "tpu" else None
+    return None if device is None else (device.device_kind, device.num_cores)
 
 
 mlir.register_lowering(ragged_matmul_p, _rule("any"))

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import jax.numpy as jnp
 import numpy as np
 
 Groups = list[np.ndarray]
@@ -16,7 +17,7 @@ def pack(
 ) -> np.ndarray:
     """The buffer of a `GroupedTensor`, with `fill` wherever no group has an element."""
     dtype = groups[0].dtype
-    data = np.full(shape, fill if np.issubdtype(dtype, np.floating) else 77, dtype)
+    data = np.full(shape, fill if jnp.issubdtype(dtype, jnp.floating) else 77, dtype)
     if ragged == (False, False):
         return np.stack(groups)
     start = 0

@@ -15,6 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 import ragged
 from ragged import GroupedTensor
+from ragged.kernels import schedule
 
 from . import cases, oracle
 from .cases import NAMES, SPREADS, TOLERANCE
@@ -146,12 +147,17 @@ def test_chunks_of_a_tile(sizes: list[int]) -> None:
 def test_executed_visits_are_those_of_the_schedule() -> None:
     """K25: the grid ends where the run-time sizes do, however skewed; not at the static worst case."""
     visited: list[tuple[int, ...]] = []
-    record = pltpu.InterpretParams(grid_point_recorder=lambda _, point, core: visited.append(tuple(map(int, point))))
+
+    def record(token: Any, point: Any, core: Any) -> Any:
+        visited.append(tuple(map(int, point)))
+        return token
+
+    interpret = pltpu.InterpretParams(grid_point_recorder=record)
     lhs, rhs = jnp.ones((512, 128)), jnp.ones((16, 128, 128))
     for sizes in ([512, *[0] * 15], [0] * 16, [1] * 16, [100, 0, 0, 200, *[1] * 12]):
         dims = jnp.array(sizes, jnp.int32)
         visited.clear()
-        jax.block_until_ready(matmul(GroupedTensor(lhs, dims), rhs, record, tiling=(64, 128, 128)))
-        _, in_groups = ragged.make_group_metadata(group_sizes=dims, m=512, tm=64)
+        jax.block_until_ready(matmul(GroupedTensor(lhs, dims), rhs, interpret, tiling=(64, 128, 128)))
+        _, in_groups = schedule.make_group_metadata(group_sizes=dims, m=512, tm=64)
         untouched = 512 // 64 - -(-sum(sizes) // 64)  # tiles of nothing but tail are written once, as zeros
         assert len(set(visited)) == int(in_groups) + untouched

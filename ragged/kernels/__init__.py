@@ -27,8 +27,8 @@ groups from `group_offset` on. An empty group gives zeros. With `sum_batch`, bat
 `tiled_matmul(lhs, rhs, sizes, *, axes, shape, preferred_element_type, precision, tiling, existing_out, target)`: two
 or three of the letters ragged.
 
-A backend but XLA's has one more function, `lacks(kernel, lhs, rhs, out, precision, target)`, which says why it has no
-kernel for a product (or ""). Then XLA's runs.
+A backend but XLA's has one more function, `lacks(kernel, lhs, rhs, sizes, out, precision, target)`, which says why it
+has no kernel for a product (or ""). Then XLA's runs.
 
 `existing_out` is added to in the accumulator, before rounding. Its tail is zero already; its other elements that no
 product reaches stay as they are. `tiling` is `(tile_m, tile_k, tile_n)` of the function's own product (by letter for

@@ -1,11 +1,12 @@
 """Grouped products as Pallas kernels for TPUs.
 
-Three kernels, one shape: two operands stream through VMEM tile by tile, their product goes to a float32 accumulator,
+Four kernels, one shape: two operands stream through VMEM tile by tile, their product goes to a float32 accumulator,
 and the accumulator to the result. They differ in what a step of the grid is.
 
     grouped_matmul              columns n × visits × tiles of k     a visit: a tile of rows, for one group
     transposed_grouped_matmul   tiles of a × tiles of b × visits    consecutive visits of a group add up
     batched_matmul              groups × rows × columns × tiles of k
+    tiled_matmul                visits of all ragged letters: see `pallas_tpu_tiled`
 
 The visits are listed by `schedule`: the scalar unit reads them, and there are as many as the run-time sizes need. A
 visit's rows that are not the group's are never multiplied, a chunk at a time, or are masked.
@@ -23,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ragged.kernels import Scales, Target, schedule, tpu_scales, tpu_tiling
+from ragged.kernels.pallas_tpu_tiled import tiled_matmul as tiled_matmul
 from ragged.kernels.pipeline import buffered_pallas_call
 from ragged.kernels.schedule import Visits
 from ragged.kernels.tpu_scales import Blocks
@@ -34,13 +36,10 @@ _PRECISIONS = ("none", "default", "high", "highest", "bfloat16", "float32", "fas
 _RESULTS = ("bfloat16", "float32", "int32", "int8", "float8_e4m3fn", "float8_e5m2")
 
 
-def lacks(kernel: str, lhs: Any, rhs: Any, out: Any, precision: Any, target: Target) -> str:
-    """Why this backend has no kernel for such a product; "" if it has one.
-
-    `lhs`, `rhs` and `out` are arrays or avals.
-    """
-    if kernel not in globals():
-        return f"pallas_tpu has no {kernel}"
+def lacks(kernel: str, lhs: Any, rhs: Any, sizes: tuple[Any, ...], out: Any, precision: Any, target: Target) -> str:
+    """Why this backend has no kernel for such a product; "" if it has one. `out` is an aval, the others may be."""
+    if kernel == "tiled_matmul" and any(dims.ndim > 1 for dims in sizes):
+        return "pallas_tpu has no tiled_matmul for sizes that differ between batch elements"
     if not all(isinstance(extent, int) for x in (lhs, rhs, out) for extent in x.shape):
         return "pallas_tpu has no kernels for symbolic extents"
     for name, x, known in (("lhs", lhs, _OPERANDS), ("rhs", rhs, _OPERANDS), ("the result", out, _RESULTS)):
@@ -49,7 +48,7 @@ def lacks(kernel: str, lhs: Any, rhs: Any, out: Any, precision: Any, target: Tar
     both = precision if isinstance(precision, tuple) else (precision, precision)
     if both[0] != both[1] or not (both[0] is None or str(both[0]).lower() in _PRECISIONS):
         return f"pallas_tpu has no kernels for precision {precision}"
-    generation = tpu_tiling.chip(target.device or tpu_tiling.DEFAULT_DEVICE).generation
+    generation = tpu_tiling.chip(target.device).generation
     bytes_ = [jnp.dtype(x.dtype).name for x in (lhs, rhs) if jnp.dtype(x.dtype).itemsize == 1]
     if generation < 5 and bytes_:
         return f"TPUs of generation {generation} have no matrix units for {bytes_[0]}"
@@ -551,7 +550,7 @@ class _Call:
 
     @cached_property
     def chip(self) -> Chip:
-        return tpu_tiling.chip(self.target.device or tpu_tiling.DEFAULT_DEVICE)
+        return tpu_tiling.chip(self.target.device)
 
     @cached_property
     def tile(self) -> tuple[int, int, int]:
@@ -565,6 +564,11 @@ class _Call:
     def lanes(self) -> int | None:
         """Extent of the contracted blocks whose products are scaled one by one, if they are."""
         return None if self.problem.kind == "groups" else tpu_scales.by_lanes(*self.scales)
+
+    def buffers(self, *arrays: Any) -> int:
+        """Buffers of each operand: more than two only where all copies are of whole tiles of memory, or Mosaic refuses."""
+        whole = all(x.shape[-1] % tpu_tiling.LANES == x.shape[-2] % tpu_tiling.sublanes(x.dtype) == 0 for x in arrays)
+        return self.target.input_buffer_count if whole else min(self.target.input_buffer_count, 2)
 
     @property
     def accumulator(self) -> Any:
@@ -646,7 +650,7 @@ class _Call:
                 grid=grid,
                 in_specs=[*specs, None if existing is None else out_block, *scale_specs],
                 out_specs=out_block,
-                input_buffer_count=[self.target.input_buffer_count] * 2 + [2] * 3,
+                input_buffer_count=[self.buffers(lhs, rhs, out)] * 2 + [2] * 3,
                 scratch_shapes=[pltpu.VMEM(shape, self.accumulator) for shape in accumulators],
                 dimension_semantics=semantics,
                 vmem_limit_bytes=self.chip.vmem,

@@ -12,7 +12,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 LANES = 128
 DEFAULT_DEVICE = ("TPU v5 lite", 1)
-"""Kind and number of cores of the TPU to build for where the machine has none and nothing says which."""
+"""Kind and number of cores to tell Pallas where nothing says which TPU is lowered for."""
 
 
 class Chip(NamedTuple):
@@ -27,14 +27,16 @@ class Chip(NamedTuple):
 
 
 @cache
-def chip(device: tuple[str, int]) -> Chip:
-    """The chip of a device kind, such as `("TPU v6 lite", 1)`. One that isn't known counts as the smallest."""
+def chip(device: tuple[str, int] | None) -> Chip:
+    """The chip of a device kind, such as `("TPU v6 lite", 1)`. Where it isn't known, what all generations can do."""
+    if device is None:
+        return chip(DEFAULT_DEVICE)._replace(vmem=12 << 20)
     kind = AbstractDevice(*device, "tpu")
     try:
         with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=kind)):
             info = pltpu.get_tpu_info()
     except ValueError:
-        return chip(DEFAULT_DEVICE)._replace(vmem=12 << 20)
+        return chip(None)
     # What the compiler itself needs is left to it.
     return Chip(
         info.num_cores,

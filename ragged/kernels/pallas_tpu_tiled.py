@@ -1,0 +1,564 @@
+"""Grouped products with two or three ragged letters, as one Pallas kernel for TPUs.
+
+Every term is a buffer `[packed, other]`. The kernel visits tiles of the result; each visit multiplies a tile of one
+operand with a tile of the other. Tiles lie where the result has them:
+
+- along the rows' letter, which the result packs: aligned tiles of the buffer, whatever groups they hold;
+- along the columns' letter, if ragged: tiles counted from the group's own column 0;
+- along the contracted letter, if ragged: aligned tiles of the buffers if both operands pack it, else tiles counted from
+  the group's own element 0.
+
+An operand that holds a letter the other way has such a tile at any offset, where no DMA can begin. So two neighbouring
+blocks are fetched, and the tile is cut out of them in VMEM.
+
+    rows     columns    visits of row tile 1, which both groups share; the columns are ragged
+    tile 0   00000...
+    tile 1   0000....   column tile 0: group 0 (a visit for each contracted tile), then group 1
+    tile 1   1111111.   column tile 1: group 1 alone; group 0 has no such columns
+    tile 2   11111111   column tile 2: neither; one visit writes zeros
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ragged.kernels import Target, schedule, xla
+from ragged.kernels.xla import accumulator_dtype, compute_dtype
+
+_LANES = 128
+_LARGEST_TILE = 512
+_VMEM = 12 << 20
+"""Bytes that a kernel may take: within the 16 MiB that every generation's compiler allows."""
+_SMEM = 3 << 18
+"""Bytes of tables that fit the scalar memory of every generation, 1 MiB."""
+_LOADED = ("bfloat16", "float32", "int8", "float8_e4m3fn", "float8_e5m2")
+"""What a kernel loads; operands in other dtypes are cast before."""
+
+
+class _Side(NamedTuple):
+    """One axis of an operand."""
+
+    letter: str
+    tile: int
+    blocks: int  # in the buffer, of one tile each
+    shifted: bool  # a tile is cut out of two blocks
+
+
+class _Operand(NamedTuple):
+    name: str
+    dtype: Any
+    batched: bool
+    sides: tuple[_Side, _Side]
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """Rows and columns of the blocks that hold a tile."""
+        rows, columns = (side.tile * (1 + side.shifted) for side in self.sides)
+        return rows, columns
+
+    def shift(self, axis: int) -> str:
+        """The name of a side in the tables."""
+        return f"{self.name} {self.sides[axis].letter}"
+
+
+class _Tables(NamedTuple):
+    """What the scalar unit reads, all int32.
+
+    A piece is what one group has of one tile of rows, or a tile of rows that no group has: the piece of a group `g`
+    that has nothing of any letter.
+    """
+
+    visit: Any  # (v,) a word that `_Problem.unpack` reads
+    tile: Any  # (p,) tile of rows of each piece
+    group: Any  # (p,) group of each piece
+    begin: dict[str, Any]  # (g+1,) by ragged letter: where the group begins, in the coordinates of the tiles
+    end: dict[str, Any]  # (g+1,) and where it ends
+    block: dict[str, Any]  # (g+1,) by shifted side: the first of the two blocks that hold the group's tile 0
+    offset: dict[str, Any]  # (g+1,) and where in it that tile begins
+
+
+class _Place(NamedTuple):
+    """Where a step of the grid is."""
+
+    opens: Any  # whether it is the first piece of a tile of the result
+    active: Any  # whether there is anything to multiply
+    piece: Any
+    tile: dict[str, Any]  # by letter
+
+
+class _Problem(NamedTuple):
+    """All that is static about one product."""
+
+    row: str
+    column: str
+    contracted: str
+    extent: dict[str, int]  # by letter: of the coordinates that its tiles are counted in
+    capacity: dict[str, int]  # by letter that is packed: the least extent of the terms that pack it
+    tile: dict[str, int]
+    ragged: frozenset[str]
+    num_groups: int
+    operands: tuple[_Operand, _Operand]  # the one with the result's rows first
+    dtype: Any  # of the result
+    has_existing: bool
+    common: Any  # both operands of a dot are cast to it
+    precision: Any
+
+    @property
+    def accumulator(self) -> Any:
+        return accumulator_dtype(self.common)
+
+    @property
+    def wide(self) -> Any:
+        """The dtype in which operands are shifted and masked: the vector unit's own."""
+        return jnp.int32 if self.common == jnp.int8 else jnp.float32
+
+    def tiles(self, letter: str) -> int:
+        return -(-self.extent[letter] // self.tile[letter])
+
+    @property
+    def radix(self) -> tuple[int, int, int]:
+        """How many contracted tiles, pieces and column tiles a visit can name; letters that aren't ragged have none."""
+        steps, columns = (self.tiles(x) if x in self.ragged else 1 for x in (self.contracted, self.column))
+        return steps, self.tiles(self.row) + self.num_groups - 1, columns
+
+    @property
+    def visits(self) -> int:
+        """The most visits that there can be.
+
+        A group with `1 + e` tiles of a letter has `e` of them on top of its first. Where the letter is packed, these
+        add up to at most `E` over all groups, so the products `(1 + e) * (1 + e')` add up to at most
+        `(1 + E) * (1 + E') + g - 1`. And each tile of the result may have a visit that writes its zeros.
+        """
+        steps, pieces, columns = self.radix
+        packed, others = 1, 1
+        for letter in self.ragged:
+            if letter in self.capacity:
+                packed *= 1 + self.capacity[letter] // self.tile[letter]
+            else:
+                others *= self.tiles(letter)
+        zeros = self.tiles(self.row) * columns
+        return min(steps * pieces * columns, others * (packed + self.num_groups - 1) + zeros)
+
+    @property
+    def smem(self) -> int:
+        """How many bytes the tables take; more than there are if a visit doesn't fit its word."""
+        if 2 + sum(count.bit_length() for count in self.radix) > 31:
+            return 2 * _SMEM
+        by_group = len(self.ragged) + sum(side.shifted for operand in self.operands for side in operand.sides)
+        return 4 * (self.visits + 2 * self.radix[1] + 2 * by_group * (self.num_groups + 1))
+
+    @property
+    def vmem(self) -> int:
+        """How many bytes a kernel takes, about: two buffers of each block, scratch, and what is rotated."""
+        result = 2 * (1 + self.has_existing) * self.dtype.itemsize
+        total = self.tile[self.row] * self.tile[self.column] * (result + 4)
+        for operand in self.operands:
+            (rows, columns), height = operand.window, operand.sides[0].tile
+            total += rows * columns * (2 * operand.dtype.itemsize + 4 * operand.sides[0].shifted)
+            total += height * columns * 4 * operand.sides[1].shifted
+        return total
+
+    def pack(self, opens: Array, active: Array, column: Array, piece: Array, step: Array) -> Array:
+        """A visit's word. The step has the lowest bits, so that words of consecutive steps are consecutive."""
+        steps, pieces, columns = (count.bit_length() for count in self.radix)
+        word = (active.astype(jnp.int32) << 1) + opens.astype(jnp.int32)
+        return (((word << columns) + column << pieces) + piece << steps) + step
+
+    def place(self, ids: Sequence[Any], tables: _Tables) -> _Place:
+        column_id, _, visit, step_id = ids
+        word, fields = tables.visit[visit], []
+        for count in self.radix:
+            fields.append(word & ((1 << count.bit_length()) - 1))
+            word = word >> count.bit_length()
+        step, piece, column = fields
+        tile = {
+            self.row: tables.tile[piece],
+            self.column: column if self.column in self.ragged else column_id,
+            self.contracted: step if self.contracted in self.ragged else step_id,
+        }
+        return _Place(opens=(word & 1) == 1, active=word >= 2, piece=piece, tile=tile)
+
+    def span(self, letter: str, group: Any, tables: _Tables) -> tuple[Any, Any]:
+        """Where a group begins and ends along a letter."""
+        if letter not in self.ragged:
+            return 0, self.extent[letter]
+        return tables.begin[letter][group], tables.end[letter][group]
+
+
+def tiled_matmul(
+    lhs: Array,
+    rhs: Array,
+    sizes: dict[str, Array],
+    *,
+    axes: tuple[str, str, str],
+    shape: tuple[int, ...],
+    preferred_element_type: Any,
+    precision: Any = None,
+    tiling: dict[str, int] | None = None,
+    existing_out: Array | None = None,
+    target: Target = Target(),  # noqa: B008
+) -> Array:
+    """The product where two or three letters are ragged: see the contract in `ragged.kernels`.
+
+    A batch axis is a dim of the grid; the sizes must be the same for all batch elements. Tiles fit every generation.
+    Where there are more of them than a TPU's scalar memory can list, XLA's product runs instead.
+    """
+    common = compute_dtype(lhs.dtype, rhs.dtype)
+    operands = {"lhs": lhs, "rhs": rhs}
+    for name, x in operands.items():
+        x = x if x.dtype.name in _LOADED else x.astype(common)
+        operands[name] = x if x.ndim == 3 else x[None]
+    dtype, has_existing = jnp.dtype(preferred_element_type), existing_out is not None
+    problem = _problem(operands, sizes, axes, shape[-2:], dtype, has_existing, precision, tiling)
+    if problem.smem > _SMEM:
+        return xla.tiled_matmul(
+            lhs,
+            rhs,
+            sizes,
+            axes=axes,
+            shape=shape,
+            preferred_element_type=preferred_element_type,
+            precision=precision,
+            tiling=tiling,
+            existing_out=existing_out,
+            target=target,
+        )
+    batch = next((x.shape[0] for x in (lhs, rhs) if x.ndim == 3), None)
+    out = jax.ShapeDtypeStruct((batch or 1, *shape[-2:]), problem.dtype)
+    existing = None if existing_out is None else existing_out.astype(out.dtype).reshape(out.shape)
+    with jax.named_scope("ragged_tiled_matmul"):
+        tables, visits = _tables(problem, sizes, axes, (lhs.shape, rhs.shape, shape))
+        product = _launch(problem, tables, visits, operands, existing, out, target.interpret)
+    return product if batch is not None else product[0]
+
+
+def _problem(
+    operands: dict[str, Array],
+    sizes: dict[str, Array],
+    axes: tuple[str, str, str],
+    shape: tuple[int, ...],
+    dtype: Any,
+    has_existing: bool,
+    precision: Any,
+    tiling: dict[str, int] | None,
+) -> _Problem:
+    """The product with the tiles that are asked for, rounded up to legal ones, or with default ones."""
+    row, column = axes[2]
+    (contracted,) = set("mkn") - {row, column}
+    terms = [(name, letters, operands[name]) for name, letters in zip(("lhs", "rhs"), axes[:2], strict=True)]
+    terms.sort(key=lambda term: row not in term[1])
+    aligned = _aligned(axes)
+    extent = {row: shape[0], column: shape[1]}
+    extent[contracted] = min(x.shape[1 + letters.index(contracted)] for _, letters, x in terms)
+    capacity = {}
+    for letters, rows in zip(axes, (operands["lhs"].shape[1], operands["rhs"].shape[1], shape[0]), strict=True):
+        capacity[letters[0]] = min(rows, capacity.get(letters[0], rows))
+    (num_groups,) = next(iter(sizes.values())).shape
+
+    def build(tile: dict[str, int]) -> _Problem:
+        def side(letters: str, x: Array, axis: int) -> _Side:
+            letter = letters[axis]
+            shifted = letter in sizes and (axis == 0) != (letter in aligned)
+            return _Side(letter, tile[letter], -(-x.shape[1 + axis] // tile[letter]), shifted)
+
+        first, second = (
+            _Operand(name, x.dtype, x.shape[0] > 1, (side(letters, x, 0), side(letters, x, 1)))
+            for name, letters, x in terms
+        )
+        return _Problem(
+            row=row,
+            column=column,
+            contracted=contracted,
+            extent=extent,
+            capacity=capacity,
+            tile=tile,
+            ragged=frozenset(sizes),
+            num_groups=num_groups,
+            operands=(first, second),
+            dtype=dtype,
+            has_existing=has_existing,
+            common=compute_dtype(first.dtype, second.dtype),
+            precision=precision,
+        )
+
+    whole = {letter: _round_up(size) for letter, size in extent.items()}
+    largest = {letter: min(_LARGEST_TILE, whole[letter]) for letter in "mkn"}
+    if tiling is not None:
+        tile = {letter: min(_round_up(tiling[letter]), whole[letter]) for letter in "mkn"}
+    else:
+        # About the mean group, of what is packed somewhere; the next power of two.
+        mean = extent | {letter: min(extent[letter], rows // num_groups) for letter, rows in capacity.items()}
+        tile = {x: min(largest[x], _LANES << (_round_up(mean[x]) // _LANES - 1).bit_length()) for x in "mkn"}
+    while build(tile).vmem > _VMEM:
+        longest = max("mkn", key=lambda letter: tile[letter])
+        tile = tile | {longest: _round_up(tile[longest] // 2)}
+    if tiling is not None:
+        return build(tile)
+    # Where there are too many tiles to list, larger ones, as long as they fit.
+    while build(tile).smem > _SMEM:
+        larger = [tile | {x: min(2 * tile[x], largest[x])} for x in sorted(sizes, key=lambda x: tile[x])]
+        larger = [t for t in larger if t != tile and build(t).vmem <= _VMEM]
+        if not larger:
+            break
+        tile = larger[0]
+    return build(tile)
+
+
+def _round_up(extent: int) -> int:
+    return max(-(-extent // _LANES), 1) * _LANES
+
+
+def _aligned(axes: tuple[str, str, str]) -> set[str]:
+    """The letters whose tiles are aligned in the terms that pack them: the result's rows, and what both operands pack.
+
+    Other letters' tiles are aligned in the terms that don't pack them.
+    """
+    lhs, rhs, out = axes
+    return {out[0], *(lhs[0] if lhs[0] == rhs[0] else "")}
+
+
+def _tables(
+    p: _Problem, sizes: dict[str, Array], axes: tuple[str, str, str], shapes: tuple[tuple[int, ...], ...]
+) -> tuple[_Tables, Array]:
+    """What the scalar unit reads, and how many visits there are."""
+    # 1. Where each group starts in each term, and sizes that fit all buffers. A group that two terms pack starts at the
+    #    same place in both, unless it is cut to nothing.
+    length = {letter: jnp.maximum(size, 0).astype(jnp.int32) for letter, size in sizes.items()}
+    starts = {}
+    for name, (packed, other), shape in zip(("lhs", "rhs", "out"), axes, shapes, strict=True):
+        offsets = schedule.group_offsets(sizes[packed], shape[-2])
+        starts[name] = offsets[:-1]
+        length[packed] = jnp.minimum(length[packed], offsets[1:] - offsets[:-1])
+        if other in sizes:
+            length[other] = jnp.minimum(length[other], shape[-1])
+
+    # 2. The same in the coordinates of the tiles, with a last group that has nothing.
+    def with_gap(x: Array) -> Array:
+        return jnp.pad(x, (0, 1))
+
+    begin = {letter: jnp.zeros_like(size) for letter, size in length.items()}
+    begin |= {
+        letters[0]: starts[name] for name, letters in zip(starts, axes, strict=True) if letters[0] in _aligned(axes)
+    }
+    end = {letter: with_gap(begin[letter] + size) for letter, size in length.items()}
+    block, offset = {}, {}
+    for operand in p.operands:
+        for axis, side in enumerate(operand.sides):
+            if side.shifted:
+                # The group's element 0 lies at its start where the operand packs it, else at 0.
+                shift = with_gap((starts[operand.name] if axis == 0 else 0) - begin[side.letter])
+                block[operand.shift(axis)], offset[operand.shift(axis)] = shift // side.tile, shift % side.tile
+    begin = {letter: with_gap(x) for letter, x in begin.items()}
+
+    # 3. Pieces, in the order of their tiles. `row_visits` numbers its own 2 * group + 1, and those of no group evenly.
+    rows = schedule.row_visits(begin[p.row][None, :-1], end[p.row][None, :-1], p.extent[p.row], p.tile[p.row])
+    piece = jnp.arange(rows.piece.shape[0], dtype=jnp.int32)
+    group = jnp.where(rows.piece % 2 == 1, rows.piece // 2, p.num_groups)
+    exists = piece < jnp.reshape(rows.count, ())
+    opens = exists & ((piece == 0) | (rows.tile != jnp.roll(rows.tile, 1)))
+
+    # 4. Visits: for each tile of columns, for each piece that has any, the tiles of the contracted letter. The first
+    #    piece of a tile is visited in any case, to write the zeros.
+    real = jnp.arange(p.num_groups + 1, dtype=jnp.int32) < p.num_groups
+
+    def tiles(letter: str) -> tuple[Array, Array]:
+        """The first tile of each group, and how many it has."""
+        if letter not in p.ragged:
+            return jnp.zeros_like(real, jnp.int32), real.astype(jnp.int32)
+        first = begin[letter] // p.tile[letter]
+        return first, jnp.where(end[letter] > begin[letter], -(-end[letter] // p.tile[letter]) - first, 0)
+
+    _, columns = tiles(p.column)
+    first_step, steps = tiles(p.contracted)
+    # By tile of columns, and by piece.
+    column = jnp.arange(p.radix[2], dtype=jnp.int32)[:, None]
+    exists, opens, piece = exists[None], opens[None], piece[None]
+    columns, first_step, steps = (x[group][None] for x in (columns, first_step, steps))
+    active = exists & (column < columns) & (steps > 0)
+    word = p.pack(opens, active, column, piece, jnp.where(active, first_step, 0))
+    count = jnp.where(active, steps, opens.astype(jnp.int32))
+    _, visit, total = schedule.expand(word.reshape(-1), count.reshape(-1), p.visits)
+    return _Tables(visit, rows.tile, group, begin, end, block, offset), total
+
+
+def _launch(
+    p: _Problem,
+    tables: _Tables,
+    visits: Array,
+    operands: dict[str, Array],
+    existing: Array | None,
+    out: jax.ShapeDtypeStruct,
+    interpret: Any,
+) -> Array:
+    """Runs the kernel: `[e, packed, other] × [e, packed, other] -> [e, rows, columns]`, where an `e` may be 1."""
+    scalars, tree = jax.tree.flatten(tables)
+    grid = (
+        1 if p.column in p.ragged else p.tiles(p.column),  # first: two cores share only a first dim
+        out.shape[0],
+        visits,
+        1 if p.contracted in p.ragged else p.tiles(p.contracted),
+    )
+
+    def block_spec(operand: _Operand, neighbour: tuple[int, int]) -> pl.BlockSpec:
+        def index_map(*args: Any) -> tuple[Any, ...]:
+            ids, t = args[:4], tree.unflatten(args[4:])
+            place = p.place(ids, t)
+            index = [ids[1] if operand.batched else 0]
+            for axis, side in enumerate(operand.sides):
+                at = place.tile[side.letter]
+                if side.shifted:
+                    # A neighbour outside the buffer holds nothing of the group.
+                    at = at + t.block[operand.shift(axis)][t.group[place.piece]] + neighbour[axis]
+                    at = jnp.clip(at, 0, side.blocks - 1)
+                index.append(jnp.where(place.active, at, 0))
+            return tuple(index)
+
+        return pl.BlockSpec((None, *(side.tile for side in operand.sides)), index_map)
+
+    def out_index(*args: Any) -> tuple[Any, ...]:
+        tile = p.place(args[:4], tree.unflatten(args[4:])).tile
+        return args[1], tile[p.row], tile[p.column]
+
+    out_spec = pl.BlockSpec((None, p.tile[p.row], p.tile[p.column]), out_index)
+    neighbours = [_neighbours(operand) for operand in p.operands]
+    specs = [block_spec(operand, n) for operand, near in zip(p.operands, neighbours, strict=True) for n in near]
+    arrays = [operands[operand.name] for operand, near in zip(p.operands, neighbours, strict=True) for _ in near]
+    shifted = [operand for operand in p.operands if operand.sides[0].shifted]
+
+    def kernel(*refs: Any) -> None:
+        t, rest = tree.unflatten(refs[: len(scalars)]), iter(refs[len(scalars) :])
+        blocks = [{n: next(rest) for n in near} for near in neighbours]
+        existing_ref = None if existing is None else next(rest)
+        out_ref, accumulator, *scratch = rest
+        windows = {operand.name: window for operand, window in zip(shifted, scratch, strict=True)}
+        place = p.place([pl.program_id(i) for i in range(4)], t)
+        _body(p, t, place, blocks, windows, existing_ref, out_ref, accumulator)
+
+    flops = 2 * out.shape[0] * p.extent["m"] * p.extent["k"] * p.extent["n"] // p.num_groups ** (len(p.ragged) - 1)
+    moved = [*operands.values(), out] if existing is None else [*operands.values(), existing, out]
+    tile = "x".join(str(p.tile[letter]) for letter in "mkn")
+    return pl.pallas_call(
+        kernel,
+        out,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=grid,
+            in_specs=specs if existing is None else [*specs, out_spec],
+            out_specs=out_spec,
+            scratch_shapes=[
+                pltpu.VMEM((p.tile[p.row], p.tile[p.column]), p.accumulator),
+                *(pltpu.VMEM(_by_lanes(operand.window), p.wide) for operand in shifted),
+            ],
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=flops, bytes_accessed=sum(x.size * x.dtype.itemsize for x in moved), transcendentals=0
+        ),
+        interpret=interpret,
+        name=f"tiled_matmul_{tile}",
+    )(*scalars, *arrays, *([] if existing is None else [existing]))
+
+
+def _neighbours(operand: _Operand) -> list[tuple[int, int]]:
+    """The blocks that hold a tile, by row and column, counted from the first."""
+    rows, columns = (range(1 + side.shifted) for side in operand.sides)
+    return [(i, j) for i in rows for j in columns]
+
+
+def _by_lanes(shape: tuple[int, int]) -> tuple[int, int, int]:
+    """`[rows, columns]` cut into columns of lanes: `[columns // 128, rows, 128]`."""
+    rows, columns = shape
+    return columns // _LANES, rows, _LANES
+
+
+def _body(
+    p: _Problem,
+    t: _Tables,
+    place: _Place,
+    blocks: list[dict[tuple[int, int], Any]],
+    windows: dict[str, Any],
+    existing: Any,
+    out: Any,
+    accumulator: Any,
+) -> None:
+    """One step of the grid: a tile of each operand. `blocks[i]` are the refs of operand `i`, by neighbour."""
+    group = t.group[place.piece]
+    begin, end = p.span(p.contracted, group, t)
+    low = place.tile[p.contracted] * p.tile[p.contracted]
+    high = low + p.tile[p.contracted]
+    is_first, is_last = low <= begin, high >= end
+
+    @pl.when(place.opens & is_first)
+    def _() -> None:
+        out[...] = jnp.zeros_like(out) if existing is None else existing[...]
+
+    @pl.when(place.active & is_first)
+    def _() -> None:
+        accumulator[...] = jnp.zeros_like(accumulator)
+
+    def multiply(masked: bool) -> None:
+        values, axes = [], []
+        for operand, refs in zip(p.operands, blocks, strict=True):
+            offsets = [t.offset[operand.shift(i)][group] if side.shifted else 0 for i, side in enumerate(operand.sides)]
+            x = _cut(operand, refs, windows.get(operand.name), offsets, p.wide)
+            axis = [side.letter for side in operand.sides].index(p.contracted)
+            if masked:
+                at = low + lax.broadcasted_iota(jnp.int32, x.shape, axis)
+                x = jnp.where((at >= begin) & (at < end), x.astype(p.wide), jnp.zeros((), p.wide))
+            values.append(x.astype(p.common))
+            axes.append((axis,))
+        accumulator[...] += lax.dot_general(
+            *values,
+            dimension_numbers=(tuple(axes), ((), ())),
+            precision=p.precision if p.common == jnp.float32 else lax.Precision.DEFAULT,
+            preferred_element_type=p.accumulator,
+        )
+
+    # What lies outside the group, or outside the buffer, is undefined.
+    if p.contracted in p.ragged or p.extent[p.contracted] % p.tile[p.contracted]:
+        whole = (low >= begin) & (high <= end)
+        pl.when(place.active & whole)(partial(multiply, masked=False))
+        pl.when(place.active & jnp.logical_not(whole))(partial(multiply, masked=True))
+    else:
+        pl.when(place.active)(partial(multiply, masked=False))
+
+    @pl.when(place.active & is_last)
+    def _() -> None:
+        wide = jnp.float32 if jnp.issubdtype(out.dtype, jnp.floating) else jnp.int32
+        total = accumulator[...].astype(wide)
+        if existing is not None:
+            total = total + existing[...].astype(wide)
+        mine = jnp.ones((1, 1), bool)
+        for axis, letter in enumerate((p.row, p.column)):
+            if letter in p.ragged:
+                at = place.tile[letter] * p.tile[letter] + lax.broadcasted_iota(jnp.int32, total.shape, axis)
+                begin, end = p.span(letter, group, t)
+                mine = mine & (at >= begin) & (at < end)
+        out[...] = jnp.where(mine, total, out[...].astype(wide)).astype(out.dtype)
+
+
+def _cut(operand: _Operand, blocks: dict[tuple[int, int], Any], window: Any, offsets: list[Any], wide: Any) -> Array:
+    """The tile that begins at `offsets` in the blocks."""
+    (rows, columns), (_, width) = (side.tile for side in operand.sides), operand.window
+    if window is None:
+        parts = [blocks[0, j][...] for j in range(width // columns)]
+    else:
+        # Rows are read from any row on, but only 128 lanes at a time: each column of lanes has a window of its own.
+        for (i, j), block in blocks.items():
+            for lane in range(0, columns, _LANES):
+                part = block[:, lane : lane + _LANES].astype(wide)
+                window[(j * columns + lane) // _LANES, pl.ds(i * rows, rows), :] = part
+        parts = [window[column, pl.ds(offsets[0], rows), :] for column in range(width // _LANES)]
+    x = jnp.concatenate(parts, axis=1)
+    if width > columns:
+        # To the left by the offset: a rotation goes to the right.
+        x = pltpu.roll(x.astype(wide), jnp.where(offsets[1] == 0, 0, width - offsets[1]), 1)[:, :columns]
+    return x

@@ -1,0 +1,164 @@
+"""Every product lowered for TPUs, and compiled for real ones by libtpu, without a TPU."""
+
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import Array
+
+import ragged
+from ragged import GroupedTensor
+from ragged.kernels import Scales, Target, pallas_tpu, tpu_tiling
+from ragged.kernels.tpu_tiling import Problem
+
+from . import tpu
+from .cases import LETTERS, NAMES
+
+Shape = tuple[int, int, int, int]  # m, k, n, groups
+Aval = jax.ShapeDtypeStruct
+LARGE, MANY, ODD, TINY = (4096, 2048, 2048, 8), (16384, 2048, 768, 128), (1000, 500, 300, 7), (128, 64, 10, 3)
+
+
+def product(layout: str, shape: Shape, dtype: Any, **options: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A function of two buffers and the sizes, and its arguments. Forward and backward, but for integers."""
+    *extents, groups = shape
+    extent = dict(zip("mkn", extents, strict=True))
+    letters = LETTERS[layout]
+    sizes = Aval((groups,), jnp.int32)
+
+    def aval(term: str) -> Any:
+        lead = () if set(term) & set(letters) else (groups,)
+        return Aval((*lead, *(extent[letter] for letter in term)), dtype)
+
+    if layout in ("outer", "ragged"):
+        options["max_last"] = min(256, extent["n"])
+
+    def value(lhs: Array, rhs: Array, dims: dict[str, Array]) -> Array:
+        out = ragged.matmul(
+            GroupedTensor(lhs, dims.get("m"), dims.get("k")),
+            GroupedTensor(rhs, dims.get("k"), dims.get("n")),
+            **options,
+        )
+        return jnp.sum(out.data.astype(jnp.float32) ** 2)
+
+    function = value if jnp.issubdtype(dtype, jnp.integer) else jax.value_and_grad(value, argnums=(0, 1))
+    return function, (aval("mk"), aval("kn"), {letter: sizes for letter in letters})
+
+
+@pytest.mark.parametrize("layout", NAMES)
+def test_lowering(layout: str) -> None:
+    """B5, T10: forward and both derivatives are a kernel each."""
+    function, avals = product(layout, ODD, jnp.bfloat16)
+    text = jax.jit(function).trace(*avals).lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("stablehlo.custom_call @tpu_custom_call") == 3
+
+
+# Every generation, every layout, shape and dtype at least once; each takes seconds.
+SPREAD = [
+    *(("v6e", layout, ODD, "bfloat16") for layout in NAMES),
+    *((generation, layout, TINY, "bfloat16") for generation in ("v5e", "v5p", "tpu7x") for layout in NAMES[1:5]),
+    *(("v4", layout, TINY, "bfloat16") for layout in ("batched", "forward", "wgrad")),
+    *((generation, "forward", LARGE, "bfloat16") for generation in ("v5e", "v5p", "v6e", "tpu7x")),
+    *(("tpu7x", layout, MANY, "bfloat16") for layout in ("forward", "wgrad")),
+    *(("v5e", layout, ODD, "int8") for layout in ("batched", "forward", "wgrad", "outer")),
+    *(("v6e", layout, ODD, "float8_e4m3fn") for layout in ("forward", "inner_rows")),
+    ("tpu7x", "forward", ODD, "float8_e5m2"),
+    ("v5p", "forward", ODD, "float32"),
+    ("v6e", "wgrad", ODD, "int4"),
+]
+
+
+@pytest.mark.parametrize("generation, layout, shape, dtype", SPREAD)
+def test_compiles(generation: str, layout: str, shape: Shape, dtype: str) -> None:
+    """B6, O3: forward and backward, with the default tiles, within the chip's VMEM."""
+    function, avals = product(layout, shape, jnp.dtype(dtype))
+    compiled = tpu.compile_for(generation, function, *avals)
+    assert len(compiled.kernels) == (3 if dtype.startswith(("bfloat", "float")) else 1)
+    assert len(compiled.vmem) == len(compiled.kernels)
+    assert max(compiled.vmem) <= 0.75 * tpu.VMEM_MIB[generation]
+    if shape in (LARGE, MANY) and layout == "forward":
+        # K3, T5: nothing as large as an operand is transposed or copied.
+        copied = re.findall(r"= bf16\[([\d,]+)\]\S* (?:copy|transpose)\(", compiled.text)
+        assert not [dims for dims in copied if math.prod(map(int, dims.split(","))) >= shape[0] * min(shape[1:3])]
+
+
+@pytest.mark.parametrize("generation", tpu.TOPOLOGIES)
+def test_compiles_for_a_generation_that_nothing_names(generation: str) -> None:
+    """B6, O3: tiles that fit any chip."""
+    function, avals = product("forward", LARGE, jnp.bfloat16)
+    compiled = tpu.compile_for(generation, function, *avals, known=False)
+    assert max(compiled.vmem) <= 12
+
+
+@pytest.mark.parametrize("generation", ["v5e", "v6e", "tpu7x"])
+def test_compiles_with_scales(generation: str) -> None:
+    """K23: fp8 with scales by row and by block of 128, in the forward and the wgrad."""
+    kind = tpu.device(generation)
+    target = Target(device=(kind.device_kind, kind.num_cores))
+    fp8, sizes = jnp.float8_e4m3fn, Aval((8,), jnp.int32)
+
+    def both(x: Array, w: Array, dy: Array, sizes: Array, by_block: Array, of_w: Array, by_column: Array) -> Any:
+        options: dict[str, Any] = {"preferred_element_type": jnp.bfloat16, "target": target}
+        forward = pallas_tpu.grouped_matmul(
+            x, w, sizes, lhs_scales=Scales(by_block, (1, 128)), rhs_scales=Scales(of_w, (128, 128)), **options
+        )
+        scales = Scales(by_column, (None, 1))
+        wgrad = pallas_tpu.transposed_grouped_matmul(x.mT, dy, sizes, lhs_scales=scales, **options)
+        return forward, wgrad
+
+    avals = (
+        *(Aval(shape, fp8) for shape in ((1024, 512), (8, 512, 256), (1024, 256))),
+        sizes,
+        *(Aval(shape, jnp.float32) for shape in ((1024, 4), (8, 4, 2), (8, 512))),
+    )
+    assert len(tpu.compile_for(generation, both, *avals).kernels) == 2
+
+
+@pytest.mark.parametrize("buffers, k", [(1, 500), (3, 512), (3, 500)])
+def test_compiles_with_other_numbers_of_buffers(buffers: int, k: int) -> None:
+    """K10, K34: one buffer, or more than the compiler's own pipeline has."""
+    avals = Aval((1024, k), jnp.bfloat16), Aval((7, k, 384), jnp.bfloat16), Aval((7,), jnp.int32)
+    compiled = tpu.compile_for("v6e", lambda *x: ragged.grouped_matmul(*x, input_buffer_count=buffers), *avals)
+    assert len(compiled.kernels) == 1
+
+
+DEVICES = [
+    None,
+    ("TPU v4", 1),
+    ("TPU v5 lite", 1),
+    ("TPU v5", 2),
+    ("TPU v6 lite", 1),
+    ("TPU7x", 1),
+    ("TPU of the future", 1),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_default_tiles_are_legal_and_fit(device: tuple[str, int] | None) -> None:
+    """O3: for any shape and dtype, also where only the smallest tile fits."""
+    chip = tpu_tiling.chip(device)
+    for shape in (LARGE, MANY, ODD, TINY, (1, 1, 1, 1), (8192, 7168, 2048, 64), (7, 200_000, 100_000, 3)):
+        for names in (("bfloat16",) * 3, ("float32",) * 3, ("int8", "int8", "int32"), ("bfloat16", "int4", "float32")):
+            dtypes = tuple(jnp.dtype(name) for name in names)
+            rows, a, b, groups = shape
+            for kind in ("rows", "groups", "batched"):
+                problem = Problem(kind, rows, a, b, groups, dtypes, dtypes[0], 2)
+                tile = tpu_tiling.choose(problem, chip)
+                assert tpu_tiling.vmem(problem, tile) <= chip.vmem
+                extents = dict(zip("mkn", (rows, a, b), strict=True))
+                assert tpu_tiling.illegal(dict(zip("mkn", tile, strict=True)), extents, "m", dtypes) == ("", "")
+
+
+def test_a_tile_too_large_for_vmem_is_halved() -> None:
+    """A tiling that no VMEM can hold is not an error."""
+    tiling = (16384, 16384, 16384)
+    function, avals = product("forward", (16384, 16384, 16384, 2), jnp.bfloat16, tiling=tiling)
+    text = jax.jit(function).trace(*avals).lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("stablehlo.custom_call @tpu_custom_call") == 3
+    chip = tpu_tiling.chip(None)
+    dtype = jnp.dtype(jnp.bfloat16)
+    problem = Problem("rows", *tiling, 2, (dtype, dtype, dtype), dtype, 2)
+    assert tpu_tiling.vmem(problem, tpu_tiling.fit(problem, tiling, chip)) <= chip.vmem

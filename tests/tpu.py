@@ -1,0 +1,58 @@
+"""Compiling for TPUs on a machine without one: libtpu does it, for a topology that is only described."""
+
+import importlib.util
+import os
+import re
+import tempfile
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+import pytest
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
+
+TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:1x1", "v5p": "v5p:1x1x1", "v6e": "v6e:1x1", "tpu7x": "tpu7x:1x1x1"}
+VMEM_MIB = {"v4": 16, "v5e": 128, "v5p": 64, "v6e": 128, "tpu7x": 64}
+
+# For libtpu to start where there is no TPU.
+_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
+class Compiled(NamedTuple):
+    kernels: list[str]  # names of the Pallas kernels
+    vmem: list[float]  # MiB that each takes
+    text: str
+
+
+@cache
+def device(generation: str) -> Any:
+    """A device of that generation. Without libtpu: an error in CI, a skip elsewhere."""
+    if importlib.util.find_spec("libtpu") is None:
+        assert not os.environ.get("CI"), "CI must have libtpu: it is in the group `dev`"
+        pytest.skip("needs libtpu")
+    for name, value in {**_ENVIRONMENT, "TPU_LOG_DIR": tempfile.gettempdir()}.items():
+        os.environ.setdefault(name, value)
+    return topologies.get_topology_desc(TOPOLOGIES[generation], platform="tpu").devices[0]
+
+
+def compile_for(generation: str, function: Callable[..., Any], *avals: Any, known: bool = True) -> Compiled:
+    """What `function` compiles to for one TPU. `known`: it is lowered for that generation, else for any."""
+    sharding = SingleDeviceSharding(device(generation))
+    kind = AbstractDevice(device(generation).device_kind, device(generation).num_cores, "tpu")
+    mesh = jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=kind))
+    with mesh if known else nullcontext():
+        traced = jax.jit(function, in_shardings=sharding, out_shardings=sharding).trace(*avals)
+        text = traced.lower(lowering_platforms=("tpu",)).compile().as_text() or ""
+    names = re.findall(r"%([\w.]+) = [^=\n]*custom-call\([^\n]*custom_call_target=\"tpu_custom_call\"", text)
+    marks = r'custom_call_target="tpu_custom_call".*?"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"\d+","size":"(\d+)"'
+    used = re.findall(marks, text, re.S)
+    return Compiled(names, [int(size) / 2**20 for size in used], text)
