@@ -16,7 +16,9 @@ from .test_grouped import (  # noqa: F401
     test_grouped_matmul,
     test_transposed_grouped_matmul,
 )
+from .test_matmul import test_operands_seen_through_mT  # noqa: F401
 from .test_options import (  # noqa: F401
+    test_a_float_that_integers_are_added_to,
     test_an_offset_never_wraps_around,
     test_existing_out,
     test_existing_out_is_added_in_the_accumulator,

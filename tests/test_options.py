@@ -159,6 +159,16 @@ def test_existing_out_is_added_in_the_accumulator() -> None:
     assert want != np.asarray((x.data * w[0]).astype(jnp.bfloat16) + existing)[0, 0]
 
 
+@pytest.mark.parametrize("layout", NAMES)
+def test_a_float_that_integers_are_added_to(layout: str) -> None:
+    """O7: halves survive the integer accumulator."""
+    case = cases.make(layout, dtype="int8")
+    bare = ragged.matmul(case.lhs, case.rhs, preferred_element_type=jnp.float32)
+    halves = bare.map(lambda data: jnp.full_like(data, 0.5))
+    out = ragged.matmul(case.lhs, case.rhs, preferred_element_type=jnp.float32, existing_out=halves)
+    assert np.array_equal(np.asarray(out.data), np.asarray(bare.data) + np.asarray(halves.data))
+
+
 @pytest.mark.parametrize("offset", [-9, -2, 0, 1, 3, 5, 2**31 - 1, -(2**31)])
 @pytest.mark.parametrize("layout", ["forward", "forward_left", "wgrad"])
 def test_group_offset(layout: str, offset: int) -> None:

@@ -17,24 +17,28 @@ from ragged.kernels.tpu_tiling import Problem
 from . import tpu
 from .cases import LETTERS, NAMES
 
-Shape = tuple[int, int, int, int]  # m, k, n, groups
+Shape = tuple[int, int, int, int]  # rows of all groups, two extents that are the same in all of them, groups
 Aval = jax.ShapeDtypeStruct
+DEEP = (8192, 7168, 2048, 64)
 LARGE, MANY, ODD, TINY = (4096, 2048, 2048, 8), (16384, 2048, 768, 128), (1000, 500, 300, 7), (128, 64, 10, 3)
 
 
 def product(layout: str, shape: Shape, dtype: Any, **options: Any) -> tuple[Any, tuple[Any, ...]]:
     """A function of two buffers and the sizes, and its arguments. Forward and backward, but for integers."""
-    *extents, groups = shape
-    extent = dict(zip("mkn", extents, strict=True))
+    rows, *uniform, groups = shape
     letters = LETTERS[layout]
+    uniform = iter(uniform if letters else [rows // groups, *uniform])
+    extent = {letter: rows if letter in letters else next(uniform) for letter in "mkn"}
     sizes = Aval((groups,), jnp.int32)
 
     def aval(term: str) -> Any:
+        if set(term) <= set(letters):
+            return Aval((rows, min(rows, 512)), dtype)  # columns left-aligned
         lead = () if set(term) & set(letters) else (groups,)
         return Aval((*lead, *(extent[letter] for letter in term)), dtype)
 
     if layout in ("outer", "ragged"):
-        options["max_last"] = min(256, extent["n"])
+        options["max_last"] = min(512, rows)
 
     def value(lhs: Array, rhs: Array, dims: dict[str, Array]) -> Array:
         out = ragged.matmul(
@@ -71,6 +75,11 @@ SPREAD = [
 ]
 
 
+EIGHT_BITS = ("int8", "float8_e4m3fn")
+WHOLE = [(LARGE, ("bfloat16", *EIGHT_BITS)), (DEEP, ("bfloat16", *EIGHT_BITS))]
+WHOLE += [(shape, ("bfloat16",)) for shape in (ODD, TINY, MANY)]
+
+
 @pytest.mark.parametrize("generation, layout, shape, dtype", SPREAD)
 def test_compiles(generation: str, layout: str, shape: Shape, dtype: str) -> None:
     """B6, O3: forward and backward, with the default tiles, within the chip's VMEM."""
@@ -83,6 +92,19 @@ def test_compiles(generation: str, layout: str, shape: Shape, dtype: str) -> Non
         # K3, T5: nothing as large as an operand is transposed or copied.
         copied = re.findall(r"= bf16\[([\d,]+)\]\S* (?:copy|transpose)\(", compiled.text)
         assert not [dims for dims in copied if math.prod(map(int, dims.split(","))) >= shape[0] * min(shape[1:3])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", NAMES)
+@pytest.mark.parametrize("shape, dtypes", WHOLE, ids=str)
+@pytest.mark.parametrize("generation", ["v5e", "v5p", "v6e", "tpu7x"])
+def test_the_whole_table(generation: str, shape: Shape, dtypes: tuple[str, ...], layout: str) -> None:
+    """B6: every layout's forward and backward."""
+    for dtype in dtypes:
+        function, avals = product(layout, shape, jnp.dtype(dtype))
+        compiled = tpu.compile_for(generation, function, *avals)
+        assert len(compiled.kernels) == (1 if dtype == "int8" else 3)
+        assert max(compiled.vmem) <= 0.75 * tpu.VMEM_MIB[generation]
 
 
 @pytest.mark.parametrize("generation", tpu.TOPOLOGIES)
@@ -140,7 +162,7 @@ DEVICES = [
 def test_default_tiles_are_legal_and_fit(device: tuple[str, int] | None) -> None:
     """O3: for any shape and dtype, also where only the smallest tile fits."""
     chip = tpu_tiling.chip(device)
-    for shape in (LARGE, MANY, ODD, TINY, (1, 1, 1, 1), (8192, 7168, 2048, 64), (7, 200_000, 100_000, 3)):
+    for shape in (LARGE, MANY, ODD, TINY, (1, 1, 1, 1), DEEP, (7, 200_000, 100_000, 3)):
         for names in (("bfloat16",) * 3, ("float32",) * 3, ("int8", "int8", "int32"), ("bfloat16", "int4", "float32")):
             dtypes = tuple(jnp.dtype(name) for name in names)
             rows, a, b, groups = shape

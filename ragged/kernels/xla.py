@@ -29,6 +29,12 @@ def accumulator_dtype(dtype: Any) -> Any:
     return jnp.dtype(jnp.int32 if jnp.issubdtype(dtype, jnp.integer) else jnp.float32)
 
 
+def add_wide(total: Array, old: Array) -> Array:
+    """An accumulator plus what it is added to, which may be a float where the accumulator is an integer."""
+    wide = accumulator_dtype(promote(total.dtype, old.dtype))
+    return total.astype(wide) + old.astype(wide)
+
+
 def compute_dtype(lhs: Any, rhs: Any) -> Any:
     """What both operands of a dot are cast to, without loss (but for an integer beyond 2²⁴ that meets a float).
 
@@ -151,7 +157,7 @@ def tiled_matmul(
         else:
             total = dot(group, at)
         old = lax.dynamic_slice(out, begin, extent)
-        new = total if existing_out is None else total + old.astype(accumulator)
+        new = total if existing_out is None else add_wide(total, old)
         new = jnp.where(inside("out", terms["out"], group, at), new.astype(out.dtype), old)
         return lax.dynamic_update_slice(out, new, begin)
 
@@ -291,7 +297,7 @@ def _forward(
             y = lax.dot_general(x, weight, dims, precision=precision, preferred_element_type=accumulator)
             old = lax.dynamic_slice_in_dim(out, at, height)
             if existing_out is not None:
-                y = y + _from_carry(old, dtype).astype(accumulator)
+                y = add_wide(y, _from_carry(old, dtype))
             y = jnp.where(mine, _to_carry(y.astype(dtype)), old)  # a neighbour's rows stay
             return lax.dynamic_update_slice_in_dim(out, y, at, 0)
 
@@ -357,7 +363,7 @@ def _wgrad(
             total = lax.fori_loop(_ZERO, np.int32(elements), add, jnp.zeros((a, b), accumulator))
         if existing_out is not None:
             old = lax.dynamic_index_in_dim(out, i, 0, keepdims=False)
-            total = total + _from_carry(old, dtype).astype(accumulator)
+            total = add_wide(total, _from_carry(old, dtype))
         return lax.dynamic_update_index_in_dim(out, _to_carry(total.astype(dtype)), i, 0)
 
     out = jnp.zeros((h, a, b), dtype) if existing_out is None else existing_out
@@ -449,5 +455,5 @@ def batched_matmul(
         precision=precision,
         preferred_element_type=accumulator_dtype(common),
     )
-    out = out if existing_out is None else out + existing_out.astype(out.dtype)
+    out = out if existing_out is None else add_wide(out, existing_out)
     return out.astype(preferred_element_type)
