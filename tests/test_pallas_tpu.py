@@ -123,10 +123,10 @@ def test_buffered_pipeline_without_races() -> None:
     np.testing.assert_allclose(got, ragged.grouped_matmul(lhs, rhs, sizes, backend="xla"), atol=1e-4)
 
 
-# The tile of rows and the chunk of 128 of it that is computed at a time, and groups that begin and end anywhere in them.
+# A tile of 512 rows is computed in chunks of 128, where groups begin and end anywhere in them.
 @pytest.mark.parametrize("sizes", [[512, 512], [1, 1023], [130, 500, 0, 255, 139], [0, 0], [3] * 7, [1024]])
 def test_chunks_of_a_tile(sizes: list[int]) -> None:
-    """K19, K21: rows of a tile that are a neighbour's are neither written nor added up; full tiles take the short way."""
+    """K19, K21: a neighbour's rows of a tile are neither written nor added up; full tiles take the short way."""
     rng = np.random.default_rng(0)
     lhs, dout = (rng.standard_normal((1024, 128)).astype(np.float32) for _ in range(2))
     rhs = rng.standard_normal((len(sizes), 128, 128)).astype(np.float32)

@@ -49,7 +49,7 @@ def product(layout: str, shape: Shape, dtype: Any, **options: Any) -> tuple[Any,
         return jnp.sum(out.data.astype(jnp.float32) ** 2)
 
     function = value if jnp.issubdtype(dtype, jnp.integer) else jax.value_and_grad(value, argnums=(0, 1))
-    return function, (aval("mk"), aval("kn"), {letter: sizes for letter in letters})
+    return function, (aval("mk"), aval("kn"), dict.fromkeys(letters, sizes))
 
 
 @pytest.mark.parametrize("layout", NAMES)
@@ -164,7 +164,8 @@ def test_default_tiles_are_legal_and_fit(device: tuple[str, int] | None) -> None
     chip = tpu_tiling.chip(device)
     for shape in (LARGE, MANY, ODD, TINY, (1, 1, 1, 1), DEEP, (7, 200_000, 100_000, 3)):
         for names in (("bfloat16",) * 3, ("float32",) * 3, ("int8", "int8", "int32"), ("bfloat16", "int4", "float32")):
-            dtypes = tuple(jnp.dtype(name) for name in names)
+            first, second, out = (jnp.dtype(name) for name in names)
+            dtypes = (first, second, out)
             rows, a, b, groups = shape
             for kind in ("rows", "groups", "batched"):
                 problem = Problem(kind, rows, a, b, groups, dtypes, dtypes[0], 2)

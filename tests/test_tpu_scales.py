@@ -58,7 +58,7 @@ def scaled_uniform(rng: np.random.Generator, block: Block | None, x: np.ndarray)
 
 
 def transposed(scales: Scales | None) -> Scales | None:
-    return None if scales is None else Scales(scales.values.mT, scales.block[::-1])
+    return None if scales is None else Scales(scales.values.mT, (scales.block[1], scales.block[0]))
 
 
 def check(got: Any, want: np.ndarray) -> None:

@@ -53,6 +53,6 @@ def compile_for(generation: str, function: Callable[..., Any], *avals: Any, know
         traced = jax.jit(function, in_shardings=sharding, out_shardings=sharding).trace(*avals)
         text = traced.lower(lowering_platforms=("tpu",)).compile().as_text() or ""
     names = re.findall(r"%([\w.]+) = [^=\n]*custom-call\([^\n]*custom_call_target=\"tpu_custom_call\"", text)
-    marks = r'custom_call_target="tpu_custom_call".*?"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"\d+","size":"(\d+)"'
-    used = re.findall(marks, text, re.S)
-    return Compiled(names, [int(size) / 2**20 for size in used], text)
+    size = r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"\d+","size":"(\d+)"'
+    used = re.findall(f'custom_call_target="tpu_custom_call".*?{size}', text, re.S)
+    return Compiled(names, [int(bytes_) / 2**20 for bytes_ in used], text)

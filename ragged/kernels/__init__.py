@@ -15,12 +15,14 @@ All of them, on every backend:
 - give the same bits for the same inputs.
 
 `grouped_matmul(lhs, rhs, group_sizes, *, preferred_element_type, precision, tiling, group_offset, existing_out,
-transpose_rhs, target)`: `[m, k] × [h, k, n] -> [m, n]`, or `rhs [h, n, k]`, read in place, with `transpose_rhs`. `rhs` holds
-the groups `group_offset, ..., group_offset + h - 1` of the `g` in `group_sizes`; rows of other groups come out zero.
+transpose_rhs, target)`: `[m, k] × [h, k, n] -> [m, n]`, or `rhs [h, n, k]`, read in place, with `transpose_rhs`.
+`rhs` holds the groups `group_offset, ..., group_offset + h - 1` of the `g` in `group_sizes`; rows of other groups come
+out zero.
 
 `transposed_grouped_matmul(lhs, rhs, group_sizes, *, preferred_element_type, precision, tiling, group_offset,
 num_actual_groups, existing_out, sum_batch, target)`: `[a, m] × [m, b] -> [h, a, b]` for the `h = num_actual_groups`
-groups from `group_offset` on. An empty group gives zeros. With `sum_batch`, batch elements are summed, in the accumulator.
+groups from `group_offset` on. An empty group gives zeros. With `sum_batch`, batch elements are summed, in the
+accumulator.
 
 `batched_matmul(lhs, rhs, *, axes, preferred_element_type, precision, tiling, existing_out, target)`: no letter ragged.
 
@@ -47,6 +49,9 @@ class Target(NamedTuple):
     interpret: Any = False  # as in `pl.pallas_call`: run a Pallas or Triton kernel's body on the CPU
     input_buffer_count: int = 2  # buffers for each streamed operand of a TPU kernel
     device: tuple[str, int] | None = None  # kind and number of cores of the TPU, if known
+
+
+ANY_TARGET = Target()
 
 
 class Scales(NamedTuple):

@@ -12,24 +12,27 @@ The visits are listed by `schedule`: the scalar unit reads them, and there are a
 visit's rows that are not the group's are never multiplied, a chunk at a time, or are masked.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
-from ragged.kernels import Scales, Target, schedule, tpu_scales, tpu_tiling
+from ragged.kernels import ANY_TARGET, Scales, Target, schedule, tpu_scales, tpu_tiling
 from ragged.kernels.pallas_tpu_tiled import tiled_matmul as tiled_matmul
-from ragged.kernels.pipeline import buffered_pallas_call
 from ragged.kernels.schedule import Visits
-from ragged.kernels.tpu_scales import Blocks
-from ragged.kernels.tpu_tiling import Chip, Problem
-from ragged.kernels.xla import accumulator_dtype, compute_dtype
+from ragged.kernels.tpu_launch import (
+    Launch,
+    accumulate,
+    batch_size,
+    dtypes_of,
+    in_chunks,
+    select_first,
+    select_rows,
+    with_batch,
+)
+from ragged.kernels.tpu_tiling import Problem
 
 _OPERANDS = ("bfloat16", "float32", "int8", "int4", "float8_e4m3fn", "float8_e5m2")
 _PRECISIONS = ("none", "default", "high", "highest", "bfloat16", "float32", "fastest")
@@ -68,7 +71,7 @@ def grouped_matmul(
     transpose_rhs: bool = False,
     lhs_scales: Scales | None = None,
     rhs_scales: Scales | None = None,
-    target: Target = Target(),
+    target: Target = ANY_TARGET,
 ) -> Array:
     """`[m, k] × [h, k, n] -> [m, n]`: see the contract in `ragged.kernels`."""
     (m, k), held = lhs.shape[-2:], rhs.shape[-3]
@@ -76,25 +79,21 @@ def grouped_matmul(
     starts, ends = schedule.segments(group_sizes, m, group_offset, held)
     by_row = lhs_scales is not None and lhs_scales.block[0] is not None
     if lhs_scales is not None and not by_row:
-        lhs_scales = _held_scales(lhs_scales, group_offset, held)
+        lhs_scales = tpu_scales.held_scales(lhs_scales, group_offset, held)
     scales = (
-        tpu_scales.arrange(lhs_scales, 0, m, first=True),
-        tpu_scales.arrange(rhs_scales, 0 if transpose_rhs else 1, n, first=False),
+        tpu_scales.arrange(lhs_scales, 0, m, first=True, ndim=3 if by_row else 4),
+        tpu_scales.arrange(rhs_scales, 0 if transpose_rhs else 1, n, first=False, ndim=4),
     )
-    scales = tuple(
-        s and s._replace(values=_with_batch(s.values, ndim))
-        for s, ndim in zip(scales, (2 if by_row else 3, 3), strict=True)
-    )
-    dtypes = _dtypes(lhs, rhs, preferred_element_type, tpu_scales.dequantised(*scales))
+    dtypes = dtypes_of(lhs, rhs, preferred_element_type, tpu_scales.dequantised(*scales))
     problem = Problem("rows", m, k, n, held, *dtypes, target.input_buffer_count)
-    call = _Call(problem, tiling, target, precision, scales)
+    call = Launch(problem, tiling, target, precision, scales)
     visits = schedule.row_visits(jnp.atleast_2d(starts), jnp.atleast_2d(ends), m, call.tile[0])
-    batch = _batch_size((lhs, 2), (rhs, 3), (starts, 1))
+    batch = batch_size((lhs, 2), (rhs, 3), (starts, 1))
     out = multiply_rows(
-        _with_batch(lhs, 2),
-        _with_batch(rhs, 3),
+        with_batch(lhs, 2),
+        with_batch(rhs, 3),
         visits,
-        None if existing_out is None else _with_batch(existing_out, 2),
+        None if existing_out is None else with_batch(existing_out, 2),
         call=call,
         batch=batch or 1,
         by_visit=starts.ndim == 2,
@@ -109,12 +108,15 @@ def multiply_rows(
     visits: Visits,
     existing: Array | None,
     *,
-    call: "_Call",
+    call: Launch,
     batch: int,
     by_visit: bool,
     transpose_rhs: bool,
 ) -> Array:
-    """`[e, m, k] × [e, h, k, n] -> [e, m, n]`; an operand's `e` is `batch`, or 1. `by_visit`: visits name the element."""
+    """`[e, m, k] × [e, h, k, n] -> [e, m, n]`; an operand's `e` is `batch`, or 1.
+
+    `by_visit`: visits name the element; else each element has all of them.
+    """
     m, k, n = call.problem.rows, call.problem.a, call.problem.b
     tm, tk, tn = call.tile
     steps, rest = -(-k // tk), k % tk
@@ -178,27 +180,30 @@ def multiply_rows(
         def multiply(rows: Any, is_last: bool) -> Array:
             x, y = lhs[rows, :], rhs[...]
             if is_last and rest:
-                x, y = _select_first(x, rest, 1), _select_first(y, rest, 1 if transpose_rhs else 0)
+                x, y = select_first(x, rest, 1), select_first(y, rest, 1 if transpose_rhs else 0)
             begin = 0 if steps == 1 else step * tk
             return call.multiply(x, y, 1, 1 if transpose_rhs else 0, row_scales(rows), rhs_scales, begin)
 
         def row_scales(rows: Any) -> Any:
-            by_row = lhs_scales is not None and lhs_scales.shape[0] == tm
-            return lhs_scales.at[rows, :] if by_row else lhs_scales
+            if lhs_scales is None or lhs_scales.shape[0] < tm:
+                return lhs_scales
+            return lhs_scales.at[rows, :]
 
         def store(rows: Any, masked: bool, total: Array) -> None:
             total = call.rescale(total, row_scales(rows), rhs_scales)
-            if existing is not None or masked:
-                base = (out if masked else existing)[rows, :].astype(call.wide)
+            if masked:
+                # What is there already: `existing`, zeros, or a neighbour's rows.
+                base = out[rows, :].astype(call.wide)
                 total = total.astype(call.wide)
-                total = base + total if existing is not None else total
-                if masked:
-                    row = rows.start + lax.broadcasted_iota(jnp.int32, total.shape, 0)
-                    total = jnp.where((row >= low) & (row < high), total, base)
+                row = rows.start + lax.broadcasted_iota(jnp.int32, total.shape, 0)
+                mine = (row >= low) & (row < high)
+                total = jnp.where(mine, total if existing is None else base + total, base)
+            elif existing is not None:
+                total = existing[rows, :].astype(call.wide) + total.astype(call.wide)
             out[rows, :] = total.astype(out.dtype)
 
         def visit(rows: Any, masked: bool) -> None:
-            _accumulate(step, steps, partial(multiply, rows), partial(store, rows, masked), *scratch, rows=rows)
+            accumulate(step, steps, partial(multiply, rows), partial(store, rows, masked), *scratch, rows=rows)
 
         @pl.when(is_full)
         def _() -> None:
@@ -210,7 +215,7 @@ def multiply_rows(
             def _() -> None:
                 out[...] = jnp.zeros_like(out) if existing is None else existing[...]
 
-            _in_chunks(low, high, tm, lambda rows: visit(rows, True))
+            in_chunks(low, high, tm, lambda rows: visit(rows, True))
 
     out_block = pl.BlockSpec((None, tm, tn), out_index)
     return call.run(
@@ -245,45 +250,45 @@ def transposed_grouped_matmul(
     sum_batch: bool = False,
     lhs_scales: Scales | None = None,
     rhs_scales: Scales | None = None,
-    target: Target = Target(),
+    target: Target = ANY_TARGET,
 ) -> Array:
     """`[a, m] × [m, b] -> [h, a, b]`: see the contract in `ragged.kernels`."""
     lhs = lhs.mT  # [m, a]; cancels where the caller's was an `mT`
     (m, a), b = lhs.shape[-2:], rhs.shape[-1]
     held = group_sizes.shape[-1] if num_actual_groups is None else num_actual_groups
     starts, ends = schedule.segments(group_sizes, m, group_offset, held)
-    batch = _batch_size((lhs, 2), (rhs, 2), (starts, 1))
+    batch = batch_size((lhs, 2), (rhs, 2), (starts, 1))
     elements = batch if sum_batch and batch is not None else 1
     elements = max(elements, jnp.atleast_2d(starts).shape[0])
     starts, ends = (jnp.broadcast_to(x, (elements, held)) for x in (starts, ends))
-    scales = tuple(
-        _row_scales(s, extent, i == 0, group_offset, held)
-        for i, (s, extent) in enumerate(((lhs_scales, a), (rhs_scales, b)))
+    scales = (
+        tpu_scales.of_rows(lhs_scales, a, True, group_offset, held),
+        tpu_scales.of_rows(rhs_scales, b, False, group_offset, held),
     )
-    dtypes = _dtypes(lhs, rhs, preferred_element_type, any(s is not None and s.extent is not None for s in scales))
+    dtypes = dtypes_of(lhs, rhs, preferred_element_type, any(s is not None and s.extent is not None for s in scales))
     problem = Problem("groups", m, a, b, held, *dtypes, target.input_buffer_count)
-    call = _Call(problem, tiling, target, precision, scales)
+    call = Launch(problem, tiling, target, precision, scales)
     keeps_batch = batch is not None and not sum_batch
     out = multiply_groups(
-        _with_batch(lhs, 2),
-        _with_batch(rhs, 2),
+        with_batch(lhs, 2),
+        with_batch(rhs, 2),
         schedule.group_visits(starts, ends, m, call.tile[0], sum_batch),
-        None if existing_out is None else _with_batch(existing_out, 3),
+        None if existing_out is None else with_batch(existing_out, 3),
         call=call,
-        batch=batch if keeps_batch else 1,
+        batch=(batch or 1) if keeps_batch else 1,
         by_visit=elements > 1,
     )
     return out if keeps_batch else out[0]
 
 
 def multiply_groups(
-    lhs: Array, rhs: Array, visits: Visits, existing: Array | None, *, call: "_Call", batch: int, by_visit: bool
+    lhs: Array, rhs: Array, visits: Visits, existing: Array | None, *, call: Launch, batch: int, by_visit: bool
 ) -> Array:
     """`[e, m, a], [e, m, b] -> [e, h, a, b]`, contracting each group's rows; the operands' `e` is the elements', or 1.
 
     `by_visit`: visits name the operands' element; the result's too, unless it has only one, which sums over them.
     """
-    m, a, b = call.problem.rows, call.problem.a, call.problem.b
+    a, b = call.problem.a, call.problem.b
     tm, ta, tb = call.tile
     grid = (-(-a // ta), -(-b // tb), 1 if by_visit else batch, visits.count[0])
 
@@ -345,13 +350,14 @@ def multiply_groups(
 
         def multiply(rows: Any, masked: bool) -> Array:
             x, y = (
-                _scale_rows(z[rows, :], s if blocks is None or blocks.extent is None else s.at[rows, :], blocks, start)
-                for z, s, blocks, start in zip(
-                    (lhs, rhs), (lhs_scales, rhs_scales), call.scales, (ids[0] * ta, ids[1] * tb), strict=True
+                tpu_scales.scale_rows(operand, rows, *scales)
+                for operand, *scales in (
+                    (lhs, lhs_scales, call.scales[0], ids[0] * ta),
+                    (rhs, rhs_scales, call.scales[1], ids[1] * tb),
                 )
             )
             if masked:
-                x, y = (_select_rows(z, low - rows.start, high - rows.start) for z in (x, y))
+                x, y = (select_rows(z, low - rows.start, high - rows.start) for z in (x, y))
             return call.dot(x, y, 0, 0)
 
         def store(total: Array) -> None:
@@ -381,7 +387,7 @@ def multiply_groups(
                 def add(rows: Any) -> None:
                     accumulator[...] += multiply(rows, True)
 
-                _in_chunks(low, high, tm, add)
+                in_chunks(low, high, tm, add)
 
             @pl.when(is_last)
             def _() -> None:
@@ -413,11 +419,11 @@ def batched_matmul(
     existing_out: Array | None = None,
     lhs_scales: Scales | None = None,
     rhs_scales: Scales | None = None,
-    target: Target = Target(),
+    target: Target = ANY_TARGET,
 ) -> Array:
-    """Uniform × uniform: see the contract in `ragged.kernels`. Operands are read as they are stored, either way round."""
+    """Uniform × uniform: see the contract in `ragged.kernels`. Operands are read as they are stored."""
     leading = max(lhs.shape[:-2], rhs.shape[:-2], key=len)
-    x, y = (_with_batch(z[None] if z.ndim == 2 else z, 3) for z in (lhs, rhs))
+    x, y = (with_batch(z[None] if z.ndim == 2 else z, 3) for z in (lhs, rhs))
     x_letters, y_letters, (row, column) = axes
     if row not in x_letters:
         x, y, x_letters, y_letters = y, x, y_letters, x_letters
@@ -426,21 +432,20 @@ def batched_matmul(
     extent = dict(zip(x_letters + y_letters, x.shape[2:] + y.shape[2:], strict=True))
     elements, groups = (max(p, q) for p, q in zip(x.shape[:2], y.shape[:2], strict=True))
     scales = (
-        tpu_scales.arrange(lhs_scales, x_letters.index(row), extent[row], first=True),
-        tpu_scales.arrange(rhs_scales, y_letters.index(column), extent[column], first=False),
+        tpu_scales.arrange(lhs_scales, x_letters.index(row), extent[row], first=True, ndim=4),
+        tpu_scales.arrange(rhs_scales, y_letters.index(column), extent[column], first=False, ndim=4),
     )
-    scales = tuple(s and s._replace(values=_with_batch(s.values, 3)) for s in scales)
     problem = Problem(
         "batched",
         extent[row],
         extent[contracted],
         extent[column],
         elements * groups,
-        *_dtypes(x, y, preferred_element_type, tpu_scales.dequantised(*scales)),
+        *dtypes_of(x, y, preferred_element_type, tpu_scales.dequantised(*scales)),
         target.input_buffer_count,
     )
     asked = None if tiling is None else (tiling[row], tiling[contracted], tiling[column])
-    call = _Call(problem, asked, target, precision, scales)
+    call = Launch(problem, asked, target, precision, scales)
     tile = dict(zip((row, contracted, column), call.tile, strict=True))
     steps, rest = -(-extent[contracted] // tile[contracted]), extent[contracted] % tile[contracted]
     axis_x, axis_y = x_letters.index(contracted), y_letters.index(contracted)
@@ -454,9 +459,10 @@ def batched_matmul(
         return index_map
 
     def scale_spec(which: int) -> pl.BlockSpec | None:
-        if scales[which] is None:
+        blocks = scales[which]
+        if blocks is None:
             return None
-        values = scales[which].values  # [e, g, rows or 1, blocks]; [e, g, blocks, columns or 1]
+        values = blocks.values  # [e, g, rows or 1, blocks]; [e, g, blocks, columns or 1]
         width = tile[column if which else row]
 
         def index_map(g: Any, e: Any, i: Any, j: Any, step: Any, _: Any) -> Any:
@@ -475,7 +481,7 @@ def batched_matmul(
         def multiply(is_last: bool) -> Array:
             a, b = x[...], y[...]
             if is_last and rest:
-                a, b = _select_first(a, rest, axis_x), _select_first(b, rest, axis_y)
+                a, b = select_first(a, rest, axis_x), select_first(b, rest, axis_y)
             begin = 0 if steps == 1 else step * tile[contracted]
             return call.multiply(a, b, axis_x, axis_y, x_scales, y_scales, begin)
 
@@ -485,7 +491,7 @@ def batched_matmul(
                 total = existing[...].astype(call.wide) + total.astype(call.wide)
             out[...] = total.astype(out.dtype)
 
-        _accumulate(step, steps, multiply, store, *scratch)
+        accumulate(step, steps, multiply, store, *scratch)
 
     def block(letters: str) -> tuple[Any, ...]:
         return None, None, *(tile[letter] for letter in letters)
@@ -504,219 +510,3 @@ def batched_matmul(
         name="batched_matmul",
     )
     return out.reshape(*leading, *out.shape[2:])
-
-
-def _in_chunks(low: Any, high: Any, rows: int, visit: Callable[[Any], None]) -> None:
-    """Visits the chunks of a tile's rows that hold any of `low..high`."""
-    small = tpu_tiling.chunk(rows)
-    if small == rows:
-        pl.when(high > low)(lambda: visit(pl.ds(0, rows)))
-        return
-
-    def part(index: Any, carry: None) -> None:
-        visit(pl.ds(pl.multiple_of(index * small, small), small))
-
-    lax.fori_loop(low // small, pl.cdiv(high, small), part, None)
-
-
-def _accumulate(step: Any, steps: int, multiply: Any, store: Any, accumulator: Any = None, rows: Any = ...) -> None:
-    """Adds up `multiply(is_last)` over the tiles of the contracted letter, and stores the sum at the last."""
-    if steps == 1:
-        store(multiply(True))
-        return
-
-    @pl.when(step == 0)
-    def _() -> None:
-        accumulator[rows] = multiply(False)
-
-    @pl.when((step > 0) & (step < steps - 1))
-    def _() -> None:
-        accumulator[rows] += multiply(False)
-
-    @pl.when(step == steps - 1)
-    def _() -> None:
-        store(accumulator[rows] + multiply(True))
-
-
-@dataclass(frozen=True)
-class _Call:
-    """All that is static about one product, and how it is run."""
-
-    problem: Problem
-    asked: tuple[int, int, int] | None
-    target: Target
-    precision: Any
-    scales: tuple[Blocks | None, Blocks | None]
-
-    @cached_property
-    def chip(self) -> Chip:
-        return tpu_tiling.chip(self.target.device)
-
-    @cached_property
-    def tile(self) -> tuple[int, int, int]:
-        asked = self.asked or tpu_tiling.choose(self.problem, self.chip)
-        rows, a, b = tpu_tiling.fit(self.problem, asked, self.chip)
-        if self.lanes is not None and a < self.problem.a:
-            a = tpu_tiling.round_up(a, self.lanes)  # a tile ends where a block of scales does
-        return rows, a, b
-
-    @cached_property
-    def lanes(self) -> int | None:
-        """Extent of the contracted blocks whose products are scaled one by one, if they are."""
-        return None if self.problem.kind == "groups" else tpu_scales.by_lanes(*self.scales)
-
-    def buffers(self, *arrays: Any) -> int:
-        """Buffers of each operand: more than two only where all copies are of whole tiles of memory, or Mosaic refuses."""
-        whole = all(x.shape[-1] % tpu_tiling.LANES == x.shape[-2] % tpu_tiling.sublanes(x.dtype) == 0 for x in arrays)
-        return self.target.input_buffer_count if whole else min(self.target.input_buffer_count, 2)
-
-    @property
-    def accumulator(self) -> Any:
-        return jnp.dtype(jnp.float32) if self.lanes is not None else accumulator_dtype(self.problem.compute)
-
-    @property
-    def wide(self) -> Any:
-        """The dtype in which the accumulator and what is already there are added."""
-        return jnp.float32 if jnp.issubdtype(self.problem.dtypes[2], jnp.floating) else jnp.int32
-
-    def dot(self, x: Array, y: Array, x_axis: int, y_axis: int) -> Array:
-        x, y = (z if z.dtype == self.problem.compute else z.astype(self.problem.compute) for z in (x, y))
-        return lax.dot_general(
-            x,
-            y,
-            (((x_axis,), (y_axis,)), ((), ())),
-            precision=self.dot_precision,
-            preferred_element_type=accumulator_dtype(self.problem.compute),
-        )
-
-    @property
-    def dot_precision(self) -> Any:
-        """What was asked for; of tiles that were multiplied by their scales, all bits count."""
-        if self.problem.compute != jnp.float32:
-            return None
-        eight_bits = all(dtype.itemsize == 1 for dtype in self.problem.dtypes[:2])
-        return lax.Precision.HIGHEST if eight_bits else self.precision
-
-    def multiply(self, x: Array, y: Array, x_axis: int, y_axis: int, x_scales: Any, y_scales: Any, begin: Any) -> Array:
-        """The product of two tiles, with the scales that change along the contracted axis, where tiles are at `begin`."""
-
-        def dot(a: Array, b: Array) -> Array:
-            return self.dot(a, b, x_axis, y_axis)
-
-        refs = (x_scales, y_scales)
-        if self.lanes is not None:
-            return tpu_scales.block_products(dot, (x, y), (x_axis, y_axis), refs, self.scales, self.lanes, begin)
-        tiles = []
-        for tile, axis, ref, blocks, along in zip((x, y), (x_axis, y_axis), refs, self.scales, (1, 0), strict=True):
-            if blocks is not None and blocks.extent is not None:
-                factor = tpu_scales.spread(ref, blocks.extent, begin, tile.shape[axis], along)
-                tile = tile.astype(jnp.float32) * (factor if axis == along else factor.T)
-            tiles.append(tile)
-        return dot(*tiles)
-
-    def rescale(self, total: Array, x_scales: Any, y_scales: Any) -> Array:
-        """The accumulator times the scales that are the same all along the contracted axis."""
-        for ref, blocks in zip((x_scales, y_scales), self.scales, strict=True):
-            if blocks is not None and blocks.extent is None:
-                total = total.astype(jnp.float32) * ref[...]
-        return total
-
-    def run(
-        self,
-        body: Any,
-        visits: Visits | None,
-        operands: tuple[Array, Array, Array | None],
-        specs: tuple[pl.BlockSpec, pl.BlockSpec],
-        scale_specs: tuple[pl.BlockSpec | None, pl.BlockSpec | None],
-        out_block: pl.BlockSpec,
-        shape: tuple[int, ...],
-        grid: tuple[Any, ...],
-        semantics: tuple[str, ...],
-        accumulators: list[tuple[int, int]],
-        *,
-        name: str,
-    ) -> Array:
-        """Launches `body`. `operands` are the two that stream through VMEM, and what the product is added to."""
-        lhs, rhs, existing = operands
-        p, tile = self.problem, "x".join(map(str, self.tile))
-        out = jax.ShapeDtypeStruct(shape, p.dtypes[2])
-        flops = 2 * p.rows * p.a * p.b * (p.groups if p.kind == "batched" else shape[0])
-        moved = sum(x.size * x.dtype.itemsize for x in (lhs, rhs, existing, out) if x is not None)
-        scalars = jax.tree.leaves(visits)
-        with jax.named_scope(f"ragged_{name}"):
-            return buffered_pallas_call(
-                body,
-                out,
-                grid=grid,
-                in_specs=[*specs, None if existing is None else out_block, *scale_specs],
-                out_specs=out_block,
-                input_buffer_count=[self.buffers(lhs, rhs, out)] * 2 + [2] * 3,
-                scratch_shapes=[pltpu.VMEM(shape, self.accumulator) for shape in accumulators],
-                dimension_semantics=semantics,
-                vmem_limit_bytes=self.chip.vmem,
-                input_output_aliases={} if existing is None else {len(scalars) + 2: 0},
-                interpret=self.target.interpret,
-                device=self.target.device or tpu_tiling.DEFAULT_DEVICE,
-                name=f"{name}_{tile}",
-                cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=moved, transcendentals=0),
-                metadata={"tiling": tile, "dtypes": " ".join(jnp.dtype(d).name for d in p.dtypes)},
-            )(visits, lhs, rhs, existing, *(s and s.values for s in self.scales))
-
-
-def _dtypes(lhs: Array, rhs: Array, out: Any, dequantised: bool) -> tuple[Any, Any]:
-    """Of the operands and the result; and the one that tiles of both operands are cast to for the matrix unit."""
-    compute = jnp.dtype(jnp.float32) if dequantised else compute_dtype(lhs.dtype, rhs.dtype)
-    return (jnp.dtype(lhs.dtype), jnp.dtype(rhs.dtype), jnp.dtype(out)), compute
-
-
-def _held_scales(scales: Scales, group_offset: Array | None, held: int) -> Scales:
-    """Scales by group, `[..., g, blocks]`, as `[..., h, 1, blocks]` for the groups that the uniform term holds."""
-    values = scales.values
-    first = jnp.int32(0) if group_offset is None else group_offset
-    index = jnp.clip(first[..., None] + jnp.arange(held, dtype=jnp.int32), 0, values.shape[-2] - 1)
-    if index.ndim > 1 or values.ndim > 2:
-        batch = jnp.broadcast_shapes(index.shape[:-1], values.shape[:-2])
-        values = jnp.broadcast_to(values, (*batch, *values.shape[-2:]))
-        index = jnp.broadcast_to(index, (*batch, held))
-    return scales._replace(values=jnp.take_along_axis(values, index[..., None], axis=-2)[..., None, :])
-
-
-def _row_scales(
-    scales: Scales | None, columns: int, first: bool, group_offset: Array | None, held: int
-) -> Blocks | None:
-    """A wgrad operand's scales: by row `[e, m, blocks]`, or by group `[e, h, columns or 1, 1]`, transposed if second."""
-    if scales is None:
-        return None
-    if scales.block[0] is not None:
-        values = scales.values.astype(jnp.float32)
-        return Blocks(_with_batch(values, 2), scales.block[1] or columns)
-    blocks = tpu_scales.arrange(_held_scales(scales, group_offset, held), 1, columns, first)
-    assert blocks is not None
-    return Blocks(_with_batch(blocks.values, 3), None)
-
-
-def _scale_rows(x: Array, ref: Any, blocks: Blocks | None, start: Any) -> Array:
-    """A wgrad's tile of rows times its rows' scales, if it has any."""
-    if blocks is None or blocks.extent is None:
-        return x
-    return x.astype(jnp.float32) * tpu_scales.spread(ref, blocks.extent, start, x.shape[1], 1)
-
-
-def _with_batch(x: Array, ndim: int) -> Array:
-    return x if x.ndim > ndim else x[None]
-
-
-def _batch_size(*operands: tuple[Array, int]) -> int | None:
-    """The batch axis's extent, from arrays and the ranks they have without it; None if there is none."""
-    return next((x.shape[0] for x, ndim in operands if x.ndim > ndim), None)
-
-
-def _select_first(x: Array, count: int, axis: int) -> Array:
-    """`x` with zeros from index `count` of `axis` on: what a partial tile holds there is undefined."""
-    return jnp.where(lax.broadcasted_iota(jnp.int32, x.shape, axis) < count, x, jnp.zeros_like(x))
-
-
-def _select_rows(x: Array, low: Any, high: Any) -> Array:
-    """`x` with zeros outside of rows `low..high`."""
-    row = lax.broadcasted_iota(jnp.int32, x.shape, 0)
-    return jnp.where((row >= low) & (row < high), x, jnp.zeros_like(x))

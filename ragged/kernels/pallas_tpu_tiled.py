@@ -28,7 +28,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ragged.kernels import Target, schedule, xla
+from ragged.kernels import ANY_TARGET, Target, schedule, xla
 from ragged.kernels.xla import accumulator_dtype, compute_dtype
 
 _LANES = 128
@@ -202,7 +202,7 @@ def tiled_matmul(
     precision: Any = None,
     tiling: dict[str, int] | None = None,
     existing_out: Array | None = None,
-    target: Target = Target(),  # noqa: B008
+    target: Target = ANY_TARGET,
 ) -> Array:
     """The product where two or three letters are ragged: see the contract in `ragged.kernels`.
 

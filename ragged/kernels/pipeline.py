@@ -62,7 +62,7 @@ def buffered_pallas_call(
         )
     if any(count is not None and count < 1 for count in counts):
         raise ValueError(f"`buffered_pallas_call`: `input_buffer_count` is {counts}.\nEach must be at least 1.")
-    semantics = tuple(dimension_semantics or ("arbitrary",) * len(grid))
+    semantics: Any = tuple(dimension_semantics or ("arbitrary",) * len(grid))
     aliases = input_output_aliases or {}
     shapes = list(scratch_shapes)
 

@@ -18,21 +18,28 @@ LANES = 128
 
 
 class Blocks(NamedTuple):
-    """One operand's scales as a kernel takes them: an axis for its kept letter, by element or 1 for all, and an axis for
-    the blocks along the contracted one. The kept axis comes first for the first operand, last for the second."""
+    """One operand's scales as a kernel takes them.
+
+    An axis is that of its kept letter, by element or 1 for all; the other that of the blocks along the contracted one.
+    The kept axis comes first for the first operand, last for the second.
+    """
 
     values: Array  # [..., kept, blocks] or [..., blocks, kept], float32
     extent: int | None  # of a block along the contracted axis; None for the whole of it
 
 
-def arrange(scales: Scales | None, kept_axis: int, kept: int, first: bool) -> Blocks | None:
-    """The scales of a uniform operand, `values [..., p, q]`, whose axis `kept_axis` (0 or 1 of the last two) is kept."""
+def arrange(scales: Scales | None, kept_axis: int, kept: int, first: bool, ndim: int) -> Blocks | None:
+    """The scales `[..., p, q]` of an operand whose axis `kept_axis` of these two is kept, and has extent `kept`.
+
+    The result has `ndim` axes: a batch axis of 1 in front if there was none.
+    """
     if scales is None:
         return None
     values, block = scales.values.astype(jnp.float32), scales.block[kept_axis]
     values = values if kept_axis == 0 else values.mT  # [..., kept, blocks]
     if block is not None and block > 1:
         values = jnp.repeat(values, block, axis=-2)[..., :kept, :]
+    values = values if values.ndim == ndim else values[None]
     return Blocks(values if first else values.mT, scales.block[1 - kept_axis])
 
 
@@ -48,7 +55,7 @@ def dequantised(*operands: Blocks | None) -> bool:
 
 
 def spread(ref: Any, extent: int, start: Any, width: int, axis: int) -> Array:
-    """The scales of elements `start, start + 1, ...` (`width` of them) of the contracted axis, which is `axis` of `ref`.
+    """The scales of elements `start, start + 1, ...` (`width` of them) of an axis that `ref` has by blocks, as `axis`.
 
     A product with a matrix of zeros and ones: each element gets one scale times one, so it is exact.
     """
@@ -91,3 +98,34 @@ def _pick(ref: Any, index: Any, axis: int) -> Array:
         return ref[:, index : index + 1]
     lane = lax.broadcasted_iota(jnp.int32, ref.shape, 1)
     return jnp.sum(jnp.where(lane == index, ref[...], 0.0), axis=1, keepdims=True)
+
+
+def held_scales(scales: Scales, group_offset: Array | None, held: int) -> Scales:
+    """Scales by group, `[..., g, blocks]`, as `[..., h, 1, blocks]` for the groups that the uniform term holds."""
+    values = scales.values
+    first = jnp.int32(0) if group_offset is None else group_offset
+    index = jnp.clip(first[..., None] + jnp.arange(held, dtype=jnp.int32), 0, values.shape[-2] - 1)
+    if index.ndim > 1 or values.ndim > 2:
+        batch = jnp.broadcast_shapes(index.shape[:-1], values.shape[:-2])
+        values = jnp.broadcast_to(values, (*batch, *values.shape[-2:]))
+        index = jnp.broadcast_to(index, (*batch, held))
+    return scales._replace(values=jnp.take_along_axis(values, index[..., None], axis=-2)[..., None, :])
+
+
+def of_rows(scales: Scales | None, columns: int, first: bool, group_offset: Array | None, held: int) -> Blocks | None:
+    """A wgrad operand's scales: by row, `[e, m, blocks]`; or by group, `[e, h, columns or 1, 1]`, `.mT` for `rhs`."""
+    if scales is None:
+        return None
+    if scales.block[0] is not None:
+        values = scales.values.astype(jnp.float32)
+        return Blocks(values if values.ndim == 3 else values[None], scales.block[1] or columns)
+    blocks = arrange(held_scales(scales, group_offset, held), 1, columns, first, ndim=4)
+    return None if blocks is None else blocks._replace(extent=None)
+
+
+def scale_rows(operand: Any, rows: Any, scales: Any, blocks: Blocks | None, start: Any) -> Array:
+    """A wgrad's tile `rows` of an operand, times its rows' scales, if it has any. `start`: its first column."""
+    x = operand[rows, :]
+    if blocks is None or blocks.extent is None:
+        return x
+    return x.astype(jnp.float32) * spread(scales.at[rows, :], blocks.extent, start, x.shape[1], 1)

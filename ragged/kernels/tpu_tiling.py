@@ -96,7 +96,7 @@ class Problem(NamedTuple):
 
 
 def vmem(problem: Problem, tile: tuple[int, int, int]) -> int:
-    """Bytes of VMEM that a kernel takes with this tile: buffers, casts, accumulator, and the result before it is cast."""
+    """Bytes of VMEM that a kernel takes: buffers, casts, the accumulator, and the result before it is cast."""
     (r, a, b), p = tile, problem
     blocks = ((r, a), (r, b), (a, b)) if p.kind == "groups" else ((r, a), (a, b), (r, b))
     total = 2 * block_bytes(*blocks[2], p.dtypes[2]) + 2 * block_bytes(*blocks[2], jnp.float32)
@@ -119,13 +119,12 @@ def choose(problem: Problem, on: Chip) -> tuple[int, int, int]:
 def fit(problem: Problem, tile: tuple[int, int, int], on: Chip) -> tuple[int, int, int]:
     """`tile`, no larger than the extents, halved along its longest side until it fits into VMEM."""
     unit = (sublanes(*problem.dtypes), LANES, LANES)
-    extents = (problem.rows, problem.a, problem.b)
-    tile = tuple(min(t, extent) for t, extent in zip(tile, extents, strict=True))
-    while vmem(problem, tile) > on.vmem and any(t > u for t, u in zip(tile, unit, strict=True)):
-        longest = max(range(3), key=lambda i: tile[i] / unit[i])
-        half = max(round_up(-(-tile[longest] // 2), unit[longest]), unit[longest])
-        tile = tuple(min(half, t) if i == longest else t for i, t in enumerate(tile))
-    return tile
+    r, a, b = (min(t, extent) for t, extent in zip(tile, (problem.rows, problem.a, problem.b), strict=True))
+    while vmem(problem, (r, a, b)) > on.vmem and (r > unit[0] or a > unit[1] or b > unit[2]):
+        sides = [r / unit[0], a / unit[1], b / unit[2]]
+        longest = sides.index(max(sides))
+        r, a, b = (round_up(-(-t // 2), unit[i]) if i == longest else t for i, t in enumerate((r, a, b)))
+    return r, a, b
 
 
 def _candidates(p: Problem) -> Iterator[tuple[int, int, int]]:
@@ -148,8 +147,8 @@ _VMEM = 6e12
 """Bytes a second that the vector unit stores: a register of 4 KiB each cycle."""
 
 _STEP = {"rows": 0.12e-6, "batched": 0.12e-6, "groups": 0.35e-6}
-"""Seconds that a step of the grid takes besides its product, by the simulator: to fill and drain the matrix units, and in
-a wgrad to begin the transpose."""
+"""Seconds that a step of the grid takes besides its product, by the simulator: to fill and drain the matrix units, and
+in a wgrad to begin the transpose."""
 
 
 def _seconds(p: Problem, tile: tuple[int, int, int], on: Chip) -> float:

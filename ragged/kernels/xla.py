@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Int, Shaped
 
-from ragged.kernels import Target, schedule
+from ragged.kernels import ANY_TARGET, Target, schedule
 
 
 def promote(lhs: Any, rhs: Any) -> Any:
@@ -65,7 +65,7 @@ def tiled_matmul(
     precision: Any = None,
     tiling: dict[str, int] | None = None,
     existing_out: Array | None = None,
-    target: Target = Target(),
+    target: Target = ANY_TARGET,
 ) -> Array:
     """The product where two or three letters are ragged, tile by tile.
 
@@ -191,7 +191,7 @@ def grouped_matmul(
     group_offset: Array | None = None,
     existing_out: Array | None = None,
     transpose_rhs: bool = False,
-    target: Target = Target(),
+    target: Target = ANY_TARGET,
 ) -> Array:
     """`[m, k] × [h, k, n] -> [m, n]`: see the contract in `ragged.kernels`."""
     m, held = lhs.shape[-2], rhs.shape[-3]
@@ -233,7 +233,7 @@ def transposed_grouped_matmul(
     num_actual_groups: int | None = None,
     existing_out: Array | None = None,
     sum_batch: bool = False,
-    target: Target = Target(),
+    target: Target = ANY_TARGET,
 ) -> Array:
     """`[a, m] × [m, b] -> [h, a, b]`: see the contract in `ragged.kernels`."""
     lhs = lhs.mT  # [m, a]; cancels where the caller's was an `mT`
@@ -440,7 +440,7 @@ def batched_matmul(
     precision: Any = None,
     tiling: dict[str, int] | None = None,
     existing_out: Array | None = None,
-    target: Target = Target(),
+    target: Target = ANY_TARGET,
 ) -> Array:
     """Uniform × uniform: one `einsum` over the group axis and, where there is one, the batch axis.
 

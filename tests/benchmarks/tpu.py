@@ -123,13 +123,13 @@ def ours(product: str, tile: Tile | None, device: Device) -> Kernel:
 
     Its rows are a power of two, at most 512: the simulator can't follow the loop over the chunks of a partial tile.
     """
-    from ragged.kernels import Target, pallas_tpu
+    from ragged.kernels import Target, pallas_tpu, tpu_launch
     from ragged.kernels.schedule import Visits
 
     bfloat16, is_forward = jnp.dtype(jnp.bfloat16), product == "forward"
     kind, dtypes = "rows" if is_forward else "groups", (bfloat16, bfloat16, bfloat16)
     problem = pallas_tpu.Problem(kind, M, K, N, G, dtypes, bfloat16, 2)
-    call = pallas_tpu._Call(problem, tile, Target(device=device), None, (None, None))
+    call = tpu_launch.Launch(problem, tile, Target(device=device), None, (None, None))
     count, shift = M // call.tile[0], (ROWS // call.tile[0]).bit_length() - 1
     visits = Visits(
         count=Formula(lambda _: count, 1),

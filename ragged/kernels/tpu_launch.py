@@ -1,0 +1,202 @@
+"""How a TPU kernel is launched: its tile, its dtypes, its accumulator, and the Pallas call."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ragged.kernels import Target, tpu_scales, tpu_tiling
+from ragged.kernels.pipeline import buffered_pallas_call
+from ragged.kernels.schedule import Visits
+from ragged.kernels.tpu_scales import Blocks
+from ragged.kernels.tpu_tiling import Chip, Problem
+from ragged.kernels.xla import accumulator_dtype, compute_dtype
+
+
+@dataclass(frozen=True)
+class Launch:
+    """All that is static about one product, and how it is run."""
+
+    problem: Problem
+    asked: tuple[int, int, int] | None
+    target: Target
+    precision: Any
+    scales: tuple[Blocks | None, Blocks | None]
+
+    @cached_property
+    def chip(self) -> Chip:
+        return tpu_tiling.chip(self.target.device)
+
+    @cached_property
+    def tile(self) -> tuple[int, int, int]:
+        asked = self.asked or tpu_tiling.choose(self.problem, self.chip)
+        rows, a, b = tpu_tiling.fit(self.problem, asked, self.chip)
+        if self.lanes is not None and a < self.problem.a:
+            a = tpu_tiling.round_up(a, self.lanes)  # a tile ends where a block of scales does
+        return rows, a, b
+
+    @cached_property
+    def lanes(self) -> int | None:
+        """Extent of the contracted blocks whose products are scaled one by one, if they are."""
+        return None if self.problem.kind == "groups" else tpu_scales.by_lanes(*self.scales)
+
+    def buffers(self, *arrays: Any) -> int:
+        """Buffers of each operand. More than two only where all copies are of whole tiles of memory: Mosaic insists."""
+        whole = all(x.shape[-1] % tpu_tiling.LANES == x.shape[-2] % tpu_tiling.sublanes(x.dtype) == 0 for x in arrays)
+        return self.target.input_buffer_count if whole else min(self.target.input_buffer_count, 2)
+
+    @property
+    def accumulator(self) -> Any:
+        return jnp.dtype(jnp.float32) if self.lanes is not None else accumulator_dtype(self.problem.compute)
+
+    @property
+    def wide(self) -> Any:
+        """The dtype in which the accumulator and what is already there are added."""
+        return jnp.float32 if jnp.issubdtype(self.problem.dtypes[2], jnp.floating) else jnp.int32
+
+    def dot(self, x: Array, y: Array, x_axis: int, y_axis: int) -> Array:
+        x, y = (z if z.dtype == self.problem.compute else z.astype(self.problem.compute) for z in (x, y))
+        return lax.dot_general(
+            x,
+            y,
+            (((x_axis,), (y_axis,)), ((), ())),
+            precision=self.dot_precision,
+            preferred_element_type=accumulator_dtype(self.problem.compute),
+        )
+
+    @property
+    def dot_precision(self) -> Any:
+        """What was asked for; of tiles that were multiplied by their scales, all bits count."""
+        if self.problem.compute != jnp.float32:
+            return None
+        eight_bits = all(dtype.itemsize == 1 for dtype in self.problem.dtypes[:2])
+        return lax.Precision.HIGHEST if eight_bits else self.precision
+
+    def multiply(self, x: Array, y: Array, x_axis: int, y_axis: int, x_scales: Any, y_scales: Any, begin: Any) -> Array:
+        """The product of two tiles, with the scales that change along the contracted axis; tiles begin at `begin`."""
+
+        def dot(a: Array, b: Array) -> Array:
+            return self.dot(a, b, x_axis, y_axis)
+
+        refs = (x_scales, y_scales)
+        if self.lanes is not None:
+            return tpu_scales.block_products(dot, (x, y), (x_axis, y_axis), refs, self.scales, self.lanes, begin)
+        tiles = []
+        for tile, axis, ref, blocks, along in zip((x, y), (x_axis, y_axis), refs, self.scales, (1, 0), strict=True):
+            if blocks is not None and blocks.extent is not None:
+                factor = tpu_scales.spread(ref, blocks.extent, begin, tile.shape[axis], along)
+                tile = tile.astype(jnp.float32) * (factor if axis == along else factor.T)
+            tiles.append(tile)
+        return dot(*tiles)
+
+    def rescale(self, total: Array, x_scales: Any, y_scales: Any) -> Array:
+        """The accumulator times the scales that are the same all along the contracted axis."""
+        for ref, blocks in zip((x_scales, y_scales), self.scales, strict=True):
+            if blocks is not None and blocks.extent is None:
+                total = total.astype(jnp.float32) * ref[...]
+        return total
+
+    def run(
+        self,
+        body: Any,
+        visits: Visits | None,
+        operands: tuple[Array, Array, Array | None],
+        specs: tuple[pl.BlockSpec, pl.BlockSpec],
+        scale_specs: tuple[pl.BlockSpec | None, pl.BlockSpec | None],
+        out_block: pl.BlockSpec,
+        shape: tuple[int, ...],
+        grid: tuple[Any, ...],
+        semantics: tuple[str, ...],
+        accumulators: list[tuple[int, int]],
+        *,
+        name: str,
+    ) -> Array:
+        """Launches `body`. `operands` are the two that stream through VMEM, and what the product is added to."""
+        lhs, rhs, existing = operands
+        p, tile = self.problem, "x".join(map(str, self.tile))
+        out = jax.ShapeDtypeStruct(shape, p.dtypes[2])
+        flops = 2 * p.rows * p.a * p.b * (p.groups if p.kind == "batched" else shape[0])
+        moved = sum(x.size * x.dtype.itemsize for x in (lhs, rhs, existing, out) if x is not None)
+        scalars = jax.tree.leaves(visits)
+        with jax.named_scope(f"ragged_{name}"):
+            return buffered_pallas_call(
+                body,
+                out,
+                grid=grid,
+                in_specs=[*specs, None if existing is None else out_block, *scale_specs],
+                out_specs=out_block,
+                input_buffer_count=[self.buffers(lhs, rhs, out)] * 2 + [2] * 3,
+                scratch_shapes=[pltpu.VMEM(shape, self.accumulator) for shape in accumulators],
+                dimension_semantics=semantics,
+                vmem_limit_bytes=self.chip.vmem,
+                input_output_aliases={} if existing is None else {len(scalars) + 2: 0},
+                interpret=self.target.interpret,
+                device=self.target.device or tpu_tiling.DEFAULT_DEVICE,
+                name=f"{name}_{tile}",
+                cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=moved, transcendentals=0),
+                metadata={"tiling": tile, "dtypes": " ".join(jnp.dtype(d).name for d in p.dtypes)},
+            )(visits, lhs, rhs, existing, *(s and s.values for s in self.scales))
+
+
+def in_chunks(low: Any, high: Any, rows: int, visit: Callable[[Any], None]) -> None:
+    """Visits the chunks of a tile's rows that hold any of `low..high`."""
+    small = tpu_tiling.chunk(rows)
+    if small == rows:
+        pl.when(high > low)(lambda: visit(pl.ds(0, rows)))
+        return
+
+    def part(index: Any, carry: None) -> None:
+        visit(pl.ds(pl.multiple_of(index * small, small), small))
+
+    lax.fori_loop(low // small, pl.cdiv(high, small), part, None)
+
+
+def accumulate(step: Any, steps: int, multiply: Any, store: Any, accumulator: Any = None, rows: Any = ...) -> None:
+    """Adds up `multiply(is_last)` over the tiles of the contracted letter, and stores the sum at the last."""
+    if steps == 1:
+        store(multiply(True))
+        return
+
+    @pl.when(step == 0)
+    def _() -> None:
+        accumulator[rows] = multiply(False)
+
+    @pl.when((step > 0) & (step < steps - 1))
+    def _() -> None:
+        accumulator[rows] += multiply(False)
+
+    @pl.when(step == steps - 1)
+    def _() -> None:
+        store(accumulator[rows] + multiply(True))
+
+
+def dtypes_of(lhs: Array, rhs: Array, out: Any, dequantised: bool) -> tuple[Any, Any]:
+    """Of the operands and the result; and the one that tiles of both operands are cast to for the matrix unit."""
+    compute = jnp.dtype(jnp.float32) if dequantised else compute_dtype(lhs.dtype, rhs.dtype)
+    return (jnp.dtype(lhs.dtype), jnp.dtype(rhs.dtype), jnp.dtype(out)), compute
+
+
+def select_first(x: Array, count: int, axis: int) -> Array:
+    """`x` with zeros from index `count` of `axis` on: what a partial tile holds there is undefined."""
+    return jnp.where(lax.broadcasted_iota(jnp.int32, x.shape, axis) < count, x, jnp.zeros_like(x))
+
+
+def select_rows(x: Array, low: Any, high: Any) -> Array:
+    """`x` with zeros outside of rows `low..high`."""
+    row = lax.broadcasted_iota(jnp.int32, x.shape, 0)
+    return jnp.where((row >= low) & (row < high), x, jnp.zeros_like(x))
+
+
+def with_batch(x: Array, ndim: int) -> Array:
+    return x if x.ndim > ndim else x[None]
+
+
+def batch_size(*operands: tuple[Array, int]) -> int | None:
+    """The batch axis's extent, from arrays and the ranks they have without it; None if there is none."""
+    return next((x.shape[0] for x, ndim in operands if x.ndim > ndim), None)
