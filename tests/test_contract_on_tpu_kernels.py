@@ -1,5 +1,6 @@
 """The contract's tests once more, with the TPU's kernels in place of XLA's: the tests are those of other modules."""
 
+import itertools
 from collections.abc import Iterator
 
 import jax
@@ -50,8 +51,14 @@ def tpu_kernels() -> Iterator[None]:
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("mapped", SUBSETS, ids="+".join)
-@pytest.mark.parametrize("layout", ["forward", "wgrad"])
+@pytest.mark.parametrize(
+    "layout, mapped",
+    [
+        *itertools.product(["forward", "wgrad"], SUBSETS),
+        *(("outer", mapped) for mapped in (("lhs",), ("dims",), ("lhs", "rhs"))),
+        ("batched", ("lhs",)),
+    ],
+)
 def test_vmap_of_any_subset(layout: str, mapped: tuple[str, ...]) -> None:
     """B3: values and gradients equal those of a loop; gradients taken inside and outside of the map."""
     check_vmap(layout, mapped, "float32", 1e-5)

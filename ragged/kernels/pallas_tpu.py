@@ -85,7 +85,7 @@ def grouped_matmul(
         tpu_scales.arrange(rhs_scales, 0 if transpose_rhs else 1, n, first=False, ndim=4),
     )
     dtypes = dtypes_of(lhs, rhs, preferred_element_type, tpu_scales.dequantised(*scales))
-    problem = Problem("rows", m, k, n, held, *dtypes, target.input_buffer_count)
+    problem = Problem("rows", m, k, n, held, *dtypes, target.input_buffer_count, existing_out is not None)
     call = Launch(problem, tiling, target, precision, scales)
     visits = schedule.row_visits(jnp.atleast_2d(starts), jnp.atleast_2d(ends), m, call.tile[0])
     batch = batch_size((lhs, 2), (rhs, 3), (starts, 1))
@@ -266,7 +266,7 @@ def transposed_grouped_matmul(
         tpu_scales.of_rows(rhs_scales, b, False, group_offset, held),
     )
     dtypes = dtypes_of(lhs, rhs, preferred_element_type, any(s is not None and s.extent is not None for s in scales))
-    problem = Problem("groups", m, a, b, held, *dtypes, target.input_buffer_count)
+    problem = Problem("groups", m, a, b, held, *dtypes, target.input_buffer_count, existing_out is not None)
     call = Launch(problem, tiling, target, precision, scales)
     keeps_batch = batch is not None and not sum_batch
     out = multiply_groups(
@@ -443,6 +443,7 @@ def batched_matmul(
         elements * groups,
         *dtypes_of(x, y, preferred_element_type, tpu_scales.dequantised(*scales)),
         target.input_buffer_count,
+        existing_out is not None,
     )
     asked = None if tiling is None else (tiling[row], tiling[contracted], tiling[column])
     call = Launch(problem, asked, target, precision, scales)

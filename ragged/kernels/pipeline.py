@@ -43,7 +43,7 @@ def buffered_pallas_call(
       spec in memory space `pl.ANY` leaves its input in HBM; it has no buffers.
     - `out_specs`: the spec of the output, likewise.
     - `input_buffer_count`: how many buffers each input has, one int for all or one for each (a pytree's blocks share
-      it); None where there is nothing to buffer.
+      it); None for one that is there as a whole, in HBM or scalar memory.
     - `use_lookahead`: with more than two buffers, fetch the next *other* block as soon as a buffer is free, however
       many steps ahead it is used.
     - `dimension_semantics`: "parallel" or "arbitrary" for each dim of the grid. Two cores share only a first dim.
@@ -94,7 +94,7 @@ def buffered_pallas_call(
     run_time = [jnp.asarray(grid[i], jnp.int32).reshape(1) for i in dynamic]
     specs, treedef = jax.tree.flatten(list(in_specs))
     depths = jax.tree.leaves([jax.tree.map(lambda _, c=c: c or 0, s) for s, c in zip(in_specs, counts, strict=True)])
-    streamed = [spec.memory_space is not pl.ANY for spec in specs]
+    streamed = [depth > 0 and spec.memory_space is not pl.ANY for spec, depth in zip(specs, depths, strict=True)]
 
     def outer(scalars: Any, *refs: Any) -> None:
         prefetch, extents = scalars
@@ -129,7 +129,7 @@ def buffered_pallas_call(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(grid[0],) if shared else (),
-            in_specs=jax.tree.unflatten(treedef, [anywhere] * len(specs)),
+            in_specs=treedef.unflatten(anywhere if use else spec for spec, use in zip(specs, streamed, strict=True)),
             out_specs=anywhere,
             scratch_shapes=shapes,
         ),

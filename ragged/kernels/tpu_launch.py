@@ -134,7 +134,7 @@ class Launch:
                 input_buffer_count=[self.buffers(lhs, rhs, out)] * 2 + [2] * 3,
                 scratch_shapes=[pltpu.VMEM(shape, self.accumulator) for shape in accumulators],
                 dimension_semantics=semantics,
-                vmem_limit_bytes=self.chip.vmem,
+                vmem_limit_bytes=None if self.target.device is None else self.chip.vmem * 6 // 5,
                 input_output_aliases={} if existing is None else {len(scalars) + 2: 0},
                 interpret=self.target.interpret,
                 device=self.target.device or tpu_tiling.DEFAULT_DEVICE,

@@ -37,7 +37,7 @@ def chip(device: tuple[str, int] | None) -> Chip:
             info = pltpu.get_tpu_info()
     except ValueError:
         return chip(None)
-    # What the compiler itself needs is left to it.
+    # What scales need, and the compiler itself, is left to them: a kernel's limit is a fifth higher.
     return Chip(
         info.num_cores,
         info.generation,
@@ -93,13 +93,14 @@ class Problem(NamedTuple):
     dtypes: tuple[Any, Any, Any]  # of the operands and the result
     compute: Any  # the dtype that the operands are cast to
     buffers: int  # of each operand
+    has_existing: bool = False
 
 
 def vmem(problem: Problem, tile: tuple[int, int, int]) -> int:
     """Bytes of VMEM that a kernel takes: buffers, casts, the accumulator, and the result before it is cast."""
     (r, a, b), p = tile, problem
     blocks = ((r, a), (r, b), (a, b)) if p.kind == "groups" else ((r, a), (a, b), (r, b))
-    total = 2 * block_bytes(*blocks[2], p.dtypes[2]) + 2 * block_bytes(*blocks[2], jnp.float32)
+    total = (2 + 2 * p.has_existing) * block_bytes(*blocks[2], p.dtypes[2]) + 2 * block_bytes(*blocks[2], jnp.float32)
     for block, dtype in zip(blocks[:2], p.dtypes[:2], strict=True):
         total += p.buffers * block_bytes(*block, dtype)
         total += block_bytes(*block, p.compute) * (jnp.dtype(dtype) != p.compute)

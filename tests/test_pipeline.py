@@ -1,0 +1,112 @@
+"""`buffered_pallas_call` by itself, and what a launch tells the compiler and the profiler."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+import ragged
+from ragged.kernels.pipeline import buffered_pallas_call
+
+
+def gather_and_scale(rows: Any, table: Any, count: int, scale: Any, **options: Any) -> Any:
+    """`out[i] = (data + more)[rows[i]] * scale` for `i < count`; rows are scalars, the count is known at run time."""
+
+    def body(ids: Any, prefetch: Any, table: Any, scale: Any, out: Any, scratch: Any) -> None:
+        at, part = ids
+        scratch[...] = table["data"][...] + table["more"][...]
+        out[...] = jnp.where(prefetch["rows"][at] >= 0, scratch[...] * scale[part], 0.0)
+
+    def block(at: Any, part: Any, prefetch: Any) -> Any:
+        return prefetch["rows"][at], 0, part
+
+    spec = pl.BlockSpec((None, 8, 128), block)
+    call = buffered_pallas_call(
+        body,
+        jax.ShapeDtypeStruct((8, 8, 256), jnp.float32),
+        grid=(jnp.int32(count), 2),
+        in_specs=[{"data": spec, "more": spec}, pl.BlockSpec(memory_space=pltpu.SMEM)],
+        out_specs=pl.BlockSpec((None, 8, 128), lambda at, part, _: (at, 0, part)),
+        scratch_shapes=[pltpu.VMEM((8, 128), jnp.float32)],
+        interpret=pltpu.InterpretParams(detect_races=True),
+        **options,
+    )
+    return call({"rows": rows}, table, scale)
+
+
+@pytest.mark.parametrize("count", [1, 5, 8])
+@pytest.mark.parametrize("buffers", [1, 2, 3, [4, None]], ids=str)
+def test_any_number_of_buffers(buffers: Any, count: int) -> None:
+    """K32, K33, K34: scalars in index maps, static and dynamic dims, pytrees of specs, scratch, kwargs, lookahead."""
+    rng = np.random.default_rng(0)
+    data, more = (rng.standard_normal((6, 8, 256)).astype(np.float32) for _ in range(2))
+    rows = np.array([3, 3, 0, 5, 5, 5, 1, 3], np.int32)
+    buffers = [buffers, None] if isinstance(buffers, int) and buffers > 2 else buffers
+    out = gather_and_scale(
+        jnp.asarray(rows),
+        {"data": jnp.asarray(data), "more": jnp.asarray(more)},
+        count,
+        jnp.array([2.0, 3.0]),
+        input_buffer_count=buffers,
+        name="gather_and_scale",
+    )
+    want = (data + more)[rows] * np.repeat([2.0, 3.0], 128).astype(np.float32)
+    np.testing.assert_allclose(out[:count], want[:count], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "counts, text",
+    [
+        ([2], "`buffered_pallas_call`: 1 buffer counts for 2 inputs.\n`input_buffer_count` is one int for all inputs"),
+        ([2, 0], "`buffered_pallas_call`: `input_buffer_count` is [2, 0].\nEach must be at least 1."),
+    ],
+)
+def test_buffer_counts_that_make_no_sense(counts: list[int], text: str) -> None:
+    """K34: as many counts as inputs, each at least 1."""
+    table = dict.fromkeys(("data", "more"), jnp.zeros((6, 8, 256)))
+    with pytest.raises(ValueError) as caught:
+        gather_and_scale(jnp.zeros(8, jnp.int32), table, 8, jnp.ones(2), input_buffer_count=counts)
+    assert text in str(caught.value)
+
+
+def pallas_calls(jaxpr: Any) -> list[Any]:
+    found = []
+    for eqn in jaxpr.eqns:
+        found += [eqn] if eqn.primitive.name == "pallas_call" else []
+        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            found += pallas_calls(getattr(value, "jaxpr", value)) if hasattr(value, "eqns") else []
+    return found
+
+
+@pytest.mark.parametrize("transpose_rhs", [False, True])
+def test_what_the_compiler_and_the_profiler_are_told(transpose_rhs: bool) -> None:
+    """K27, K28, K29, K30: cost, a name with tile and transposition, a scope, dtypes and tiling as metadata."""
+    from ragged.kernels import Target, pallas_tpu
+
+    lhs, sizes = jnp.ones((256, 384), jnp.bfloat16), jnp.array([100, 50], jnp.int32)
+    rhs = jnp.ones((2, 128, 384) if transpose_rhs else (2, 384, 128), jnp.bfloat16)
+
+    def product(lhs: Any, rhs: Any, sizes: Any) -> Any:
+        return pallas_tpu.grouped_matmul(
+            lhs,
+            rhs,
+            sizes,
+            preferred_element_type=jnp.bfloat16,
+            tiling=(64, 128, 128),
+            transpose_rhs=transpose_rhs,
+            target=Target(),
+        )
+
+    (call,) = pallas_calls(jax.make_jaxpr(product)(lhs, rhs, sizes).jaxpr)
+    assert call.params["name"] == f"grouped_matmul{'_transposed' if transpose_rhs else ''}_64x128x128"
+    cost = call.params["cost_estimate"]
+    assert cost.flops == 2 * 256 * 384 * 128
+    assert cost.bytes_accessed == 2 * (256 * 384 + 2 * 384 * 128 + 256 * 128)
+    assert dict(call.params["metadata"]) == {"tiling": "64x128x128", "dtypes": "bfloat16 bfloat16 bfloat16"}
+    assert "ragged_grouped_matmul" in str(call.source_info.name_stack)
+    text = jax.jit(lambda *x: ragged.grouped_matmul(*x)).trace(lhs, rhs.mT if transpose_rhs else rhs, sizes)
+    assert "kernel_metadata" in text.lower(lowering_platforms=("tpu",)).as_text()
