@@ -161,3 +161,29 @@ def test_executed_visits_are_those_of_the_schedule() -> None:
         _, in_groups = schedule.make_group_metadata(group_sizes=dims, m=512, tm=64)
         untouched = 512 // 64 - -(-sum(sizes) // 64)  # tiles of nothing but tail are written once, as zeros
         assert len(set(visited)) == int(in_groups) + untouched
+
+
+def test_executed_visits_of_two_ragged_letters() -> None:
+    """K25: a tile of the result is visited for each group that has a part of it; first to write zeros, if the first
+    group in its rows has none."""
+    visited: list[tuple[int, ...]] = []
+
+    def record(token: Any, point: Any, core: Any) -> Any:
+        visited.append(tuple(map(int, point)))
+        return token
+
+    rows, columns = [100, 300, 0, 112], [130, 0, 7, 500]
+    lhs = GroupedTensor(jnp.ones((512, 128)), jnp.array(rows, jnp.int32))
+    rhs = GroupedTensor(jnp.ones((128, 640)), None, jnp.array(columns, jnp.int32))
+    interpret = pltpu.InterpretParams(grid_point_recorder=record)
+    jax.block_until_ready(matmul(lhs, rhs, interpret, tiling=(128, 128, 128), max_last=512))
+    ends = np.cumsum(rows)
+    expected = 0
+    for i, j in itertools.product(range(4), range(4)):
+        present = [
+            width > j * 128
+            for size, end, width in zip(rows, ends, columns, strict=True)
+            if size > 0 and end > i * 128 and end - size < (i + 1) * 128
+        ]
+        expected += sum(present) + (not present[0])
+    assert len(set(visited)) == expected < 16 * len(rows)
