@@ -71,8 +71,8 @@ class Operands(NamedTuple):
         ndims += [len(call.shape)] * call.has_existing
         return [x.ndim > ndim for x, ndim in zip(self.flat(), ndims, strict=True)]
 
-    def batch_size(self, call: Call) -> int | None:
-        """The extent of the batch axis; None if no operand has one."""
+    def batch_size(self, call: Call) -> Any:
+        """The extent of the batch axis, which may be symbolic; None if no operand has one."""
         sizes = {x.shape[0] for x, has in zip(self.flat(), self.has_batch_axis(call), strict=True) if has}
         (size,) = sizes or {None}
         return size

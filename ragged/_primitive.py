@@ -188,6 +188,7 @@ def _rule(platform: str) -> Callable[..., Any]:
             portable=ctx.module_context.lowering_parameters.for_export,
             interpret=call.options.interpret,
             input_buffer_count=call.options.input_buffer_count,
+            automatic=platform == "tpu" and _is_automatic(ctx.module_context.axis_context),
             device=_tpu(ctx.module_context) if platform == "tpu" else None,
         )
         inner = ctx.replace(avals_in=plain[0], avals_out=plain[1])
@@ -201,6 +202,15 @@ def _rule(platform: str) -> Callable[..., Any]:
         return out
 
     return rule
+
+
+def _is_automatic(axis_context: Any) -> bool:
+    """Whether XLA partitions the program over several devices: not one device's, nor that of a full `shard_map`."""
+    mesh = getattr(axis_context, "mesh", None)
+    if mesh is None:
+        return getattr(axis_context, "num_devices", 1) != 1
+    manual = frozenset(axis_context.manual_axes) | frozenset(mesh.manual_axes)
+    return bool(axis_context.manual_axes) and manual != frozenset(mesh.axis_names)
 
 
 def _tpu(module_context: Any) -> tuple[str, int] | None:

@@ -32,7 +32,7 @@ from .test_options import (  # noqa: F401
     test_what_is_not_finite_stays_in_its_group,
     test_wrong_sizes_never_leave_the_buffers,
 )
-from .test_transforms import SUBSETS, check_vmap
+from .test_transforms import SUBSETS, check_vmap, test_experts_over_a_mesh, test_shard_map  # noqa: F401
 
 
 @pytest.fixture(scope="module", autouse=True)

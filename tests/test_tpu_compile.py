@@ -8,6 +8,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import Array
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import ragged
 from ragged import GroupedTensor
@@ -172,7 +175,9 @@ def test_default_tiles_are_legal_and_fit(device: tuple[str, int] | None) -> None
                 tile = tpu_tiling.choose(problem, chip)
                 assert tpu_tiling.vmem(problem, tile) <= chip.vmem
                 extents = dict(zip("mkn", (rows, a, b), strict=True))
-                assert tpu_tiling.illegal(dict(zip("mkn", tile, strict=True)), extents, "m", dtypes) == ("", "")
+                ragged_letters = "" if kind == "batched" else "m"
+                tiles = dict(zip("mkn", tpu_tiling.fit(problem, tile, chip), strict=True))
+                assert tpu_tiling.illegal(tiles, extents, ragged_letters, dtypes) == ("", "")
 
 
 def test_a_tile_too_large_for_vmem_is_halved() -> None:
@@ -185,3 +190,69 @@ def test_a_tile_too_large_for_vmem_is_halved() -> None:
     dtype = jnp.dtype(jnp.bfloat16)
     problem = Problem("rows", *tiling, 2, (dtype, dtype, dtype), dtype, 2)
     assert tpu_tiling.vmem(problem, tpu_tiling.fit(problem, tiling, chip)) <= chip.vmem
+
+
+def lowered(function: Any, *avals: Any) -> str:
+    return jax.jit(function).trace(*avals).lower(lowering_platforms=("tpu",)).as_text()
+
+
+CALL = "stablehlo.custom_call @tpu_custom_call"
+
+
+@pytest.mark.parametrize("tiling", [None, (512, 2048, 2048)])
+def test_rows_in_lanes(tiling: Any) -> None:
+    """K18: where an operand of a uniform product has the rows along its lanes, their tile is whole lanes."""
+    a, b = Aval((32, 2048, 1000), jnp.float32), Aval((32, 2048, 64), jnp.float32)
+
+    def product(a: Array, b: Array) -> Array:
+        return ragged.matmul(GroupedTensor(a).mT, GroupedTensor(b), tiling=tiling).data
+
+    assert lowered(product, a, b).count(CALL) == 1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float32"])
+def test_default_precision(dtype: str) -> None:
+    """O10: JAX's default precision is for float32; a named algorithm is left to XLA."""
+    avals = Aval((256, 512), dtype), Aval((4, 512, 256), dtype), Aval((4,), jnp.int32)
+    with jax.default_matmul_precision("highest"):
+        assert len(tpu.compile_for("v5e", lambda *x: ragged.grouped_matmul(*x), *avals).kernels) == 1
+    with jax.default_matmul_precision("BF16_BF16_F32_X3"):
+        assert lowered(lambda *x: ragged.grouped_matmul(*x), *avals).count(CALL) == 0
+
+
+def test_programs_for_several_devices() -> None:
+    """O12: a kernel inside a full `shard_map`, also with `check_vma`; XLA's product where XLA does the partitioning."""
+    tpu.device("v5e")
+    mesh = Mesh(topologies.get_topology_desc("v5e:2x2", platform="tpu").devices, ("x",))
+    avals = Aval((1024, 512), jnp.bfloat16), Aval((8, 512, 256), jnp.bfloat16), Aval((8,), jnp.int32)
+    specs = P(), P(None, None, "x"), P()
+    shardings = tuple(NamedSharding(mesh, spec) for spec in specs)
+    inside = jax.shard_map(ragged.grouped_matmul, mesh=mesh, in_specs=specs, out_specs=P(None, "x"))
+    for function, kernels in ((inside, 1), (ragged.grouped_matmul, 0)):
+        program = jax.jit(function, in_shardings=shardings).trace(*avals).lower(lowering_platforms=("tpu",))
+        assert program.as_text().count(CALL) == kernels
+        program.compile()
+
+
+def test_more_groups_than_scalar_memory_can_list() -> None:
+    """T10: XLA's product runs instead."""
+    avals = Aval((65536, 128), jnp.bfloat16), Aval((24000, 128, 128), jnp.bfloat16), Aval((24000,), jnp.int32)
+    assert lowered(ragged.grouped_matmul, *avals).count(CALL) == 0
+    few = Aval((65536, 128), jnp.bfloat16), Aval((8, 128, 128), jnp.bfloat16), Aval((8,), jnp.int32)
+    assert lowered(ragged.grouped_matmul, *few).count(CALL) == 1
+
+
+def test_symbolic_sizes() -> None:
+    """B5, T10: XLA's product where the number of batch elements is symbolic."""
+    (batch,) = jax.export.symbolic_shape("b")
+    mapped = jax.jit(jax.vmap(ragged.grouped_matmul, (None, None, 0)))
+    avals = Aval((1024, 512), jnp.bfloat16), Aval((8, 512, 256), jnp.bfloat16), Aval((batch, 8), jnp.int32)
+    assert jax.export.export(mapped, platforms=["tpu"])(*avals).platforms == ("tpu",)
+
+
+def test_more_buffers_than_vmem_holds() -> None:
+    """K10: an error that names the option."""
+    avals = Aval((1024, 512), jnp.bfloat16), Aval((8, 512, 256), jnp.bfloat16), Aval((8,), jnp.int32)
+    with pytest.raises(ValueError) as caught:
+        lowered(lambda *x: ragged.grouped_matmul(*x, input_buffer_count=1000), *avals)
+    assert "`input_buffer_count` is 1000: so many buffers don't fit into a TPU's VMEM." in str(caught.value)

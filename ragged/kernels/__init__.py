@@ -48,6 +48,7 @@ class Target(NamedTuple):
     portable: bool = False  # it goes into an export, which refuses most custom calls
     interpret: Any = False  # as in `pl.pallas_call`: run a Pallas or Triton kernel's body on the CPU
     input_buffer_count: int = 2  # buffers for each streamed operand of a TPU kernel
+    automatic: bool = False  # the program is for several devices, over which XLA partitions it
     device: tuple[str, int] | None = None  # kind and number of cores of the TPU, if known
 
 

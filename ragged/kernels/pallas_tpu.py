@@ -15,11 +15,12 @@ visit's rows that are not the group's are never multiplied, a chunk at a time, o
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from ragged.kernels import ANY_TARGET, Scales, Target, schedule, tpu_scales, tpu_tiling
+from ragged.kernels import ANY_TARGET, Scales, Target, schedule, tpu_scales, tpu_tiling, xla
 from ragged.kernels.pallas_tpu_tiled import tiled_matmul as tiled_matmul
 from ragged.kernels.schedule import Visits
 from ragged.kernels.tpu_launch import (
@@ -43,11 +44,14 @@ def lacks(kernel: str, lhs: Any, rhs: Any, sizes: tuple[Any, ...], out: Any, pre
     """Why this backend has no kernel for such a product; "" if it has one. `out` is an aval, the others may be."""
     if kernel == "tiled_matmul" and any(dims.ndim > 1 for dims in sizes):
         return "pallas_tpu has no tiled_matmul for sizes that differ between batch elements"
-    if not all(isinstance(extent, int) for x in (lhs, rhs, out) for extent in x.shape):
+    if target.automatic:
+        return "XLA partitions no Pallas kernels over devices; inside a `jax.shard_map` over all mesh axes there is one"
+    if not all(isinstance(extent, int) for x in (lhs, rhs, out, *sizes) for extent in x.shape):
         return "pallas_tpu has no kernels for symbolic extents"
     for name, x, known in (("lhs", lhs, _OPERANDS), ("rhs", rhs, _OPERANDS), ("the result", out, _RESULTS)):
         if jnp.dtype(x.dtype).name not in known:
             return f"pallas_tpu has no kernels for {name} in {jnp.dtype(x.dtype).name}"
+    precision = jax.config.jax_default_matmul_precision if precision is None else precision
     both = precision if isinstance(precision, tuple) else (precision, precision)
     if both[0] != both[1] or not (both[0] is None or str(both[0]).lower() in _PRECISIONS):
         return f"pallas_tpu has no kernels for precision {precision}"
@@ -77,6 +81,7 @@ def grouped_matmul(
     (m, k), held = lhs.shape[-2:], rhs.shape[-3]
     n = rhs.shape[-2 if transpose_rhs else -1]
     starts, ends = schedule.segments(group_sizes, m, group_offset, held)
+    by_visit = starts.ndim == 2
     by_row = lhs_scales is not None and lhs_scales.block[0] is not None
     if lhs_scales is not None and not by_row:
         lhs_scales = tpu_scales.held_scales(lhs_scales, group_offset, held)
@@ -85,10 +90,25 @@ def grouped_matmul(
         tpu_scales.arrange(rhs_scales, 0 if transpose_rhs else 1, n, first=False, ndim=4),
     )
     dtypes = dtypes_of(lhs, rhs, preferred_element_type, tpu_scales.dequantised(*scales))
-    problem = Problem("rows", m, k, n, held, *dtypes, target.input_buffer_count, existing_out is not None)
+    starts, ends = jnp.atleast_2d(starts), jnp.atleast_2d(ends)
+    elements = starts.shape[0]
+    problem = Problem("rows", m, k, n, held, *dtypes, target.input_buffer_count, existing_out is not None, elements)
     call = Launch(problem, tiling, target, precision, scales)
-    visits = schedule.row_visits(jnp.atleast_2d(starts), jnp.atleast_2d(ends), m, call.tile[0])
-    batch = batch_size((lhs, 2), (rhs, 3), (starts, 1))
+    if call.is_too_long:
+        return xla.grouped_matmul(
+            lhs,
+            rhs,
+            group_sizes,
+            preferred_element_type=preferred_element_type,
+            precision=precision,
+            tiling=tiling,
+            group_offset=group_offset,
+            existing_out=existing_out,
+            transpose_rhs=transpose_rhs,
+            target=target,
+        )
+    visits = schedule.row_visits(starts, ends, m, call.tile[0])
+    batch = batch_size((lhs, 2), (rhs, 3), (starts, 1 if by_visit else 2))
     out = multiply_rows(
         with_batch(lhs, 2),
         with_batch(rhs, 3),
@@ -96,7 +116,7 @@ def grouped_matmul(
         None if existing_out is None else with_batch(existing_out, 2),
         call=call,
         batch=batch or 1,
-        by_visit=starts.ndim == 2,
+        by_visit=by_visit,
         transpose_rhs=transpose_rhs,
     )
     return out if batch is not None else out[0]
@@ -266,8 +286,22 @@ def transposed_grouped_matmul(
         tpu_scales.of_rows(rhs_scales, b, False, group_offset, held),
     )
     dtypes = dtypes_of(lhs, rhs, preferred_element_type, any(s is not None and s.extent is not None for s in scales))
-    problem = Problem("groups", m, a, b, held, *dtypes, target.input_buffer_count, existing_out is not None)
+    problem = Problem("groups", m, a, b, held, *dtypes, target.input_buffer_count, existing_out is not None, elements)
     call = Launch(problem, tiling, target, precision, scales)
+    if call.is_too_long:
+        return xla.transposed_grouped_matmul(
+            lhs.mT,
+            rhs,
+            group_sizes,
+            preferred_element_type=preferred_element_type,
+            precision=precision,
+            tiling=tiling,
+            group_offset=group_offset,
+            num_actual_groups=num_actual_groups,
+            existing_out=existing_out,
+            sum_batch=sum_batch,
+            target=target,
+        )
     keeps_batch = batch is not None and not sum_batch
     out = multiply_groups(
         with_batch(lhs, 2),

@@ -27,16 +27,16 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import ManualAxisType
 
 from ragged.kernels import ANY_TARGET, Target, schedule, xla
+from ragged.kernels.tpu_tiling import SMEM
 from ragged.kernels.xla import accumulator_dtype, compute_dtype
 
 _LANES = 128
 _LARGEST_TILE = 512
 _VMEM = 12 << 20
 """Bytes that a kernel may take: within the 16 MiB that every generation's compiler allows."""
-_SMEM = 3 << 18
-"""Bytes of tables that fit the scalar memory of every generation, 1 MiB."""
 _LOADED = ("bfloat16", "float32", "int8", "float8_e4m3fn", "float8_e5m2")
 """What a kernel loads; operands in other dtypes are cast before."""
 
@@ -149,7 +149,7 @@ class _Problem(NamedTuple):
     def smem(self) -> int:
         """How many bytes the tables take; more than there are if a visit doesn't fit its word."""
         if 2 + sum(count.bit_length() for count in self.radix) > 31:
-            return 2 * _SMEM
+            return 2 * SMEM
         by_group = len(self.ragged) + sum(side.shifted for operand in self.operands for side in operand.sides)
         return 4 * (self.visits + 2 * self.radix[1] + 2 * by_group * (self.num_groups + 1))
 
@@ -216,7 +216,7 @@ def tiled_matmul(
         operands[name] = x if x.ndim == 3 else x[None]
     dtype, has_existing = jnp.dtype(preferred_element_type), existing_out is not None
     problem = _problem(operands, sizes, axes, shape[-2:], dtype, has_existing, precision, tiling)
-    if problem.smem > _SMEM:
+    if problem.smem > SMEM:
         return xla.tiled_matmul(
             lhs,
             rhs,
@@ -230,7 +230,7 @@ def tiled_matmul(
             target=target,
         )
     batch = next((x.shape[0] for x in (lhs, rhs) if x.ndim == 3), None)
-    out = jax.ShapeDtypeStruct((batch or 1, *shape[-2:]), problem.dtype)
+    out = jax.ShapeDtypeStruct((batch or 1, *shape[-2:]), problem.dtype, manual_axis_type=ManualAxisType())
     existing = None if existing_out is None else existing_out.astype(out.dtype).reshape(out.shape)
     with jax.named_scope("ragged_tiled_matmul"):
         tables, visits = _tables(problem, sizes, axes, (lhs.shape, rhs.shape, shape))
@@ -301,7 +301,7 @@ def _problem(
     if tiling is not None:
         return build(tile)
     # Where there are too many tiles to list, larger ones, as long as they fit.
-    while build(tile).smem > _SMEM:
+    while build(tile).smem > SMEM:
         larger = [tile | {x: min(2 * tile[x], largest[x])} for x in sorted(sizes, key=lambda x: tile[x])]
         larger = [t for t in larger if t != tile and build(t).vmem <= _VMEM]
         if not larger:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import ManualAxisType
 
 from ragged.kernels import Target, tpu_scales, tpu_tiling
 from ragged.kernels.pipeline import buffered_pallas_call
@@ -37,9 +38,26 @@ class Launch:
     def tile(self) -> tuple[int, int, int]:
         asked = self.asked or tpu_tiling.choose(self.problem, self.chip)
         rows, a, b = tpu_tiling.fit(self.problem, asked, self.chip)
+        if tpu_tiling.vmem(self.problem, (rows, a, b)) > self.chip.vmem:
+            raise ValueError(
+                f"`input_buffer_count` is {self.problem.buffers}: so many buffers don't fit into a TPU's VMEM.\n"
+                "Take fewer: 2 is the default, 3 or 4 hide more latency."
+            )
         if self.lanes is not None and a < self.problem.a:
             a = tpu_tiling.round_up(a, self.lanes)  # a tile ends where a block of scales does
         return rows, a, b
+
+    @property
+    def is_too_long(self) -> bool:
+        """Whether there are more visits, or groups, than a TPU's scalar memory can list: then XLA's product runs."""
+        if tpu_tiling.smem(self.problem, self.tile) <= tpu_tiling.SMEM:
+            return False
+        if any(scales is not None for scales in self.scales):
+            raise NotImplementedError(
+                f"{self.problem.groups} groups in {self.problem.rows} rows: more than a TPU's scalar memory can list.\n"
+                "Quantised operands have no other kernel: split the groups over several products."
+            )
+        return True
 
     @cached_property
     def lanes(self) -> int | None:
@@ -74,7 +92,7 @@ class Launch:
     def dot_precision(self) -> Any:
         """What was asked for; of tiles that were multiplied by their scales, all bits count."""
         if self.problem.compute != jnp.float32:
-            return None
+            return lax.Precision.DEFAULT  # whatever `jax.default_matmul_precision` says: the operands are exact
         eight_bits = all(dtype.itemsize == 1 for dtype in self.problem.dtypes[:2])
         return lax.Precision.HIGHEST if eight_bits else self.precision
 
@@ -120,7 +138,7 @@ class Launch:
         """Launches `body`. `operands` are the two that stream through VMEM, and what the product is added to."""
         lhs, rhs, existing = operands
         p, tile = self.problem, "x".join(map(str, self.tile))
-        out = jax.ShapeDtypeStruct(shape, p.dtypes[2])
+        out = jax.ShapeDtypeStruct(shape, p.dtypes[2], manual_axis_type=ManualAxisType())
         flops = 2 * p.rows * p.a * p.b * (p.groups if p.kind == "batched" else shape[0])
         moved = sum(x.size * x.dtype.itemsize for x in (lhs, rhs, existing, out) if x is not None)
         scalars = jax.tree.leaves(visits)

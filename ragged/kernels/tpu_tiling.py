@@ -94,6 +94,13 @@ class Problem(NamedTuple):
     compute: Any  # the dtype that the operands are cast to
     buffers: int  # of each operand
     has_existing: bool = False
+    elements: int = 1  # batch elements that the table of visits lists
+
+    @property
+    def units(self) -> tuple[int, int, int]:
+        """What a tile must be a multiple of along each extent, unless it holds all of it."""
+        # Where nothing is ragged, an operand may have the rows along its lanes.
+        return LANES if self.kind == "batched" else sublanes(*self.dtypes), LANES, LANES
 
 
 def vmem(problem: Problem, tile: tuple[int, int, int]) -> int:
@@ -107,6 +114,19 @@ def vmem(problem: Problem, tile: tuple[int, int, int]) -> int:
     return total
 
 
+SMEM = 3 << 18
+"""Bytes of tables that fit the scalar memory of every generation, 1 MiB."""
+
+
+def smem(problem: Problem, tile: tuple[int, int, int]) -> int:
+    """Bytes of scalar memory that the table of visits takes: see `schedule.Visits`."""
+    p = problem
+    if p.kind == "batched":
+        return 0
+    pieces = p.elements * (2 * p.groups + 1 if p.kind == "rows" else p.groups)
+    return 4 * (2 * p.elements * (-(-p.rows // tile[0]) + p.groups) + 5 * pieces)
+
+
 @cache
 def choose(problem: Problem, on: Chip) -> tuple[int, int, int]:
     """The tile `(rows, a, b)` with the least time by a model: FLOPs or bytes, a price for each step, and the pipeline's
@@ -114,12 +134,13 @@ def choose(problem: Problem, on: Chip) -> tuple[int, int, int]:
     # A tile's product is unrolled: this many multiplications compile in a few seconds.
     largest = 2**30 * on.mxu // 128
     fitting = [t for t in _candidates(problem) if math.prod(t) <= largest and vmem(problem, t) <= on.vmem]
-    return min(fitting, key=lambda tile: _seconds(problem, tile, on))
+    listable = [t for t in fitting if smem(problem, t) <= SMEM] or fitting
+    return min(listable, key=lambda tile: _seconds(problem, tile, on), default=problem.units)
 
 
 def fit(problem: Problem, tile: tuple[int, int, int], on: Chip) -> tuple[int, int, int]:
     """`tile`, no larger than the extents, halved along its longest side until it fits into VMEM."""
-    unit = (sublanes(*problem.dtypes), LANES, LANES)
+    unit = problem.units
     r, a, b = (min(t, extent) for t, extent in zip(tile, (problem.rows, problem.a, problem.b), strict=True))
     while vmem(problem, (r, a, b)) > on.vmem and (r > unit[0] or a > unit[1] or b > unit[2]):
         sides = [r / unit[0], a / unit[1], b / unit[2]]
@@ -129,7 +150,7 @@ def fit(problem: Problem, tile: tuple[int, int, int], on: Chip) -> tuple[int, in
 
 
 def _candidates(p: Problem) -> Iterator[tuple[int, int, int]]:
-    unit = sublanes(*p.dtypes)
+    unit = p.units[0]
     tallest = min(512, round_up(p.rows, unit))
     heights = [t for t in (16, 32, 64, 128, 256, 512) if t % unit == 0 and t < tallest] + [tallest]
     for a in _parts(p.a):
@@ -141,7 +162,7 @@ def _candidates(p: Problem) -> Iterator[tuple[int, int, int]]:
 def _parts(extent: int) -> list[int]:
     """The whole extent, and equal parts of it in whole lanes, down to one lane tile."""
     parts = [round_up(-(-extent // count), LANES) for count in (*range(2, 9), 12, 16, 24, 32, 48, 64, 128, 256)]
-    return list(dict.fromkeys([extent, *(t for t in parts if t < extent)]))
+    return list(dict.fromkeys([extent, *(t for t in [*parts, LANES] if t < extent)]))
 
 
 _VMEM = 6e12

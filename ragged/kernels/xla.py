@@ -175,7 +175,7 @@ def tiled_matmul(
 
 def _mean_tile(rows: int | Any, num_groups: int) -> int:
     """About the mean group, a power of two in 16..256."""
-    if not isinstance(rows, int):  # symbolic, under `jax.export`
+    if not (isinstance(rows, int) and isinstance(num_groups, int)):  # symbolic, under `jax.export`
         return 256
     return int(np.clip(1 << (rows // max(num_groups, 1)).bit_length(), 16, 256))
 
@@ -263,7 +263,7 @@ def transposed_grouped_matmul(
     return out if batch is None or sum_batch else out.reshape(batch, held, *out.shape[-2:])
 
 
-def _batch_size(*operands: tuple[Array, int]) -> int | None:
+def _batch_size(*operands: tuple[Array, int]) -> Any:
     """The batch axis's extent, from arrays and the ranks they have without it; None if there is none."""
     return next((x.shape[0] for x, ndim in operands if x.ndim > ndim), None)
 
@@ -377,7 +377,7 @@ _HEIGHTS = (16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 _ZERO = np.int32(0)  # loops from it count in int32, under x64 too
 
 
-def _tiles(m: int, size: Array, tallest: int | None) -> tuple[list[int], Array, Array, Array]:
+def _tiles(m: Any, size: Array, tallest: int | None) -> tuple[list[int], Array, Array, Array]:
     """How `size` rows are covered: `full` tiles of the tallest height, and one more, the least that holds what remains.
 
     Returns the heights, `full`, the remaining rows (1 up to the tallest height), and the index of their tile's height.
@@ -389,7 +389,7 @@ def _tiles(m: int, size: Array, tallest: int | None) -> tuple[list[int], Array, 
     return heights, full, rest, jnp.asarray(np.searchsorted(heights, np.arange(heights[-1] + 1)), jnp.int32)[rest]
 
 
-def _window(m: int, height: int, start: Array, end: Array) -> tuple[Array, Array]:
+def _window(m: Any, height: int, start: Array, end: Array) -> tuple[Array, Array]:
     """Where to slice `height` rows from `start` on, moved up to fit the buffer; which of them are in `[start, end)`."""
     at = jnp.minimum(start, m - height)
     row = at + lax.iota(jnp.int32, height)
