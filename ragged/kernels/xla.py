@@ -195,6 +195,9 @@ def grouped_matmul(
 ) -> Array:
     """`[m, k] × [h, k, n] -> [m, n]`: see the contract in `ragged.kernels`."""
     m, held = lhs.shape[-2], rhs.shape[-3]
+    # Sizes that are constants of the program would have XLA fold the loop away, and with it the form of a bfloat16 dot
+    # that its CPU backend can run.
+    group_sizes = lax.optimization_barrier(group_sizes)
     starts, ends = schedule.segments(group_sizes, m, group_offset, held)
     index = jnp.arange(held, dtype=jnp.int32)
     batch = _batch_size((lhs, 2), (rhs, 3), (starts, 1))
