@@ -51,7 +51,22 @@ def test_every_layout_and_spread(layout: str, dtype: str, mode: str) -> None:
 @pytest.mark.parametrize("layout", NAMES)
 def test_gradients(layout: str, dtype: str, mode: str) -> None:
     """O16: by each operand, `dout @ rhs.T` and `lhs.T @ dout` of each group; zeros where an operand has its tail."""
-    case = cases.make(layout, g=3, dtype=dtype, uniform=(37, 150, 140), seed=3)
+    check_gradients(cases.make(layout, g=3, dtype=dtype, uniform=(37, 150, 140), seed=3), dtype, mode)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("g", [1, 3, 8, 64])
+@pytest.mark.parametrize("layout", NAMES)
+def test_the_whole_case_table(layout: str, g: int, dtype: str, mode: str) -> None:
+    """B4, O16: every spread, with slack and without: values and gradients."""
+    for seed, (kind, slack) in enumerate(itertools.product(SPREADS, (False, True))):
+        case = cases.make(layout, g=g, kind=kind, slack=slack, seed=seed, dtype=dtype, uniform=(37, 150, 140))
+        check_gradients(case, dtype, mode)
+
+
+def check_gradients(case: cases.Case, dtype: str, mode: str) -> None:
     rng = np.random.default_rng(4)
     dout = [
         rng.standard_normal((a.shape[0], b.shape[1])).astype(jnp.dtype(dtype))
@@ -67,10 +82,12 @@ def test_gradients(layout: str, dtype: str, mode: str) -> None:
         return out.data
 
     out, pull = jax.vjp(product, case.lhs.data, case.rhs.data)
+    got = case.unpack(np.asarray(out).astype(np.float64))
+    worst, rms = TOLERANCE[dtype]
+    oracle.assert_close(got, oracle.matmul(case.lhs_groups, case.rhs_groups), max=worst, rms=rms)
     grads = pull(jnp.asarray(oracle.pack(dout, case.out_ragged, out.shape)))  # NaN in the cotangent's tail
     transposed = [[x.T for x in groups] for groups in (case.lhs_groups, case.rhs_groups)]
     want = oracle.matmul(dout, transposed[1]), oracle.matmul(transposed[0], dout)
-    worst, rms = TOLERANCE[dtype]
     for grad, operand, groups in zip(grads, (case.lhs, case.rhs), want, strict=True):
         firsts, lasts = ([x.shape[axis] for x in groups] for axis in (0, 1))
         data = np.asarray(grad).astype(np.float64)
