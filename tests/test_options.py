@@ -159,6 +159,22 @@ def test_existing_out_is_added_in_the_accumulator() -> None:
     assert want != np.asarray((x.data * w[0]).astype(jnp.bfloat16) + existing)[0, 0]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float8_e5m2"])
+@pytest.mark.parametrize("result", ["float8_e4m3fn", "float16", "bfloat16"])
+@pytest.mark.parametrize("layout", ["batched", "forward", "wgrad", "outer"])
+def test_narrow_results_that_are_added_to(layout: str, result: str, dtype: str) -> None:
+    """O7, O11: a result of any float dtype can be accumulated into, 8 bits included."""
+    case = cases.make(layout, dtype=dtype)
+    ones = (GroupedTensor(jnp.ones_like(x.data), x.first_dims, x.last_dims) for x in (case.lhs, case.rhs))
+    lhs, rhs = ones
+    bare = ragged.matmul(lhs, rhs, preferred_element_type=jnp.float32)
+    existing = ragged.matmul(lhs, rhs, preferred_element_type=result)
+    out = ragged.matmul(lhs, rhs, preferred_element_type=result, existing_out=existing)
+    want = bare.data + existing.data.astype(jnp.float32)
+    assert out.dtype == jnp.dtype(result)
+    assert np.array_equal(np.asarray(out.data), np.asarray(want.astype(result)))
+
+
 @pytest.mark.parametrize("layout", NAMES)
 def test_a_float_that_integers_are_added_to(layout: str) -> None:
     """O7: halves survive the integer accumulator."""

@@ -31,7 +31,8 @@ def accumulator_dtype(dtype: Any) -> Any:
 
 def add_wide(total: Array, old: Array) -> Array:
     """An accumulator plus what it is added to, which may be a float where the accumulator is an integer."""
-    wide = accumulator_dtype(promote(total.dtype, old.dtype))
+    floats = jnp.issubdtype(old.dtype, jnp.floating) and jnp.issubdtype(total.dtype, jnp.integer)
+    wide = accumulator_dtype(old.dtype) if floats else total.dtype
     return total.astype(wide) + old.astype(wide)
 
 
