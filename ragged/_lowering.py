@@ -21,7 +21,7 @@ from jax.experimental.pallas.tpu import InterpretParams
 from jax.extend.core import InconclusiveDimensionOperation
 
 from ragged._layout import Product
-from ragged.kernels import Target, pallas_tpu, schedule, tpu_tiling, xla
+from ragged.kernels import Refused, Target, pallas_tpu, schedule, tpu_tiling, xla
 
 
 class Options(NamedTuple):
@@ -157,15 +157,17 @@ def compute(platform: str, operands: Operands, call: Call, target: Target) -> Ar
     problem, mend = illegal_tiling(call, x.lhs, x.rhs) if name == "pallas_tpu" else ("", "")
     if problem:
         raise ValueError(f"`ragged.matmul`: {problem}\n{mend}")
-    run = partial(
-        getattr(BACKENDS[name], kernel),
-        preferred_element_type=call.dtype,
-        precision=call.options.precision,
-        existing_out=existing,
-        target=target,
-    )
+    options = {
+        "preferred_element_type": call.dtype,
+        "precision": call.options.precision,
+        "existing_out": existing,
+        "target": target,
+    }
     try:
-        return _run(kernel, run, x, call)
+        try:
+            return _run(kernel, partial(getattr(BACKENDS[name], kernel), **options), x, call)
+        except Refused:
+            return _run(kernel, partial(getattr(xla, kernel), **options), x, call)
     except InconclusiveDimensionOperation as error:
         raise NotImplementedError(
             "`ragged.matmul`: the extent of a ragged dim is symbolic, and may be smaller than a tile.\n"

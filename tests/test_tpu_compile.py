@@ -240,6 +240,12 @@ def test_more_groups_than_scalar_memory_can_list() -> None:
     assert lowered(ragged.grouped_matmul, *avals).count(CALL) == 0
     few = Aval((65536, 128), jnp.bfloat16), Aval((8, 128, 128), jnp.bfloat16), Aval((8,), jnp.int32)
     assert lowered(ragged.grouped_matmul, *few).count(CALL) == 1
+    dims = Aval((8,), jnp.int32)
+    wide = GroupedTensor(Aval((65536, 65536), jnp.bfloat16), dims, dims)
+    small = {"max_last": 65536, "tiling": (128, 128, 128)}
+    assert lowered(lambda x: ragged.matmul(x, x, **small).data, wide).count(CALL) == 0
+    narrow = GroupedTensor(Aval((512, 512), jnp.bfloat16), dims, dims)
+    assert lowered(lambda x: ragged.matmul(x, x, max_last=512).data, narrow).count(CALL) == 1
 
 
 def test_symbolic_sizes() -> None:

@@ -30,7 +30,7 @@ accumulator.
 or three of the letters ragged.
 
 A backend but XLA's has one more function, `lacks(kernel, lhs, rhs, sizes, out, precision, target)`, which says why it
-has no kernel for a product (or ""). Then XLA's runs.
+has no kernel for a product (or ""). Then XLA's runs; and where a kernel raises `Refused`, for what only its tiles tell.
 
 `existing_out` is added to in the accumulator, before rounding. Its tail is zero already; its other elements that no
 product reaches stay as they are. `tiling` is `(tile_m, tile_k, tile_n)` of the function's own product (by letter for
@@ -53,6 +53,10 @@ class Target(NamedTuple):
 
 
 ANY_TARGET = Target()
+
+
+class Refused(NotImplementedError):
+    """A kernel can't do this product after all."""
 
 
 class Scales(NamedTuple):

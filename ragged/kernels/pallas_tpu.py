@@ -20,13 +20,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from ragged.kernels import ANY_TARGET, Scales, Target, schedule, tpu_scales, tpu_tiling, xla
+from ragged.kernels import ANY_TARGET, Scales, Target, schedule, tpu_scales, tpu_tiling
 from ragged.kernels.pallas_tpu_tiled import tiled_matmul as tiled_matmul
 from ragged.kernels.schedule import Visits
 from ragged.kernels.tpu_launch import (
     Launch,
     accumulate,
-    batch_size,
     dtypes_of,
     in_chunks,
     select_first,
@@ -34,6 +33,7 @@ from ragged.kernels.tpu_launch import (
     with_batch,
 )
 from ragged.kernels.tpu_tiling import Problem
+from ragged.kernels.xla import add_wide, batch_size
 
 _OPERANDS = ("bfloat16", "float32", "int8", "int4", "float8_e4m3fn", "float8_e5m2")
 _PRECISIONS = ("none", "default", "high", "highest", "bfloat16", "float32", "fastest")
@@ -94,19 +94,7 @@ def grouped_matmul(
     elements = starts.shape[0]
     problem = Problem("rows", m, k, n, held, *dtypes, target.input_buffer_count, existing_out is not None, elements)
     call = Launch(problem, tiling, target, precision, scales)
-    if call.is_too_long:
-        return xla.grouped_matmul(
-            lhs,
-            rhs,
-            group_sizes,
-            preferred_element_type=preferred_element_type,
-            precision=precision,
-            tiling=tiling,
-            group_offset=group_offset,
-            existing_out=existing_out,
-            transpose_rhs=transpose_rhs,
-            target=target,
-        )
+    call.check_length()
     visits = schedule.row_visits(starts, ends, m, call.tile[0])
     batch = batch_size((lhs, 2), (rhs, 3), (starts, 1 if by_visit else 2))
     out = multiply_rows(
@@ -219,7 +207,7 @@ def multiply_rows(
                 mine = (row >= low) & (row < high)
                 total = jnp.where(mine, total if existing is None else base + total, base)
             elif existing is not None:
-                total = existing[rows, :].astype(call.wide) + total.astype(call.wide)
+                total = add_wide(total, existing[rows, :])
             out[rows, :] = total.astype(out.dtype)
 
         def visit(rows: Any, masked: bool) -> None:
@@ -288,20 +276,7 @@ def transposed_grouped_matmul(
     dtypes = dtypes_of(lhs, rhs, preferred_element_type, any(s is not None and s.extent is not None for s in scales))
     problem = Problem("groups", m, a, b, held, *dtypes, target.input_buffer_count, existing_out is not None, elements)
     call = Launch(problem, tiling, target, precision, scales)
-    if call.is_too_long:
-        return xla.transposed_grouped_matmul(
-            lhs.mT,
-            rhs,
-            group_sizes,
-            preferred_element_type=preferred_element_type,
-            precision=precision,
-            tiling=tiling,
-            group_offset=group_offset,
-            num_actual_groups=num_actual_groups,
-            existing_out=existing_out,
-            sum_batch=sum_batch,
-            target=target,
-        )
+    call.check_length()
     keeps_batch = batch is not None and not sum_batch
     out = multiply_groups(
         with_batch(lhs, 2),
@@ -397,7 +372,7 @@ def multiply_groups(
         def store(total: Array) -> None:
             total = call.rescale(total, lhs_scales, rhs_scales)
             if existing is not None:
-                total = existing[...].astype(call.wide) + total.astype(call.wide)
+                total = add_wide(total, existing[...])
             out[...] = total.astype(out.dtype)
 
         is_alone = is_full & is_first & is_last
@@ -523,7 +498,7 @@ def batched_matmul(
         def store(total: Array) -> None:
             total = call.rescale(total, x_scales, y_scales)
             if existing is not None:
-                total = existing[...].astype(call.wide) + total.astype(call.wide)
+                total = add_wide(total, existing[...])
             out[...] = total.astype(out.dtype)
 
         accumulate(step, steps, multiply, store, *scratch)

@@ -29,11 +29,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import ManualAxisType
 
-from ragged.kernels import ANY_TARGET, Target, schedule, xla
-from ragged.kernels.tpu_tiling import SMEM
+from ragged.kernels import ANY_TARGET, Refused, Target, schedule
+from ragged.kernels.tpu_tiling import LANES, SMEM, round_up
 from ragged.kernels.xla import accumulator_dtype, compute_dtype
 
-_LANES = 128
 _LARGEST_TILE = 512
 _VMEM = 12 << 20
 """Bytes that a kernel may take: within the 16 MiB that every generation's compiler allows."""
@@ -207,7 +206,8 @@ def tiled_matmul(
     """The product where two or three letters are ragged: see the contract in `ragged.kernels`.
 
     A batch axis is a dim of the grid; the sizes must be the same for all batch elements. Tiles fit every generation.
-    Where there are more of them than a TPU's scalar memory can list, XLA's product runs instead.
+
+    **Raises:** `Refused` where there are more of them than a TPU's scalar memory can list.
     """
     common = compute_dtype(lhs.dtype, rhs.dtype)
     operands = {"lhs": lhs, "rhs": rhs}
@@ -217,17 +217,8 @@ def tiled_matmul(
     dtype, has_existing = jnp.dtype(preferred_element_type), existing_out is not None
     problem = _problem(operands, sizes, axes, shape[-2:], dtype, has_existing, precision, tiling)
     if problem.smem > SMEM:
-        return xla.tiled_matmul(
-            lhs,
-            rhs,
-            sizes,
-            axes=axes,
-            shape=shape,
-            preferred_element_type=preferred_element_type,
-            precision=precision,
-            tiling=tiling,
-            existing_out=existing_out,
-            target=target,
+        raise Refused(
+            f"up to {problem.visits} visits: more than a TPU's scalar memory can list.\nPass a larger `tiling`."
         )
     batch = next((x.shape[0] for x in (lhs, rhs) if x.ndim == 3), None)
     out = jax.ShapeDtypeStruct((batch or 1, *shape[-2:]), problem.dtype, manual_axis_type=ManualAxisType())
@@ -294,7 +285,7 @@ def _problem(
     else:
         # About the mean group, of what is packed somewhere; the next power of two.
         mean = extent | {letter: min(extent[letter], rows // num_groups) for letter, rows in capacity.items()}
-        tile = {x: min(largest[x], _LANES << (_round_up(mean[x]) // _LANES - 1).bit_length()) for x in "mkn"}
+        tile = {x: min(largest[x], LANES << (_round_up(mean[x]) // LANES - 1).bit_length()) for x in "mkn"}
     while build(tile).vmem > _VMEM:
         longest = max("mkn", key=lambda letter: tile[letter])
         tile = tile | {longest: _round_up(tile[longest] // 2)}
@@ -311,7 +302,7 @@ def _problem(
 
 
 def _round_up(extent: int) -> int:
-    return max(-(-extent // _LANES), 1) * _LANES
+    return round_up(max(extent, 1), LANES)
 
 
 def _aligned(axes: tuple[str, str, str]) -> set[str]:
@@ -476,7 +467,7 @@ def _neighbours(operand: _Operand) -> list[tuple[int, int]]:
 def _by_lanes(shape: tuple[int, int]) -> tuple[int, int, int]:
     """`[rows, columns]` cut into columns of lanes: `[columns // 128, rows, 128]`."""
     rows, columns = shape
-    return columns // _LANES, rows, _LANES
+    return columns // LANES, rows, LANES
 
 
 def _body(
@@ -553,10 +544,10 @@ def _cut(operand: _Operand, blocks: dict[tuple[int, int], Any], window: Any, off
     else:
         # Rows are read from any row on, but only 128 lanes at a time: each column of lanes has a window of its own.
         for (i, j), block in blocks.items():
-            for lane in range(0, columns, _LANES):
-                part = block[:, lane : lane + _LANES].astype(wide)
-                window[(j * columns + lane) // _LANES, pl.ds(i * rows, rows), :] = part
-        parts = [window[column, pl.ds(offsets[0], rows), :] for column in range(width // _LANES)]
+            for lane in range(0, columns, LANES):
+                part = block[:, lane : lane + LANES].astype(wide)
+                window[(j * columns + lane) // LANES, pl.ds(i * rows, rows), :] = part
+        parts = [window[column, pl.ds(offsets[0], rows), :] for column in range(width // LANES)]
     x = jnp.concatenate(parts, axis=1)
     if width > columns:
         # To the left by the offset: a rotation goes to the right.

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import ManualAxisType
 
-from ragged.kernels import Target, tpu_scales, tpu_tiling
+from ragged.kernels import Refused, Target, tpu_scales, tpu_tiling
 from ragged.kernels.pipeline import buffered_pallas_call
 from ragged.kernels.schedule import Visits
 from ragged.kernels.tpu_scales import Blocks
@@ -47,17 +47,13 @@ class Launch:
             a = tpu_tiling.round_up(a, self.lanes)  # a tile ends where a block of scales does
         return rows, a, b
 
-    @property
-    def is_too_long(self) -> bool:
-        """Whether there are more visits, or groups, than a TPU's scalar memory can list: then XLA's product runs."""
-        if tpu_tiling.smem(self.problem, self.tile) <= tpu_tiling.SMEM:
-            return False
-        if any(scales is not None for scales in self.scales):
-            raise NotImplementedError(
+    def check_length(self) -> None:
+        """Raises `Refused` if there are more visits, or groups, than a TPU's scalar memory can list."""
+        if tpu_tiling.smem(self.problem, self.tile) > tpu_tiling.SMEM:
+            raise Refused(
                 f"{self.problem.groups} groups in {self.problem.rows} rows: more than a TPU's scalar memory can list.\n"
-                "Quantised operands have no other kernel: split the groups over several products."
+                "Split the groups over several products."
             )
-        return True
 
     @cached_property
     def lanes(self) -> int | None:
@@ -213,8 +209,3 @@ def select_rows(x: Array, low: Any, high: Any) -> Array:
 
 def with_batch(x: Array, ndim: int) -> Array:
     return x if x.ndim > ndim else x[None]
-
-
-def batch_size(*operands: tuple[Array, int]) -> int | None:
-    """The batch axis's extent, from arrays and the ranks they have without it; None if there is none."""
-    return next((x.shape[0] for x, ndim in operands if x.ndim > ndim), None)

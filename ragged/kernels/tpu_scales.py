@@ -13,8 +13,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from ragged.kernels import Scales
-
-LANES = 128
+from ragged.kernels.tpu_tiling import LANES
 
 
 class Blocks(NamedTuple):

@@ -201,7 +201,7 @@ def grouped_matmul(
     group_sizes = lax.optimization_barrier(group_sizes)
     starts, ends = schedule.segments(group_sizes, m, group_offset, held)
     index = jnp.arange(held, dtype=jnp.int32)
-    batch = _batch_size((lhs, 2), (rhs, 3), (starts, 1))
+    batch = batch_size((lhs, 2), (rhs, 3), (starts, 1))
     if batch is not None:
         # A batch element is `held` further groups, `m` rows further down.
         element = jnp.arange(batch, dtype=jnp.int32)[:, None]
@@ -244,7 +244,7 @@ def transposed_grouped_matmul(
     m = lhs.shape[-2]
     held = group_sizes.shape[-1] if num_actual_groups is None else num_actual_groups
     starts, ends = schedule.segments(group_sizes, m, group_offset, held)
-    batch = _batch_size((lhs, 2), (rhs, 2), (starts, 1))
+    batch = batch_size((lhs, 2), (rhs, 2), (starts, 1))
     starts, ends = starts.reshape(-1, held), ends.reshape(-1, held)
     if batch is not None:
         element = jnp.arange(batch, dtype=jnp.int32)[:, None]
@@ -267,7 +267,7 @@ def transposed_grouped_matmul(
     return out if batch is None or sum_batch else out.reshape(batch, held, *out.shape[-2:])
 
 
-def _batch_size(*operands: tuple[Array, int]) -> Any:
+def batch_size(*operands: tuple[Array, int]) -> Any:
     """The batch axis's extent, from arrays and the ranks they have without it; None if there is none."""
     return next((x.shape[0] for x, ndim in operands if x.ndim > ndim), None)
 
