@@ -100,8 +100,8 @@ def check_options(
 
 
 def check_tiling(site: Site, call: Call, lhs: Any, rhs: Any) -> None:
-    """Whether a TPU's kernels, if asked for by name, can use the tiling that was asked for."""
-    problem, mend = illegal_tiling(call, lhs, rhs) if call.options.backend == "pallas_tpu" else ("", "")
+    """Whether the kernels that were asked for by name can use the tiling that was asked for."""
+    problem, mend = illegal_tiling(call.options.backend, call, lhs, rhs)
     if problem:
         site.fail(ValueError, problem, mend)
 

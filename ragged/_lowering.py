@@ -21,7 +21,7 @@ from jax.experimental.pallas.tpu import InterpretParams
 from jax.extend.core import InconclusiveDimensionOperation
 
 from ragged._layout import Product
-from ragged.kernels import Refused, Target, pallas_tpu, schedule, tpu_tiling, xla
+from ragged.kernels import Refused, Target, pallas_tpu, schedule, tpu_tiling, triton_gpu, triton_tiling, xla
 
 
 class Options(NamedTuple):
@@ -81,7 +81,7 @@ class Operands(NamedTuple):
 BACKENDS: dict[str, ModuleType | str] = {
     "xla": xla,
     "pallas_tpu": pallas_tpu,
-    "triton_gpu": "this version of ragged has no GPU kernels yet",
+    "triton_gpu": triton_gpu.unavailable() or triton_gpu,
 }
 """Each backend's module, or why there is none."""
 
@@ -110,11 +110,16 @@ def kernel_name(product: Product) -> str:
     return "grouped_matmul" if product.ragged in product.out else "transposed_grouped_matmul"
 
 
-def illegal_tiling(call: Call, lhs: Any, rhs: Any) -> tuple[str, str]:
-    """Which rule of a TPU's a product's tiling breaks, and the nearest that breaks none; two "" if it breaks none."""
+def illegal_tiling(backend: str | None, call: Call, lhs: Any, rhs: Any) -> tuple[str, str]:
+    """Which of a backend's rules a product's tiling breaks, and the nearest that breaks none; two "" if it breaks none.
+
+    XLA has no rules, and what a platform's own backend demands is found when lowering for it.
+    """
     p, tiling = call.product, call.options.tiling
-    if tiling is None:
+    if tiling is None or backend not in ("pallas_tpu", "triton_gpu"):
         return "", ""
+    if backend == "triton_gpu":
+        return triton_tiling.illegal(dict(zip("mkn", tiling, strict=True)))
     letters = p.lhs + p.rhs + p.out
     shapes = (*lhs.shape[-2:], *rhs.shape[-2:], *call.shape[-2:])
     extents = {letter: max(n for x, n in zip(letters, shapes, strict=True) if x == letter) for letter in "mkn"}
@@ -154,7 +159,7 @@ def compute(platform: str, operands: Operands, call: Call, target: Target) -> Ar
             f"`ragged.matmul`: backend {name!r} does not run on {platform}.\n"
             "Pass `interpret=True` to run its kernels' bodies there, or `backend=None` for the platform's own."
         )
-    problem, mend = illegal_tiling(call, x.lhs, x.rhs) if name == "pallas_tpu" else ("", "")
+    problem, mend = illegal_tiling(name, call, x.lhs, x.rhs)
     if problem:
         raise ValueError(f"`ragged.matmul`: {problem}\n{mend}")
     options = {

@@ -185,11 +185,11 @@ def _rule(platform: str) -> Callable[..., Any]:
         # Over which mesh axes a value varies has been checked by now; a kernel's loops need not carry it along.
         plain = [[ShapedArray(aval.shape, aval.dtype) for aval in avals] for avals in (ctx.avals_in, ctx.avals_out)]
         target = Target(
-            portable=ctx.module_context.lowering_parameters.for_export,
+            portable=ctx.module_context.lowering_parameters.for_export and call.options.backend != "triton_gpu",
             interpret=call.options.interpret,
             input_buffer_count=call.options.input_buffer_count,
-            automatic=platform == "tpu" and _is_automatic(ctx.module_context.axis_context),
-            device=_tpu(ctx.module_context) if platform == "tpu" else None,
+            automatic=platform in ("tpu", "cuda") and _is_automatic(ctx.module_context.axis_context),
+            device=_device(ctx.module_context, {"cuda": "gpu"}.get(platform, platform)),
         )
         inner = ctx.replace(avals_in=plain[0], avals_out=plain[1])
         # Pallas asks which TPU it lowers for; the machine may have none.
@@ -213,14 +213,18 @@ def _is_automatic(axis_context: Any) -> bool:
     return bool(axis_context.manual_axes) and manual != frozenset(mesh.axis_names)
 
 
-def _tpu(module_context: Any) -> tuple[str, int] | None:
-    """Kind and number of cores of the TPU that is lowered for, if anything says so: the abstract device of a mesh in
+def _device(module_context: Any, platform: str) -> tuple[str, int] | None:
+    """Kind and number of cores of the device that is lowered for, if anything says so: the abstract device of a mesh in
     context, or the machine's own device, unless the program is for another machine."""
     device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is None and not module_context.lowering_parameters.for_export:
-        device = jax.devices()[0]
-        device = device if device.platform == "tpu" else None
-    return None if device is None else (device.device_kind, device.num_cores)
+    if device is not None:
+        return (device.device_kind, device.num_cores or 0) if device.platform in (None, platform) else None
+    device = jax.devices()[0]
+    if module_context.lowering_parameters.for_export or device.platform != platform:
+        return None
+    if platform == "gpu":
+        return f"{device.device_kind} {device.compute_capability}", device.core_count
+    return device.device_kind, getattr(device, "num_cores", 1)
 
 
 mlir.register_lowering(ragged_matmul_p, _rule("any"))

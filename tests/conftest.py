@@ -7,6 +7,13 @@ import jax
 import pytest
 from jaxtyping import install_import_hook
 
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests run on the CPU, also where JAX has a GPU, but for those marked `gpu` (of which `-m gpu` runs nothing else)."""
+    jax.config.update("jax_platforms", "cuda,cpu" if config.option.markexpr == "gpu" else "cpu")
+
+
 jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -1,4 +1,4 @@
-"""The contract's tests once more, with the TPU's kernels in place of XLA's: the tests are those of other modules."""
+"""The contract's tests once more, with a TPU's or a GPU's kernels in place of XLA's: the tests are other modules'."""
 
 import itertools
 from collections.abc import Iterator
@@ -35,16 +35,16 @@ from .test_options import (  # noqa: F401
 from .test_transforms import SUBSETS, check_vmap, test_experts_over_a_mesh, test_shard_map  # noqa: F401
 
 
-@pytest.fixture(scope="module", autouse=True)
-def tpu_kernels() -> Iterator[None]:
-    """On the CPU, the TPU's kernels are the platform's own, and are interpreted."""
+@pytest.fixture(scope="module", autouse=True, params=["pallas_tpu", "triton_gpu"])
+def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """On the CPU, another platform's kernels are its own, and are interpreted."""
     compute = _lowering.compute
 
     def interpreted(platform: str, operands: Operands, call: Call, target: Target) -> Array:
         return compute(platform, operands, call, target._replace(interpret=True))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(_lowering.PLATFORMS, "cpu", "pallas_tpu")
+        patch.setitem(_lowering.PLATFORMS, "cpu", request.param)
         patch.setattr(_lowering, "compute", interpreted)
         jax.clear_caches()
         yield

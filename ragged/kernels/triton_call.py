@@ -1,0 +1,138 @@
+"""jax-triton, mended where a pair of versions needs it, and what Triton must be told for XLA to take its PTX.
+
+Nothing here is imported before it is asked for: `ragged` works without Triton.
+"""
+
+import json
+from functools import cache
+from importlib.util import find_spec
+from inspect import signature
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+from jaxlib import gpu_triton
+from jaxlib.plugin_support import import_from_plugin
+
+from ragged.kernels.triton_tiling import Chip, Config
+
+
+def missing() -> str:
+    """What Triton kernels need and isn't installed, in a sentence that says what to do; "" if nothing is missing."""
+    found = {
+        "triton": find_spec("triton") is not None,
+        "jax-triton": find_spec("jax_triton") is not None,
+        "JAX's CUDA plugin": hasattr(gpu_triton, "TritonKernel"),
+    }
+    names = [name for name, here in found.items() if not here]
+    if not names:
+        return ""
+    return f"`ragged`'s Triton kernels need {' and '.join(names)}: `pip install ragged[cuda]`."
+
+
+def missing_interpreter() -> str:
+    """The same for running them on the CPU."""
+    return "" if find_spec("triton") else "there is no Triton here: `pip install ragged[cuda]`"
+
+
+@cache
+def load() -> ModuleType:
+    """The module `jax_triton`. Raises `ImportError` with the sentence of `missing` if there is one."""
+    if sentence := missing():
+        raise ImportError(sentence)
+    from triton.backends.nvidia import driver
+
+    # triton 3.6 has no such name; without it jax-triton 0.4.1 believes that there is no NVIDIA backend.
+    # The value, CUDA's CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, is for host descriptors alone, which `ragged` doesn't use.
+    if not hasattr(driver, "TMA_TF32"):
+        setattr(driver, "TMA_TF32", 11)  # noqa: B010 (pyright knows the module's names)
+
+    import jax_triton
+    from jax_triton import triton_lib
+
+    # jax 0.12 tells a rule which operands live, too; that of jax-triton 0.4.1 doesn't take it.
+    rules, primitive = triton_lib.pe.dce_rules, triton_lib.triton_kernel_call_p
+    old = rules[primitive]
+    if jax.__version_info__ >= (0, 12) and len(signature(old).parameters) == 2:
+        rules[primitive] = lambda used, live, equation: old(used, equation)
+    return jax_triton
+
+
+@cache
+def newest_ptx() -> int:
+    """The newest PTX that XLA's ptxas surely takes: 90 is 9.0. JAX's plugin asks for a ptxas at least as new as the
+    CUDA that it was built with."""
+    load()
+    from triton.backends.nvidia import compiler
+
+    build = import_from_plugin("cuda", "_versions").cuda_runtime_build_version()  # 13000 for CUDA 13.0
+    return compiler.ptx_get_version(f"{build // 1000}.{build % 1000 // 10}")
+
+
+@cache
+def backend_options() -> dict[str, int | bool]:
+    """What `triton_call(..., backend_options=)` must hold for every kernel.
+
+    `enable_fp_fusion`, so that `a * b + c` is one instruction: triton 3.9 warns unless told, and 3.10 won't by default.
+
+    `ptx_version`, where XLA's ptxas might refuse the PTX: Triton writes the newest that its own ptxas takes (9.4 from
+    triton 3.9). If it would for one architecture, the cap is for all.
+    """
+    load()
+    from triton.backends.nvidia import compiler
+
+    default = compiler.CUDAOptions()
+    written = max(compiler.get_ptx_version_from_options(default, arch) for arch in (80, 90, 100))
+    return {"enable_fp_fusion": True} | ({"ptx_version": newest_ptx()} if written > newest_ptx() else {})
+
+
+def call(
+    arrays: dict[str, Array | None],
+    out: jax.ShapeDtypeStruct,
+    static: dict[str, Any],
+    *,
+    grid: tuple[int, int],
+    config: Config,
+    name: str,
+    cost: dict[str, int],
+    chip: Chip,
+    interpret: bool,
+) -> Array:
+    """The kernel's result. `arrays` and `static` are its parameters by name, `out` is the last one."""
+    import triton.language as tl
+
+    from ragged.kernels.triton_kernel import grouped_product
+
+    types = {"float8_e4m3fn": tl.float8e4nv, "float8_e5m2": tl.float8e5}
+    static = {
+        key: types.get(x.name) or getattr(tl, x.name) if isinstance(x, np.dtype) else x for key, x in static.items()
+    }
+    present = {key: x for key, x in arrays.items() if x is not None}
+    absent = {key: None for key in arrays if key not in present}
+    if interpret:
+        from ragged.kernels import triton_interpreter
+
+        def run(*values: Any) -> np.ndarray:
+            result = np.empty(out.shape, out.dtype)
+            operands = {key: np.ascontiguousarray(x) for key, x in zip(present, values, strict=True)}
+            triton_interpreter.run(grouped_product, grid, {**operands, **absent, "out": result, **static}, {"out"})
+            return result
+
+        return jax.pure_callback(run, out, *present.values(), vmap_method="sequential")
+    return load().triton_call(
+        **present,
+        **absent,
+        **static,
+        kernel=grouped_product,
+        out_type=out,
+        grid=grid,
+        name=name,
+        num_warps=config.warps,
+        num_stages=config.stages,
+        compute_capability=chip.capability,
+        backend_options=backend_options(),
+        serialized_metadata=json.dumps({"tile": config.tile}).encode(),
+        cost_estimate=cost,
+    )

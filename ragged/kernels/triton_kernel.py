@@ -1,0 +1,379 @@
+"""The one Triton kernel under every grouped product on a GPU.
+
+    out[i][r, c] = existing[i][r, c] + sum_k a[i][r, k] * b[i][c, k]
+
+`r` and `c` are the axes of the result as it is stored, `k` is contracted; each may be ragged. A group of an operand is
+a place in its buffer and two strides, so the eight layouts are one: an operand is stored with its kept axis first or
+with its contracted axis first, and the first may be packed. A tile begins where its group begins, in whatever row that
+is, for on a GPU this is but the address that it is loaded from.
+
+Programs take the tiles of the result in turn. Which group a tile is of follows from a prefix sum over the sizes, which
+only the device knows; tiles past those of the groups are gaps: rows of no group, which become zeros. With tiles of 4
+rows, and the sizes `[3, 5, 0, 4]` in a buffer of 16 rows:
+
+    tile   0        1        2        3         4
+    rows   0..2     3..6     7        8..11     12..15
+    group  0        1        1        3         a gap
+
+An operand's `kept` axis is `r` for `a` and `c` for `b`. Names in capitals are known when compiling.
+"""
+
+import inspect
+from typing import Any
+
+import triton
+import triton.language as tl
+
+
+def _jit(function: Any) -> Any:
+    return triton.jit(inspect.unwrap(function))  # it reads the source, for which no type checker's wrapper can stand in
+
+
+@_jit
+def grouped_product(
+    a,
+    b,
+    sizes_r,  # (g,) int32, or None where the letter is not ragged; and so the next two
+    sizes_c,
+    sizes_k,
+    offset,  # () int32, or None: the first of the groups that the uniform term holds
+    existing,  # like `out`, or None
+    a_scales,  # float32, or None
+    b_scales,
+    out,
+    GROUPS: tl.constexpr,  # how many have sizes
+    HELD: tl.constexpr,  # how many matrices the uniform term has
+    BATCH: tl.constexpr,  # strides of the batch axis: of the sizes r, c, k and of the offset
+    A_STRIDES: tl.constexpr,  # in elements: batch axis, group axis, kept axis, contracted axis
+    A_EXTENTS: tl.constexpr,  # of the buffer: kept axis, contracted axis
+    A_PACKED: tl.constexpr,  # "kept", "contracted" or ""
+    A_SCALING: tl.constexpr,  # see `_scale_row`
+    B_STRIDES: tl.constexpr,
+    B_EXTENTS: tl.constexpr,
+    B_PACKED: tl.constexpr,
+    B_SCALING: tl.constexpr,
+    OUT_STRIDES: tl.constexpr,  # batch axis, group axis, r
+    OUT_EXTENTS: tl.constexpr,  # r, c
+    SUMMED: tl.constexpr,  # how many batch elements are summed
+    TILE_R: tl.constexpr,
+    TILE_C: tl.constexpr,
+    TILE_K: tl.constexpr,
+    BAND: tl.constexpr,  # rows of tiles that are visited column by column, so that L2 has what they share
+    WIDTH: tl.constexpr,  # of vectors over all groups: a power of two
+    COMMON: tl.constexpr,  # both operands of a dot are cast to it; None for no cast
+    ACCUMULATOR: tl.constexpr,
+    PRECISION: tl.constexpr,  # of a float32 dot
+    LONGEST: tl.constexpr,  # how long a sum 8-bit tensor cores may keep in their few bits
+    A_TMA: tl.constexpr,  # how many matrices `a` has, if a descriptor loads its whole tiles; else 0
+    B_TMA: tl.constexpr,
+):
+    R: tl.constexpr = OUT_EXTENTS[0]
+    C: tl.constexpr = OUT_EXTENTS[1]
+    TILES_R: tl.constexpr = (R + TILE_R - 1) // TILE_R
+    TILES_C: tl.constexpr = (C + TILE_C - 1) // TILE_C
+    A_EDGE: tl.constexpr = A_PACKED != "kept" and A_EXTENTS[0] % TILE_R != 0  # a tile may reach past the buffer's end
+    B_EDGE: tl.constexpr = B_PACKED != "kept" and B_EXTENTS[0] % TILE_C != 0
+    K_EDGE: tl.constexpr = A_EXTENTS[1] % TILE_K != 0
+    element = tl.program_id(1)
+    index = tl.arange(0, WIDTH)
+
+    # 1. How many tiles there are.
+    first = 0
+    if offset is not None:
+        first = tl.minimum(tl.maximum(tl.load(offset + element * BATCH[3]), -HELD), GROUPS)
+    if sizes_r is not None:
+        sizes = _all_sizes(sizes_r + element * BATCH[0], index, GROUPS)
+        ends = tl.cumsum(sizes, 0)
+        rows = (tl.minimum(ends, R) - tl.minimum(ends - sizes, R)).to(tl.int32)
+        tiles = tl.where((index >= first) & (index < first + HELD), (rows + TILE_R - 1) // TILE_R, 0)
+        tile_ends = tl.cumsum(tiles, 0)
+        group_tiles = tl.sum(tiles, 0)
+        # No group that is held has any of the rows [0, low) and [high, R).
+        low = tl.sum(tl.where(index < first, rows, 0), 0)
+        high = tl.sum(tl.where(index < first + HELD, rows, 0), 0)
+        low_tiles = tl.cdiv(low, TILE_R)
+        count = (group_tiles + low_tiles + tl.cdiv(R - high, TILE_R)) * TILES_C
+    else:
+        count = HELD * TILES_R * TILES_C
+
+    if A_TMA:
+        a_tiles = _descriptor(a, A_TMA, A_STRIDES, A_EXTENTS, TILE_R, TILE_K)
+    if B_TMA:
+        b_tiles = _descriptor(b, B_TMA, B_STRIDES, B_EXTENTS, TILE_C, TILE_K)
+
+    for tile in tl.range(tl.program_id(0), count, tl.num_programs(0)):
+        # 2. The group that the tile is of, and the first of its rows and columns, counted from the group's own.
+        if sizes_r is not None:
+            is_before = tile_ends <= tile // TILES_C
+            is_gap = tile >= group_tiles * TILES_C
+            group = tl.minimum(tl.sum(is_before.to(tl.int32), 0), GROUPS - 1)
+            local = tile - tl.where(is_gap, group_tiles, tl.sum(tl.where(is_before, tiles, 0), 0)) * TILES_C
+            start_r, size_r = _span(sizes_r + element * BATCH[0], index, group, GROUPS)
+            out_row, out_rows = _fit(start_r, size_r, R)
+            # Of a gap, so that the next line's result is right for it too.
+            is_low = is_gap & (local // TILES_C < low_tiles)
+            local -= tl.where(is_gap & (local // TILES_C >= low_tiles), low_tiles * TILES_C, 0)
+            out_row = tl.where(is_gap, tl.where(is_low, 0, high), out_row)
+            out_rows = tl.where(is_gap, tl.where(is_low, low, R - high), out_rows)
+            tile_r, tile_c = _in_bands(local, tl.cdiv(out_rows, TILE_R), TILES_C, BAND)
+            held = tl.minimum(tl.maximum(group - first, 0), HELD - 1)
+        else:
+            held = tile // (TILES_R * TILES_C)
+            group = tl.minimum(tl.maximum(first + held, 0), GROUPS - 1)
+            is_gap = group != first + held
+            start_r, size_r = tl.full((), 0, tl.int64), A_EXTENTS[0]
+            out_row, out_rows = 0, R
+            tile_r, tile_c = _in_bands(tile % (TILES_R * TILES_C), TILES_R, TILES_C, BAND)
+        r, c = tile_r * TILE_R, tile_c * TILE_C
+        start_c, size_c = tl.full((), 0, tl.int64), B_EXTENTS[0]
+        if sizes_c is not None:
+            start_c, size_c = _span(sizes_c + element * BATCH[1], index, group, GROUPS)
+        a_first, size_r = _locate(start_r, size_r, A_EXTENTS[0], A_PACKED == "kept")
+        b_first, size_c = _locate(start_c, size_c, B_EXTENTS[0], B_PACKED == "kept")
+        a_first, b_first = a_first + r, b_first + c
+
+        # 3. The product.
+        total = tl.zeros((TILE_R, TILE_C), ACCUMULATOR)
+        for summand in range(SUMMED):
+            e = element if SUMMED == 1 else summand
+            start_k, size_k = tl.full((), 0, tl.int64), A_EXTENTS[1]
+            if sizes_k is not None:
+                start_k, size_k = _span(sizes_k + e * BATCH[2], index, group, GROUPS)
+            a_k, size_k = _locate(start_k, size_k, A_EXTENTS[1], A_PACKED == "contracted")
+            b_k, size_k = _locate(start_k, size_k, B_EXTENTS[1], B_PACKED == "contracted")
+            if sizes_r is not None or offset is not None:
+                size_k = tl.where(is_gap, 0, size_k)
+            x_tile, x_inside = _pointers(a, e, held, a_first, a_k, A_STRIDES, A_EXTENTS, A_PACKED, TILE_R, TILE_K)
+            y_tile, y_inside = _pointers(b, e, held, b_first, b_k, B_STRIDES, B_EXTENTS, B_PACKED, TILE_C, TILE_K)
+            x_scales = _scale_row(a_scales, A_SCALING, e, group, held, a_first, A_EXTENTS[0], TILE_R)
+            y_scales = _scale_row(b_scales, B_SCALING, e, group, held, b_first, B_EXTENTS[0], TILE_C)
+            for step in tl.range(size_k // TILE_K):
+                k = step * TILE_K
+                if A_TMA:
+                    x = _fetch(a_tiles, e, held, a_first, a_k + k, A_STRIDES, A_EXTENTS, TILE_R, TILE_K)
+                else:
+                    x = _load(x_tile, x_inside, None, A_EDGE)
+                    x_tile += TILE_K * A_STRIDES[3]
+                if B_TMA:
+                    y = _fetch(b_tiles, e, held, b_first, b_k + k, B_STRIDES, B_EXTENTS, TILE_C, TILE_K)
+                else:
+                    y = _load(y_tile, y_inside, None, B_EDGE)
+                    y_tile += TILE_K * B_STRIDES[3]
+                x = _scaled(x, x_scales, a_k + k, A_SCALING, A_EXTENTS[1])
+                y = _scaled(y, y_scales, b_k + k, B_SCALING, B_EXTENTS[1])
+                total = _add(total, x, y, x_scales, y_scales, k, A_SCALING, B_SCALING, COMMON, PRECISION, LONGEST)
+            if sizes_k is not None or K_EDGE:
+                # What is left, less than a tile of `k`. Behind it are a neighbour's elements, or the buffer's end.
+                rest = size_k % TILE_K
+                if rest > 0:
+                    k = size_k - rest
+                    if A_TMA:
+                        x_tile += k.to(tl.int64) * A_STRIDES[3]
+                    if B_TMA:
+                        y_tile += k.to(tl.int64) * B_STRIDES[3]
+                    x = _scaled(_load(x_tile, x_inside, rest, A_EDGE), x_scales, a_k + k, A_SCALING, A_EXTENTS[1])
+                    y = _scaled(_load(y_tile, y_inside, rest, B_EDGE), y_scales, b_k + k, B_SCALING, B_EXTENTS[1])
+                    # Past the rest both are zero, or were before they were scaled by what may be anything.
+                    x = _first(x, rest, A_SCALING)
+                    y = _first(y, rest, B_SCALING)
+                    total = _add(total, x, y, x_scales, y_scales, k, A_SCALING, B_SCALING, COMMON, PRECISION, LONGEST)
+
+        # 4. The result.
+        if A_SCALING[0] == "total":
+            total = total.to(tl.float32) * tl.load(x_scales)[:, None]
+        if B_SCALING[0] == "total":
+            total = total.to(tl.float32) * tl.load(y_scales)[None, :]
+        in_r, in_c = r + tl.arange(0, TILE_R), c + tl.arange(0, TILE_C)
+        if sizes_r is not None or sizes_c is not None:
+            # A neighbour's elements were multiplied too.
+            mine = (in_r < size_r)[:, None] & (in_c < size_c)[None, :]
+            total = tl.where(mine, total, tl.zeros_like(total))
+        place = element.to(tl.int64) * OUT_STRIDES[0] + held.to(tl.int64) * OUT_STRIDES[1]
+        place += (out_row + r).to(tl.int64) * OUT_STRIDES[2]
+        place += tl.arange(0, TILE_R)[:, None] * OUT_STRIDES[2] + in_c[None, :]
+        mask = (in_r < out_rows)[:, None] & (in_c < C)[None, :]
+        if existing is not None:
+            old = tl.load(existing + place, mask=mask, other=0)
+            total = total.to(tl.float32) + old if old.dtype.is_floating() else total + old.to(total.dtype)
+        tl.store(out + place, total.to(out.dtype.element_ty), mask=mask)
+
+
+@_jit
+def _all_sizes(sizes, index, GROUPS: tl.constexpr):
+    """`(w,)` int64: the sizes, of which none is negative, and zeros past the last."""
+    return tl.maximum(tl.load(sizes + index, mask=index < GROUPS, other=0), 0).to(tl.int64)
+
+
+@_jit
+def _span(sizes, index, group, GROUPS: tl.constexpr):
+    """How many elements all groups before `group` have, and it itself."""
+    before = tl.sum(tl.where(index < group, _all_sizes(sizes, index, GROUPS), 0), 0)
+    return before, tl.maximum(tl.load(sizes + group), 0)
+
+
+@_jit
+def _fit(start, size, CAPACITY: tl.constexpr):
+    """First element and size of a group in a buffer that packs it: what doesn't fit is cut off."""
+    start = tl.minimum(start, CAPACITY).to(tl.int32)
+    return start, tl.minimum(size, CAPACITY - start)
+
+
+@_jit
+def _locate(start, size, EXTENT: tl.constexpr, PACKED: tl.constexpr):
+    """The same for any buffer; one that doesn't pack the axis has the group at 0."""
+    if PACKED:
+        return _fit(start, size, EXTENT)
+    else:
+        return tl.full((), 0, tl.int32), tl.minimum(size, EXTENT).to(tl.int32)
+
+
+@_jit
+def _in_bands(tile, tiles_r, TILES_C: tl.constexpr, BAND: tl.constexpr):
+    """Row and column of a tile: bands of `BAND` rows one after the other, each column by column."""
+    band = tile // (BAND * TILES_C)
+    height = tl.minimum(tiles_r - band * BAND, BAND)
+    local = tile % (BAND * TILES_C)
+    return band * BAND + local % height, local // height
+
+
+@_jit
+def _pointers(
+    operand,
+    e,
+    held,
+    first,
+    k,
+    STRIDES: tl.constexpr,
+    EXTENTS: tl.constexpr,
+    PACKED: tl.constexpr,
+    TILE: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    """`[tile, tile_k]` pointers from element `[first, k]` on, and which of the kept elements are in the buffer.
+
+    Along a packed axis all are: past the buffer's end, its last row stands in for what the result leaves out.
+    """
+    kept = tl.arange(0, TILE)
+    inside = first + kept < EXTENTS[0]
+    if PACKED == "kept":
+        first = tl.minimum(first, EXTENTS[0] - 1)
+        kept = tl.minimum(kept, EXTENTS[0] - 1 - first)
+    operand += e.to(tl.int64) * STRIDES[0] + held.to(tl.int64) * STRIDES[1]
+    operand += first.to(tl.int64) * STRIDES[2] + k.to(tl.int64) * STRIDES[3]
+    return operand + (kept[:, None] * STRIDES[2] + tl.arange(0, TILE_K)[None, :] * STRIDES[3]), inside
+
+
+@_jit
+def _load(pointers, inside, rest, EDGE: tl.constexpr):
+    """A tile `[tile, tile_k]`; zeros outside of the buffer, and past the first `rest` of `k`."""
+    if rest is not None:
+        k = tl.arange(0, pointers.shape[1])[None, :]
+        return tl.load(pointers, mask=inside[:, None] & (k < rest) if EDGE else k < rest, other=0)
+    elif EDGE:
+        return tl.load(pointers, mask=inside[:, None], other=0)
+    else:
+        return tl.load(pointers)
+
+
+@_jit
+def _descriptor(
+    operand,
+    COUNT: tl.constexpr,
+    STRIDES: tl.constexpr,
+    EXTENTS: tl.constexpr,
+    TILE: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    """Of all `COUNT` matrices of an operand, as they are stored: the contiguous axis last."""
+    if STRIDES[3] == 1:
+        return tl.make_tensor_descriptor(
+            operand, [COUNT, EXTENTS[0], EXTENTS[1]], [EXTENTS[0] * EXTENTS[1], EXTENTS[1], 1], [1, TILE, TILE_K]
+        )
+    else:
+        return tl.make_tensor_descriptor(
+            operand, [COUNT, EXTENTS[1], EXTENTS[0]], [EXTENTS[0] * EXTENTS[1], EXTENTS[0], 1], [1, TILE_K, TILE]
+        )
+
+
+@_jit
+def _fetch(
+    tiles,
+    e,
+    held,
+    first,
+    k,
+    STRIDES: tl.constexpr,
+    EXTENTS: tl.constexpr,
+    TILE: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    """A tile `[tile, tile_k]` by TMA. Past the buffer's end it has zeros."""
+    matrix = e * (STRIDES[0] // (EXTENTS[0] * EXTENTS[1])) + held * (STRIDES[1] // (EXTENTS[0] * EXTENTS[1]))
+    if STRIDES[3] == 1:
+        return tiles.load([matrix, first, k]).reshape(TILE, TILE_K)
+    else:
+        return tl.trans(tiles.load([matrix, k, first]).reshape(TILE_K, TILE))
+
+
+@_jit
+def _scale_row(scales, SCALING: tl.constexpr, e, group, held, first, EXTENT: tl.constexpr, TILE: tl.constexpr):
+    """`(tile,)` pointers to the scales of a tile's kept elements, in the first block along `k`.
+
+    `SCALING` is `(way, batch stride, group stride, extent and stride of blocks along the kept axis, and along k)`. The
+    ways: "" without scales; "total" where they don't change along `k`; "step" where each step over `k` has one; "tile"
+    where they are multiplied into the tile. A group's are those of `group`, or with `-stride` those of `held`.
+    """
+    if SCALING[0] != "":
+        kept = tl.minimum(first + tl.arange(0, TILE), EXTENT - 1) // SCALING[3]
+        which = group * SCALING[2] if SCALING[2] > 0 else held * -SCALING[2]
+        return scales + e.to(tl.int64) * SCALING[1] + which + kept.to(tl.int64) * SCALING[4]
+    else:
+        return 0
+
+
+@_jit
+def _scaled(x, scales, k, SCALING: tl.constexpr, EXTENT: tl.constexpr):
+    """A tile times its scales, where that is the way."""
+    if SCALING[0] == "tile":
+        block = tl.minimum(k + tl.arange(0, x.shape[1]), EXTENT - 1) // SCALING[5]
+        return x.to(tl.float32) * tl.load(scales[:, None] + block[None, :] * SCALING[6])
+    else:
+        return x
+
+
+@_jit
+def _first(x, rest, SCALING: tl.constexpr):
+    """Zeros past the first `rest` of `k`, again: there the scales may be anything."""
+    if SCALING[0] == "tile":
+        return tl.where((tl.arange(0, x.shape[1]) < rest)[None, :], x, 0.0)
+    else:
+        return x
+
+
+@_jit
+def _add(
+    total,
+    x,
+    y,
+    x_scales,
+    y_scales,
+    k,
+    X_SCALING: tl.constexpr,
+    Y_SCALING: tl.constexpr,
+    COMMON: tl.constexpr,
+    PRECISION: tl.constexpr,
+    LONGEST: tl.constexpr,
+):
+    """`total + x @ y.T`, the product times what scales it has at `k`."""
+    if COMMON is not None:
+        x, y = x.to(COMMON), y.to(COMMON)
+    if X_SCALING[0] == "step" or Y_SCALING[0] == "step":
+        wide: tl.constexpr = tl.int32 if x.dtype == tl.int8 else tl.float32
+        part = tl.dot(x, tl.trans(y), input_precision=PRECISION, max_num_imprecise_acc=LONGEST, out_dtype=wide).to(tl.float32)
+        if X_SCALING[0] == "step":
+            part *= tl.load(x_scales + k // X_SCALING[5] * X_SCALING[6])[:, None]
+        if Y_SCALING[0] == "step":
+            part *= tl.load(y_scales + k // Y_SCALING[5] * Y_SCALING[6])[None, :]
+        return total + part
+    else:
+        return tl.dot(x, tl.trans(y), total, input_precision=PRECISION, max_num_imprecise_acc=LONGEST, out_dtype=total.dtype)

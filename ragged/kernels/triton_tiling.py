@@ -1,0 +1,185 @@
+"""Tiles for the GPU kernel: which are legal, what they take of shared memory, and which are chosen when none are asked
+for."""
+
+import itertools
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+SMALLEST = 16
+"""A tile's least extent: what a tensor core multiplies at once."""
+
+
+class Chip(NamedTuple):
+    """What the choice of a tile depends on."""
+
+    capability: int  # 90 is 9.0
+    multiprocessors: int
+    shared: int  # bytes of shared memory that a program may take
+    flops: float  # a second, bfloat16, dense
+    bandwidth: float  # bytes a second
+
+    @property
+    def has_tma(self) -> bool:
+        return self.capability in range(90, 120)
+
+
+_SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10}
+"""Bytes, by capability; 99 KiB on the others."""
+
+_CHIPS = {
+    "A100": Chip(80, 108, _SHARED[80], 312e12, 2.0e12),
+    "A10": Chip(86, 72, 99 << 10, 125e12, 0.6e12),
+    "L40": Chip(89, 142, 99 << 10, 181e12, 0.86e12),
+    "L4": Chip(89, 58, 99 << 10, 121e12, 0.3e12),
+    "RTX 4090": Chip(89, 128, 99 << 10, 165e12, 1.0e12),
+    "H100": Chip(90, 132, _SHARED[90], 989e12, 3.35e12),
+    "H200": Chip(90, 132, _SHARED[90], 989e12, 4.8e12),
+    "B200": Chip(100, 148, _SHARED[100], 2250e12, 8.0e12),
+    "B300": Chip(103, 148, _SHARED[103], 2500e12, 8.0e12),
+}
+"""By a part of the device kind; a longer one counts. Dense bfloat16 and memory from NVIDIA's data sheets."""
+
+_PORTABLE = Chip(80, 108, 99 << 10, 312e12, 2.0e12)
+"""Where nothing says which GPU is lowered for: every later one runs its PTX."""
+
+
+@cache
+def chip(device: tuple[str, int] | None) -> Chip:
+    """The chip of a device: kind or compute capability, and number of multiprocessors, as in `Target.device`.
+
+    `("NVIDIA H200", 132)`, or `("9.0", 132)` of a kind that isn't known.
+    """
+    if device is None:
+        return _PORTABLE
+    kind, multiprocessors = device
+    names = [name for name in _CHIPS if name in kind]
+    if names:
+        known = _CHIPS[max(names, key=len)]
+        return known._replace(multiprocessors=multiprocessors or known.multiprocessors)
+    capability = _capability(kind)
+    like = max((c for c in _CHIPS.values() if c.capability <= capability), key=lambda c: c.capability, default=_PORTABLE)
+    return like._replace(
+        capability=capability,
+        multiprocessors=multiprocessors or like.multiprocessors,
+        shared=_SHARED.get(capability, 99 << 10),
+    )
+
+
+def _capability(kind: str) -> int:
+    """The compute capability that a kind ends with, "9.0" as 90; what every GPU can do, if it ends with none."""
+    major, dot, minor = kind.rpartition(" ")[2].partition(".")
+    return 10 * int(major) + int(minor) if dot and major.isdigit() and minor.isdigit() else _PORTABLE.capability
+
+
+class Problem(NamedTuple):
+    """One product to be tiled: `[r, k] × [k, c]` for each of `groups`, with the extents that a group has on average."""
+
+    r: int
+    c: int
+    k: int
+    groups: int
+    itemsize: int  # of an operand in a dot, in bytes
+    result: int  # bytes of an element of the result
+    matrices: int  # how often the operand with `c` is another: `groups`, or 1
+    wide: bool = False  # whether a tile's product has an accumulator of its own, besides the total
+    slow: bool = False  # float32 without tensor cores
+
+
+class Config(NamedTuple):
+    """How a kernel is compiled and launched."""
+
+    r: int
+    c: int
+    k: int
+    warps: int
+    stages: int  # tiles of each operand in flight
+    band: int = 8
+
+    @property
+    def tile(self) -> tuple[int, int, int]:
+        return self.r, self.c, self.k
+
+
+def shared(problem: Problem, config: Config) -> int:
+    """Bytes of shared memory that a kernel takes, at most: tiles in flight, or the result on its way to memory."""
+    loaded = config.stages * (config.r + config.c) * config.k * problem.itemsize
+    return max(loaded, config.r * config.c * 4 // (1 if problem.slow else 2)) + 1024
+
+
+def illegal(tile: dict[str, int]) -> tuple[str, str]:
+    """Which rule a tiling breaks, and the nearest that breaks none; two "" if it is legal."""
+    near = {x: max(SMALLEST, 1 << (t - 1).bit_length()) for x, t in tile.items()}
+    wrong = next((letter for letter in tile if near[letter] != tile[letter]), None)
+    if wrong is None:
+        return "", ""
+    return (
+        f"tile_{wrong}={tile[wrong]} must be a power of two, and {SMALLEST} or more, on a GPU.",
+        f"The nearest legal tiling is {tuple(near[letter] for letter in 'mkn')}.",
+    )
+
+
+def fit(problem: Problem, tile: tuple[int, int, int], on: Chip) -> Config:
+    """A configuration for a tile that was asked for, halved along its longest side until it fits."""
+    r, c, k = tile
+    config = _config(problem, r, c, k, on)
+    while config is None:
+        longest = max(r, c, k)
+        r, c, k = (r // 2, c, k) if r == longest else (r, c // 2, k) if c == longest else (r, c, k // 2)
+        config = _config(problem, r, c, k, on)
+    return config
+
+
+@cache
+def choose(problem: Problem, on: Chip) -> Config:
+    """The configuration with the least time by a model: see `_seconds`."""
+    widths = (SMALLEST, 32) if problem.slow else (32, 64, 128, 256)
+    heights = (SMALLEST, 32) if problem.slow else (16, 32, 64, 128)
+    depth = SMALLEST if problem.slow else 128 // problem.itemsize
+    depths = [max(SMALLEST, min(depth, 1 << (problem.k - 1).bit_length()))]
+    configs = (_config(problem, *tile, on) for tile in itertools.product(heights, widths, depths))
+    return min((c for c in configs if c is not None), key=lambda config: _seconds(problem, config, on))
+
+
+def _config(p: Problem, r: int, c: int, k: int, on: Chip) -> Config | None:
+    """Warps and stages for a tile; None if it fits neither registers nor shared memory."""
+    # A thread has 255 registers: 128 for the total, or as many for it and a tile's own product.
+    totals = r * c * (2 if p.wide else 1)
+    warps = 8 if totals > 128 * 128 or (p.slow and totals > 32 * 32) else 4
+    if totals > 128 * 32 * warps:
+        return None
+    for stages in (4, 3, 2):
+        config = Config(r, c, k, warps, stages)
+        if shared(p, config) <= on.shared:
+            return config
+    return None
+
+
+def resident(problem: Problem, config: Config, on: Chip) -> int:
+    """How many programs a multiprocessor runs at a time: as many as its shared memory and its registers hold."""
+    return min(16 // config.warps, max(1, on.shared // shared(problem, config)))
+
+
+_LATENCY = 1.5e-6
+"""Seconds until a tile's first operands have come, and until its result is gone, where nothing hides them."""
+
+_L2 = 5.5e12
+"""Bytes a second that an H100's second-level cache serves; other chips' in proportion to their multiprocessors."""
+
+
+def _seconds(p: Problem, config: Config, on: Chip) -> float:
+    """What the model says a configuration takes: rounds of tiles, of which each has a price, or the bytes of memory."""
+    # Sizes are even by the model; they rarely are, so half a tile more.
+    rows = max(1.0, p.r / config.r + (0.5 if p.r > config.r else 0.0))
+    tiles = p.groups * rows * -(-p.c // config.c)
+    # Tensor cores are fed from shared memory: narrow tiles starve them. Below 64 rows, Hopper's are not used in full.
+    rate = min(1.0, 0.4 + config.r / 200) * min(1.0, 0.35 + config.c / 256) * on.flops / on.multiprocessors
+    compute = 2 * config.r * config.c * p.k / rate * (1 if p.itemsize > 1 else 0.5)
+    cached = (config.r + config.c) * p.k * p.itemsize / (_L2 / 132)
+    tile = max(compute, cached) + _LATENCY + config.r * config.c * p.result / (on.bandwidth / on.multiprocessors) / 2
+    per_chip = on.multiprocessors * min(2, resident(p, config, on))
+    rounds = max(1.0, tiles / per_chip)
+    busy = rounds * tile * per_chip / on.multiprocessors if tiles > on.multiprocessors else tile
+    moved = p.groups * (p.r * p.k * p.itemsize + p.r * p.c * p.result) + p.matrices * p.k * p.c * p.itemsize
+    return max(busy, moved / on.bandwidth)
