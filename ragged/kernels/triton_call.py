@@ -53,7 +53,8 @@ def load() -> ModuleType:
     from jax_triton import triton_lib
 
     # jax 0.12 tells a rule which operands live, too; that of jax-triton 0.4.1 doesn't take it.
-    rules, primitive = triton_lib.pe.dce_rules, triton_lib.triton_kernel_call_p
+    rules: Any = triton_lib.pe.dce_rules
+    primitive = triton_lib.triton_kernel_call_p
     old = rules[primitive]
     if jax.__version_info__ >= (0, 12) and len(signature(old).parameters) == 2:
         rules[primitive] = lambda used, live, equation: old(used, equation)
@@ -67,7 +68,8 @@ def newest_ptx() -> int:
     load()
     from triton.backends.nvidia import compiler
 
-    build = import_from_plugin("cuda", "_versions").cuda_runtime_build_version()  # 13000 for CUDA 13.0
+    versions: Any = import_from_plugin("cuda", "_versions")
+    build = versions.cuda_runtime_build_version()  # 13000 for CUDA 13.0
     return compiler.ptx_get_version(f"{build // 1000}.{build % 1000 // 10}")
 
 

@@ -193,7 +193,7 @@ def grouped_product(
         place += tl.arange(0, TILE_R)[:, None] * OUT_STRIDES[2] + in_c[None, :]
         mask = (in_r < out_rows)[:, None] & (in_c < C)[None, :]
         if existing is not None:
-            old = tl.load(existing + place, mask=mask, other=0)
+            old = tl.load(existing + place, mask=mask, other=0.0)
             total = total.to(tl.float32) + old if old.dtype.is_floating() else total + old.to(total.dtype)
         tl.store(out + place, total.to(out.dtype.element_ty), mask=mask)
 
@@ -268,9 +268,9 @@ def _load(pointers, inside, rest, EDGE: tl.constexpr):
     """A tile `[tile, tile_k]`; zeros outside of the buffer, and past the first `rest` of `k`."""
     if rest is not None:
         k = tl.arange(0, pointers.shape[1])[None, :]
-        return tl.load(pointers, mask=inside[:, None] & (k < rest) if EDGE else k < rest, other=0)
+        return tl.load(pointers, mask=inside[:, None] & (k < rest) if EDGE else k < rest, other=0.0)
     elif EDGE:
-        return tl.load(pointers, mask=inside[:, None], other=0)
+        return tl.load(pointers, mask=inside[:, None], other=0.0)
     else:
         return tl.load(pointers)
 

@@ -144,10 +144,11 @@ def choose(problem: Problem, on: Chip) -> Config:
 
 def _config(p: Problem, r: int, c: int, k: int, on: Chip) -> Config | None:
     """Warps and stages for a tile; None if it fits neither registers nor shared memory."""
-    # A thread has 255 registers: 128 for the total, or as many for it and a tile's own product.
-    totals = r * c * (2 if p.wide else 1)
-    warps = 8 if totals > 128 * 128 or (p.slow and totals > 32 * 32) else 4
-    if totals > 128 * 32 * warps:
+    # A thread has 255 registers. Hopper's and Blackwell's tensor cores read operands from shared memory, which leaves
+    # 128 for the total, or for it and a tile's own product; before, fragments of the operands take half of that.
+    totals, each = r * c * (2 if p.wide else 1), 128 if on.capability in range(90, 120) else 64
+    warps = 8 if totals > each * 128 or (p.slow and totals > 32 * 32) else 4
+    if totals > each * 32 * warps:
         return None
     for stages in (4, 3, 2):
         config = Config(r, c, k, warps, stages)

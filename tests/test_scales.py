@@ -1,4 +1,4 @@
-"""Scales of either operand inside the TPU kernels, against NumPy on operands that were dequantised in float64."""
+"""Scales of either operand inside the TPU's and the GPU's kernels, against NumPy on operands that were dequantised in float64."""
 
 import itertools
 from typing import Any
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ragged.kernels import Scales, Target, pallas_tpu
+from ragged.kernels import Scales, Target, pallas_tpu, triton_gpu
 
 from . import oracle
 
@@ -17,6 +17,7 @@ M, K, N, SIZES = 200, 300, 140, [70, 0, 90]
 G, TAIL = len(SIZES), M - sum(SIZES)
 ENDS = np.cumsum(SIZES)
 TARGET = Target(interpret=True)
+BACKENDS = pytest.mark.parametrize("kernels", [pallas_tpu, triton_gpu], ids=lambda module: module.__name__[15:])
 ROW_BLOCKS: list[Block | None] = [None, (None, None), (1, None), (None, 1), (1, 128), (1, 32)]
 UNIFORM_BLOCKS: list[Block | None] = [None, (None, None), (1, None), (None, 1), (1, 128), (128, 128), (32, 1)]
 # Every block on either side, each with some of the other side's.
@@ -65,8 +66,9 @@ def check(got: Any, want: np.ndarray) -> None:
     oracle.assert_close([np.asarray(got)], [want], max=3e-6)
 
 
+@BACKENDS
 @pytest.mark.parametrize("lhs_block, rhs_block", PAIRS, ids=str)
-def test_rows(lhs_block: Block | None, rhs_block: Block | None) -> None:
+def test_rows(kernels: Any, lhs_block: Block | None, rhs_block: Block | None) -> None:
     """K23: by group, row, column and contracted block, on either side or both; both orientations of `rhs`."""
     rng = np.random.default_rng(0)
     lhs, rhs = fp8(rng, M, K), fp8(rng, G, K, N)
@@ -77,7 +79,7 @@ def test_rows(lhs_block: Block | None, rhs_block: Block | None) -> None:
         want[end - SIZES[i] : end] = x[end - SIZES[i] : end] @ w[i]
     lhs[M - TAIL :] = np.nan
     for transpose, tiling in ((False, None), (True, (32, 128, 128))):
-        got = pallas_tpu.grouped_matmul(
+        got = kernels.grouped_matmul(
             jnp.asarray(lhs),
             jnp.asarray(rhs).mT if transpose else jnp.asarray(rhs),
             jnp.array(SIZES, jnp.int32),
@@ -91,8 +93,9 @@ def test_rows(lhs_block: Block | None, rhs_block: Block | None) -> None:
         check(got, want)
 
 
+@BACKENDS
 @pytest.mark.parametrize("lhs_block, rhs_block", ROW_PAIRS, ids=str)
-def test_groups(lhs_block: Block | None, rhs_block: Block | None) -> None:
+def test_groups(kernels: Any, lhs_block: Block | None, rhs_block: Block | None) -> None:
     """K23: in a wgrad rows are contracted, so scales by row change along the contraction and scales by group don't."""
     rng = np.random.default_rng(0)
     lhs, rhs = fp8(rng, M, K), fp8(rng, M, N)
@@ -101,7 +104,7 @@ def test_groups(lhs_block: Block | None, rhs_block: Block | None) -> None:
     want = np.stack([x[e - s : e].T @ y[e - s : e] for s, e in zip(SIZES, ENDS, strict=True)])
     lhs[M - TAIL :] = rhs[M - TAIL :] = np.nan
     for tiling in (None, (32, 128, 128)):
-        got = pallas_tpu.transposed_grouped_matmul(
+        got = kernels.transposed_grouped_matmul(
             jnp.asarray(lhs).T,
             jnp.asarray(rhs),
             jnp.array(SIZES, jnp.int32),
@@ -114,15 +117,16 @@ def test_groups(lhs_block: Block | None, rhs_block: Block | None) -> None:
         check(got, want)
 
 
+@BACKENDS
 @pytest.mark.parametrize("lhs_block, rhs_block", UNIFORM_PAIRS, ids=str)
-def test_batched(lhs_block: Block | None, rhs_block: Block | None) -> None:
+def test_batched(kernels: Any, lhs_block: Block | None, rhs_block: Block | None) -> None:
     """K23: uniform operands, stored either way round."""
     rng = np.random.default_rng(0)
     lhs, rhs = fp8(rng, G, 60, K), fp8(rng, G, K, N)
     lhs_scales, x = scaled_uniform(rng, lhs_block, lhs)
     rhs_scales, w = scaled_uniform(rng, rhs_block, rhs)
     options: dict[str, Any] = {"preferred_element_type": jnp.float32, "target": TARGET}
-    got = pallas_tpu.batched_matmul(
+    got = kernels.batched_matmul(
         jnp.asarray(lhs),
         jnp.asarray(rhs),
         axes=("mk", "kn", "mn"),
@@ -131,7 +135,7 @@ def test_batched(lhs_block: Block | None, rhs_block: Block | None) -> None:
         **options,
     )
     check(got, x @ w)
-    got = pallas_tpu.batched_matmul(
+    got = kernels.batched_matmul(
         jnp.asarray(lhs).mT,
         jnp.asarray(rhs),
         axes=("km", "kn", "nm"),
@@ -143,12 +147,13 @@ def test_batched(lhs_block: Block | None, rhs_block: Block | None) -> None:
     check(got, (x @ w).swapaxes(1, 2))
 
 
-def test_a_shard_takes_its_own_groups_scales() -> None:
+@BACKENDS
+def test_a_shard_takes_its_own_groups_scales(kernels: Any) -> None:
     """K14, K23: scales by group are those of the groups that `rhs` holds."""
     rng = np.random.default_rng(0)
     lhs, rhs = fp8(rng, M, K), fp8(rng, 1, K, N)
     scales, x = scaled_rows(rng, (None, None), lhs)
-    got = pallas_tpu.grouped_matmul(
+    got = kernels.grouped_matmul(
         jnp.asarray(lhs),
         jnp.asarray(rhs),
         jnp.array(SIZES, jnp.int32),

@@ -1,0 +1,223 @@
+"""Compiling for GPUs on a machine without one: Triton's own tools do it for a kernel, JAX's plugin for a program."""
+
+import os
+import re
+import subprocess
+import tempfile
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import pytest
+from jax.experimental import topologies
+from jax.extend.mlir import ir
+from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
+
+from ragged.kernels import triton_call
+
+ARCHITECTURES = {"NVIDIA A100": "sm_80", "NVIDIA H200": "sm_90a", "NVIDIA B200": "sm_100a"}
+SHARED_BYTES = {"NVIDIA A100": 166_912, "NVIDIA H200": 232_448, "NVIDIA B200": 232_448}  # that one block may have
+
+# XLA's description of an H200: what NVIDIA publishes, in the fields of `stream_executor.GpuTargetConfigProto`.
+_H200 = """
+gpu_device_info {
+  cuda_compute_capability { major: 9 minor: 0 }
+  core_count: 132
+  fpus_per_core: 128
+  clock_rate_ghz: 1.98
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  l2_cache_size: 52428800
+  device_memory_size: 151397597184
+  memory_bandwidth: 4800000000000
+}
+platform_name: "CUDA"
+device_description_str: "NVIDIA H200"
+"""
+
+
+class Kernel(NamedTuple):
+    """One Triton kernel of a program, as it would be loaded."""
+
+    name: str
+    ptx: str
+    registers: int  # that each thread has
+    spill_bytes: int  # stored and loaded, a thread: the sum over the code, not over its execution
+    shared_bytes: int  # of a block, as it is launched
+    threads: int  # of a block, as it is launched
+    remarks: tuple[str, ...]  # of ptxas, such as wgmma that is serialised, which costs most of its speed
+    sass_counts: Counter[str]  # instructions by name, without suffixes: {"HGMMA": 16, "UTMALDG": 4, …}
+
+
+class _Assembled(NamedTuple):
+    registers: int
+    spill_bytes: int
+    remarks: tuple[str, ...]
+    sass_counts: Counter[str]
+
+
+def needs_triton(missing: str | None = None) -> None:
+    """Skips the test, or the module, that calls this without Triton. Where `REQUIRE_TRITON` is set, as in CI: fails."""
+    if sentence := triton_call.missing() if missing is None else missing:
+        assert not os.environ.get("REQUIRE_TRITON"), sentence
+        pytest.skip(sentence, allow_module_level=True)
+
+
+def compile_for(chip: str, function: Callable[..., Any], *avals: Any) -> list[Kernel]:
+    """The Triton kernels of `function`, compiled for `chip`: one for each call, in the order of the calls.
+
+    Fails for what couldn't be launched: PTX too new for XLA, too much shared memory, another number of threads than
+    the code is for.
+    """
+    needs_triton()
+    with _pretend(chip):
+        lowered = jax.jit(function).trace(*avals).lower(lowering_platforms=("cuda",))
+    payloads = _payloads(lowered.compiler_ir("stablehlo"))
+    return [_kernel(chip, payload) for payload in payloads]
+
+
+def compile_whole(function: Callable[..., Any], *avals: Any) -> Any:
+    """`function` as XLA compiles it for one H200: a `jax.stages.Compiled`, to be read but not called."""
+    needs_triton()
+    sharding = SingleDeviceSharding(_h200())
+    jitted = jax.jit(function, in_shardings=sharding, out_shardings=sharding)
+    with _pretend("NVIDIA H200"), _toolkit() as options:
+        return jitted.trace(*avals).lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
+
+
+@contextmanager
+def _pretend(chip: str) -> Iterator[None]:
+    """What is lowered in here is for `chip`, even on a machine that has another GPU, which jax-triton asks first."""
+    library = triton_call.load().triton_lib.triton_kernel_call_lib
+    device = AbstractDevice(chip, None, "gpu")
+    with ExitStack() as stack:
+        stack.enter_context(jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)))
+        absent = RuntimeError("no GPU")
+        stack.enter_context(mock.patch.object(library, "get_compute_capability", side_effect=absent))
+        yield
+
+
+def _payloads(module: Any) -> list[bytes]:
+    """The protos of jax-triton's custom calls."""
+    target = triton_call.load().CUSTOM_CALL_TARGET_NAME
+    found = []
+
+    def visit(operation: Any) -> Any:
+        if operation.name == "stablehlo.custom_call" and operation.attributes["call_target_name"].value == target:
+            found.append(zlib.decompress(operation.attributes["mhlo.backend_config"]["opaque"].value_bytes))
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(visit)
+    return found
+
+
+def _kernel(chip: str, payload: bytes) -> Kernel:
+    # TritonAnyKernelCall.kernel_call.kernel of jaxlib/gpu/triton.proto. Of a kernel: 1 is the name, 2 the warps, 3 the
+    # bytes of shared memory, 4 the PTX. A field that is zero isn't written.
+    kernel = _fields(_fields(_fields(payload)[1])[1])
+    name, ptx = kernel[1].decode(), kernel[4].decode()
+    threads = 32 * kernel[2]
+    [version], [architecture], [required] = (
+        re.findall(pattern, ptx, re.M) for pattern in (r"^\.version (\S+)", r"^\.target (\w+)", r"^\.reqntid (\d+)")
+    )
+    assert architecture == ARCHITECTURES[chip], f"`{name}` is for {architecture}, asked for {chip}"
+    assert int(required) == threads, f"`{name}` needs {required} threads and jax-triton launches {threads}"
+    cap = triton_call.newest_ptx()
+    assert int(version.replace(".", "")) <= cap, f"`{name}` is PTX {version}: pass `triton_call.backend_options()`"
+    shared = kernel.get(3, 0)
+    assert shared <= SHARED_BYTES[chip], f"`{name}` takes {shared} bytes of shared memory: too many for {chip}"
+    done = _assemble(ptx, architecture)
+    return Kernel(name, ptx, done.registers, done.spill_bytes, shared, threads, done.remarks, done.sass_counts)
+
+
+def _fields(message: bytes) -> dict[int, Any]:
+    """A proto's fields by number: `int` or `bytes`; the last of those that are repeated."""
+    fields, position = {}, 0
+
+    def varint() -> int:
+        nonlocal position
+        value = shift = 0
+        while True:
+            byte = message[position]
+            value, shift, position = value | (byte & 127) << shift, shift + 7, position + 1
+            if byte < 128:
+                return value
+
+    while position < len(message):
+        number, kind = divmod(varint(), 8)
+        if kind == 0:
+            fields[number] = varint()
+        else:
+            size = {1: 8, 5: 4}.get(kind) or varint()  # kind 2 is a string, bytes or message: its size comes first
+            fields[number], position = message[position : position + size], position + size
+    return fields
+
+
+@cache
+def _assemble(ptx: str, architecture: str) -> _Assembled:
+    # Of the two that Triton has, ptxas-blackwell is the newer, and takes every architecture.
+    with tempfile.TemporaryDirectory() as folder:
+        source, binary = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        source.write_text(ptx)
+        said = _run("ptxas-blackwell", "-v", f"--gpu-name={architecture}", source, "-o", binary)
+        code = _run("nvdisasm", "-c", binary)
+    registers = re.findall(r"Used (\d+) registers", said)
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", said)
+    # "/*0a10*/  @!P0 HGMMA.64x256x16.F32.BF16 R24, …": the place, perhaps a predicate, the name.
+    names = re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9]*)", code, re.M)
+    remarks = re.findall(r"^ptxas\S* (?:info\s*: (?=\(C)|warning\s*: )(.*)$", said, re.M)
+    assert len(registers) == 1 and len(spills) == 2 and names, said
+    return _Assembled(int(registers[0]), sum(map(int, spills)), tuple(remarks), Counter(names))
+
+
+def _tools() -> Path:
+    """Triton's folder for NVIDIA, with `bin` and `lib`."""
+    triton_call.load()
+    import triton.backends.nvidia
+
+    return Path(triton.backends.nvidia.__path__[0])
+
+
+def _run(tool: str, *arguments: Any) -> str:
+    done = subprocess.run([_tools() / "bin" / tool, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr or done.stdout
+    return done.stdout + done.stderr
+
+
+@cache
+def _h200() -> Any:
+    try:
+        return topologies.get_topology_desc(platform="cuda", target_config=_H200, topology="1x1x1").devices[0]
+    except NotImplementedError as error:
+        needs_triton(f"needs `jax-cuda13-pjrt`, and where there is no GPU JAX_PLATFORMS=cpu: {error}")
+
+
+@contextmanager
+def _toolkit() -> Iterator[dict[str, str]]:
+    """XLA's options with which it finds libdevice in Triton, and, if there is none in the PATH, ptxas.
+
+    XLA looks for the ptxas of a custom call in the PATH and in CUDA's usual places only.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        tools, libdevice = Path(folder, "tools"), Path(folder, "nvvm", "libdevice")
+        tools.mkdir()
+        libdevice.mkdir(parents=True)
+        (tools / "ptxas").symlink_to(_tools() / "bin" / "ptxas-blackwell")
+        (libdevice / "libdevice.10.bc").symlink_to(_tools() / "lib" / "libdevice.10.bc")
+        with mock.patch.dict(os.environ, PATH=f"{os.environ.get('PATH', '')}{os.pathsep}{tools}"):
+            yield {"xla_gpu_cuda_data_dir": folder}
