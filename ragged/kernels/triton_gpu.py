@@ -241,7 +241,7 @@ class _Term(NamedTuple):
             ("kept" if first else "contracted") if packed else "",
         )
 
-    def scaling(self, kept: str, sizes: Mapping[str, Any], tile_k: int) -> tuple[Any, ...]:
+    def scaling(self, kept: str, sizes: Mapping[str, Any], tile_k: int, summed: int) -> tuple[Any, ...]:
         """How the kernel finds and applies the scales: see `triton_kernel._scale_row`."""
         if self.scales is None:
             return "", 0, 0, 1, 0, 1, 0
@@ -258,7 +258,8 @@ class _Term(NamedTuple):
         along = blocks[contracted]
         # A packed axis has its blocks counted from the buffer's start, the tile's from the group's.
         whole = along is not None and along % tile_k == 0 and not (packed and self.letters[0] == contracted)
-        way = "total" if along is None else "step" if whole else "tile"
+        constant = along is None and not (batch and summed > 1)
+        way = "total" if constant else "step" if whole else "tile"
         return way, batch, group, blocks[kept] or 1, strides[kept], along or 1, strides[contracted]
 
 
@@ -304,7 +305,7 @@ def _product(
 
     # 2. The tile.
     extent = {r: out_shape[0], c: out_shape[1], k: min(a.extent(k), b.extent(k))}
-    finer = [x.scales is not None and x.scaling(kept, sizes, triton_tiling.SMALLEST)[0] for x, kept in ((a, r), (b, c))]
+    finer = [x.scales is not None and x.scaling(kept, sizes, triton_tiling.SMALLEST, summed)[0] for x, kept in ((a, r), (b, c))]
     if "tile" in finer:
         common, cast = jnp.dtype(jnp.float32), True
     way = _precision(precision) or "tf32"
@@ -321,6 +322,7 @@ def _product(
         matrices=held if b.array.ndim >= 3 or c in sizes else 1,
         wide="step" in finer or common.itemsize == 1 and common != jnp.int8,
         slow=slow,
+        by_thread=not (chip.has_tma and _aligned(a.array) and _aligned(b.array)),
     )
     if tiling is not None:
         config = triton_tiling.fit(problem, (tiling[r], tiling[c], tiling[k]), chip)
@@ -335,7 +337,7 @@ def _product(
     for side, term, kept in (("A", a, r), ("B", b, c)):
         strides, extents, packed = geometry[side]
         static |= {f"{side}_STRIDES": strides, f"{side}_EXTENTS": extents, f"{side}_PACKED": packed}
-        static[f"{side}_SCALING"] = term.scaling(kept, sizes, config.k)
+        static[f"{side}_SCALING"] = term.scaling(kept, sizes, config.k, summed)
         static[f"{side}_TMA"] = _matrices(term.array) if chip.has_tma and _aligned(term.array) else 0
     uniform_out = r not in sizes
     matrix = out_shape[0] * out_shape[1]
@@ -370,7 +372,7 @@ def _product(
         "COMMON": common if cast else None,
         "ACCUMULATOR": jnp.dtype(jnp.int32 if common == jnp.int8 and "step" not in finer else jnp.float32),
         "PRECISION": way,
-        "LONGEST": _LONGEST_FP8_SUM if common.name in _FP8 else 0,
+        "LONGEST": min(_LONGEST_FP8_SUM, config.k) if common.name in _FP8 else 0,
     }
     full = (*([batch] if keeps_batch else []), *([held] if uniform_out else []), *out_shape)
     tiles_c, elements = -(-out_shape[1] // config.c), batch if keeps_batch and batch is not None else 1

@@ -1,16 +1,16 @@
 """Runs Triton kernels on the CPU, with NumPy, in a process that also compiles them.
 
-Triton's own interpreter is chosen for a whole process by an environment variable, wants torch's tensors, and replaces
-the functions of `triton.language`. Here each `@triton.jit` function is rewritten once, as a closure in which `tl` and
-other such functions stand for interpreted ones, so that nothing which the compiler reads is replaced. What remains of
-Triton's interpreter is the builder, which turns each operation into NumPy's.
+Triton's own interpreter is chosen for a whole process, wants torch's tensors, and replaces the functions of
+`triton.language`. Here a `@triton.jit` function becomes a closure in which `tl`, `range` and the like stand for
+interpreted ones, so the compiler finds everything as it was. The operations themselves are still the interpreter's.
 
-Pointers are not addresses: array number `i` begins at `(i + 1) * 2**40`, so that whatever is computed from a pointer
-says which array it was meant for, and no access that strays can hit another array.
+Pointers are not addresses: those into array number `i` start from `(i + 1) * 2**40`. Thus a pointer tells which array
+it was computed from, and no access that strays can hit another one.
 """
 
 import ast
 import builtins
+import collections
 import contextlib
 import functools
 import inspect
@@ -22,18 +22,25 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import triton.language as tl
+import triton.language
 from triton.language.semantic import TritonSemantic
-from triton.runtime import interpreter as upstream
+from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
-_SPACING = 40  # the logarithm of the distance between two arrays
-_NARROW = {tl.bfloat16: ml_dtypes.bfloat16, tl.float8e4nv: ml_dtypes.float8_e4m3fn, tl.float8e5: ml_dtypes.float8_e5m2}
-_NARROW = {ty: np.dtype(dtype) for ty, dtype in _NARROW.items()}
-_TYPES: dict[np.dtype, Any] = {dtype: ty for ty, dtype in _NARROW.items()} | {
-    np.dtype(name): getattr(tl, "int1" if name == "bool" else name)
-    for name in "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64".split()
+# Their types are meant for kernels, and differ from version to version.
+tl: Any = triton.language
+upstream: Any = interpreter
+
+_SPACING = 1 << 40
+_TYPES: dict[np.dtype, Any] = {
+    **{np.dtype(f"{kind}{bits}"): getattr(tl, f"{kind}{bits}") for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
+    **{np.dtype(f"float{bits}"): getattr(tl, f"float{bits}") for bits in (16, 32, 64)},
+    np.dtype(bool): tl.int1,
+    np.dtype(ml_dtypes.bfloat16): tl.bfloat16,
+    np.dtype(ml_dtypes.float8_e4m3fn): tl.float8e4nv,
+    np.dtype(ml_dtypes.float8_e5m2): tl.float8e5,
 }
+_DTYPES = {ty: dtype for dtype, ty in _TYPES.items()}
 _lock = threading.RLock()
 
 
@@ -41,7 +48,8 @@ def run(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], output
     """Runs a `@triton.jit` function on NumPy arrays, in place.
 
     The programs of the grid run one after another. `tl.dot` multiplies exactly what it is given and accumulates in
-    float32 (int32 for integers), whatever its `input_precision`.
+    float32 (int32 for integers), whatever its `input_precision`. What a GPU leaves undefined is NaN (integers: bytes of
+    0x55): the outputs beforehand, and what a load without `other` gives where it is masked off.
 
     **Arguments:**
 
@@ -49,13 +57,13 @@ def run(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], output
     - `grid`: one to three extents.
     - `arguments`: from each parameter's name to a contiguous array (the kernel gets a pointer to its first element),
       None, a number, or, for a `tl.constexpr`, any value. float8_e8m0fnu comes as uint8.
-    - `outputs`: the names of the arrays that the kernel writes. They are filled with NaN (integers: bytes of 0x55)
-      beforehand, so that elements which the kernel never writes can be told.
+    - `outputs`: the names of the arrays that the kernel writes.
 
     **Raises:** `IndexError` if a lane that isn't masked off loads from outside of the array that its pointer was
     computed from, or stores outside of one of `outputs`, or if a tensor descriptor reaches outside of its array.
-    `ValueError` if an array isn't contiguous. `AssertionError` if what `tl.assume`, `tl.static_assert` or, of a scalar,
-    `tl.multiple_of` says isn't so. Whatever NumPy warns of is ignored, as a GPU does.
+    `ValueError` if an array isn't contiguous, or an output isn't one. `AssertionError` if what `tl.assume`,
+    `tl.static_assert` or, of a scalar, `tl.multiple_of` says isn't so. What NumPy would warn of, such as overflow, is
+    ignored.
     """
     arrays = {name: value for name, value in arguments.items() if isinstance(value, np.ndarray)}
     if missing := set(outputs) - set(arrays):
@@ -63,158 +71,131 @@ def run(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], output
     for name, array in arrays.items():
         if not array.flags.c_contiguous:
             raise ValueError(f"`{kernel.__name__}`: `{name}` isn't contiguous.\nIts strides are {array.strides}.")
-        if name in outputs:
-            _poison(array)
-    with _lock, _scope(), np.errstate(all="ignore"), warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # `nanmax` of nothing but NaN warns without NumPy's errstate
-        _interpreted.cache_clear(), _module.cache_clear()  # a device function may have been replaced in its module
-        _BUILDER.name, _BUILDER.outputs = kernel.__name__, set(outputs)
-        _BUILDER.arrays = list(arrays.items())
-        try:
-            constexprs = {param.name for param in kernel.params if param.is_constexpr}
-            values = {name: v if name in constexprs else _argument(v) for name, v in arguments.items()}
-            numbers = iter(range(1, len(arrays) + 1))
-            for name, array in arrays.items():
-                ty = tl.pointer_type(_TYPES[array.dtype])
-                handle = upstream.TensorHandle(np.array([next(numbers) << _SPACING], np.uint64), ty)
-                values[name] = _Tensor(handle, ty)
-            extents = (*grid, 1, 1)[:3]
-            _BUILDER.set_grid_dim(*extents)
-            program = _interpreted(kernel)
-            for index in itertools.product(*map(range, extents)):
-                _BUILDER.set_grid_idx(*index)
-                program(**values)
-        finally:
-            _BUILDER.arrays = []
-
-
-def _argument(value: Any) -> Any:
-    return _SEMANTIC.to_tensor(value, False)
-
-
-def _poison(array: np.ndarray) -> None:
-    if array.dtype.kind in "biu":
-        array.reshape(-1).view(np.uint8)[:] = 1 if array.dtype.kind == "b" else 0x55
-    else:
-        array[...] = np.nan
+    constexprs = {param.name for param in kernel.params if param.is_constexpr}
+    extents = (*grid, 1, 1)[:3]
+    with _scope():
+        for name in outputs:
+            arrays[name][...] = _undefined((), arrays[name].dtype)
+        values = {name: v if name in constexprs else _assigned(v) for name, v in arguments.items()}
+        for i, (name, array) in enumerate(arrays.items()):
+            ty = tl.pointer_type(_TYPES[array.dtype])
+            values[name] = _Tensor(upstream.TensorHandle(np.array([(i + 1) * _SPACING], np.uint64), ty), ty)
+        _BUILDER.name, _BUILDER.arrays, _BUILDER.outputs = kernel.__name__, list(arrays.items()), set(outputs)
+        _BUILDER.set_grid_dim(*extents)
+        program = _interpreted(kernel)
+        for index in itertools.product(*map(range, extents)):
+            _BUILDER.set_grid_idx(*index)
+            program(**values)
 
 
 @contextlib.contextmanager
 def _scope() -> Iterator[None]:
-    """What of Triton has to be replaced while a kernel runs. The compiler, in another thread, sees no difference."""
-    np_dtype, to_ir = upstream._get_np_dtype, tl.dtype.to_ir
+    """Replaces what of Triton has to be. A compiler in another thread notices nothing."""
+    with _lock, np.errstate(all="ignore"), warnings.catch_warnings():
+        np_dtype, to_ir = upstream._get_np_dtype, tl.dtype.to_ir
 
-    # Triton 3.6.0 and 3.9.0 keep bfloat16 and float8 as unsigned integers, and compute with them as such.
-    def narrow_np_dtype(ty: Any) -> np.dtype:
-        return (None if ty.scalar.is_ptr() else _NARROW.get(ty.scalar)) or np_dtype(ty)
+        # 3.6.0 and 3.9.0: the types that the compiler asks for have no sign.
+        def signed_to_ir(self: Any, builder: Any) -> Any:
+            return self if builder is _BUILDER else to_ir(self, builder)
 
-    # Both: the compiler's types have no sign.
-    def signed_to_ir(self: Any, builder: Any) -> Any:
-        return self if builder is _BUILDER else to_ir(self, builder)
+        warnings.simplefilter("ignore", RuntimeWarning)  # `np.nanmax` warns of what has only NaNs, whatever `errstate`
+        # 3.6.0 and 3.9.0 keep bfloat16 and float8 as unsigned integers, and compute with them as such.
+        upstream._get_np_dtype, tl.dtype.to_ir = _dtype, signed_to_ir
+        try:
+            yield
+        finally:
+            upstream._get_np_dtype, tl.dtype.to_ir = np_dtype, to_ir
+            _interpreted.cache_clear()  # by the next run a module may have got other functions
+            _module.cache_clear()
+            _BUILDER.arrays = []
 
-    upstream._get_np_dtype, tl.dtype.to_ir = narrow_np_dtype, signed_to_ir
-    try:
-        yield
-    finally:
-        upstream._get_np_dtype, tl.dtype.to_ir = np_dtype, to_ir
+
+def _dtype(ty: Any) -> np.dtype:
+    """The dtype of the array that holds a tensor of Triton's type `ty`."""
+    return np.dtype(np.uint64) if ty.scalar.is_ptr() else _DTYPES[ty.scalar]
+
+
+def _undefined(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    if dtype.kind in "biu":
+        return np.full((*shape, dtype.itemsize), 1 if dtype.kind == "b" else 0x55, np.uint8).view(dtype)[..., 0]
+    return np.full(shape, np.nan, dtype)
 
 
 class _Builder(upstream.InterpreterBuilder):
-    """Triton's NumPy operations, mended, on memory that is checked."""
+    """Triton's operations in NumPy, mended, on memory that is checked."""
 
     name: str
-    outputs: set[str]
     arrays: list[tuple[str, np.ndarray]]
+    outputs: set[str]
 
     def __init__(self) -> None:
         super().__init__()
-        # Overflow is looked for only with `debug`; without that its arithmetic would be thrown away.
+        # What looks for overflow is thrown away if not in a debugging mode.
         self.options = upstream.InterpreterOptions(sanitize_overflow=False)
 
-    # Memory. The signatures differ: 3.6.0 has `cache_modifier, eviction_policy`, 3.9.0 `cache_policy`.
-
+    # 3.6.0 has two parameters where 3.9.0 has `cache_policy`.
     def create_masked_load(self, ptrs: Any, mask: Any, other: Any, *_: Any, **__: Any) -> Any:
         ty = ptrs.get_element_ty()
-        dtype = upstream._get_np_dtype(ty)
-        result = np.zeros(ptrs.data.shape, dtype) if other is None else np.array(other.data, dtype)
-        for elements, lanes, indices in self._accesses(ptrs, mask, "loads"):
+        result = _undefined(ptrs.data.shape, _dtype(ty)) if other is None else np.array(other.data)
+        for elements, lanes, indices in self._accesses(ptrs, np.asarray(mask.data), "loads"):
             result[lanes] = elements[indices]
         return upstream.TensorHandle(result, ty)
 
     def create_masked_store(self, ptrs: Any, value: Any, mask: Any, *_: Any, **__: Any) -> None:
-        for elements, lanes, indices in self._accesses(ptrs, mask, "stores"):
+        for elements, lanes, indices in self._accesses(ptrs, np.asarray(mask.data), "stores"):
             elements[indices] = np.broadcast_to(value.data, ptrs.data.shape)[lanes]
 
-    def create_atomic_rmw(self, *_: Any) -> Any:
-        raise NotImplementedError(f"`{self.name}`: atomics aren't interpreted.")
-
-    create_atomic_cas = create_atomic_rmw
-
-    def _accesses(self, ptrs: Any, mask: Any, verb: str) -> Iterator[tuple[np.ndarray, Any, np.ndarray]]:
+    def _accesses(self, ptrs: Any, mask: np.ndarray, verb: str) -> Iterator[tuple[np.ndarray, Any, np.ndarray]]:
         """For each array that is accessed: its elements, the lanes that access it, and their indices."""
-        mask = np.asarray(mask.data)  # 3.6.0 gives a descriptor's mask as an array, whose `data` is a buffer
         lanes = ... if mask.all() else mask
         pointers = ptrs.data[lanes]
         if not pointers.size:
             return
         lowest, highest = int(pointers.min()), int(pointers.max())
         if _number(lowest) == _number(highest):
-            yield self._elements(ptrs, verb, lowest, highest), lanes, self._indices(ptrs, pointers)
-            return
-        numbers = np.where(mask, _number(ptrs.data), 0)
-        for number in np.unique(numbers[mask]):
-            lanes = numbers == number
-            pointers = ptrs.data[lanes]
-            elements = self._elements(ptrs, verb, int(pointers.min()), int(pointers.max()))
-            yield elements, lanes, self._indices(ptrs, pointers)
+            elements = self._elements(ptrs, lowest, highest, verb)
+            yield elements, lanes, ((pointers - _number(lowest) * _SPACING) // elements.itemsize).astype(np.int64)
+        else:
+            for number in np.unique(_number(pointers)):
+                yield from self._accesses(ptrs, mask & (_number(ptrs.data) == number), verb)
 
-    def _indices(self, ptrs: Any, pointers: np.ndarray) -> np.ndarray:
-        offsets = pointers & ((1 << _SPACING) - 1)
-        return (offsets // upstream._get_np_dtype(ptrs.get_element_ty()).itemsize).astype(np.int64)
-
-    def _elements(self, ptrs: Any, verb: str, lowest: int, highest: int) -> np.ndarray:
-        """The elements of the array that both these pointers are computed from, if they lie inside."""
-        dtype = upstream._get_np_dtype(ptrs.get_element_ty())
+    def _elements(self, ptrs: Any, lowest: int, highest: int, verb: str) -> np.ndarray:
+        """The elements of the array that these pointers are computed from, if they lie inside."""
         number = min(max(_number(lowest), 1), len(self.arrays))
         name, array = self.arrays[number - 1]
-        start, end = number << _SPACING, (number << _SPACING) + array.nbytes
-        if lowest < start or highest + dtype.itemsize > end:
-            address = lowest if lowest < start else highest
+        elements = array.reshape(-1).view(_dtype(ptrs.get_element_ty()))
+        first, last = (int((pointer - number * _SPACING) // elements.itemsize) for pointer in (lowest, highest))
+        where = f"in program {self.grid_idx}. `{name}` is {array.dtype.name}{list(array.shape)}."
+        if first < 0 or last >= elements.size:
             raise IndexError(
-                f"`{self.name}` {verb} element {(address - start) // dtype.itemsize} of `{name}`, "
-                f"which has {array.nbytes // dtype.itemsize}.\n"
-                f"This is in program {self.grid_idx}. `{name}` is {array.dtype.name}{list(array.shape)}."
+                f"`{self.name}` {verb} element {first if first < 0 else last} of `{name}`, which has {elements.size}.\n"
+                f"This is {where}"
             )
         if verb == "stores" and name not in self.outputs:
             raise IndexError(
-                f"`{self.name}` stores element {(lowest - start) // dtype.itemsize} of `{name}`, which isn't an output."
-                f"\nThis is in program {self.grid_idx}. The outputs are {sorted(self.outputs)}."
+                f"`{self.name}` stores element {first} of `{name}`, which isn't an output.\nThis is {where}"
             )
-        return array.reshape(-1).view(dtype)
+        return elements
 
     def create_make_tensor_descriptor(self, base: Any, shape: Any, strides: Any, *args: Any) -> Any:
-        extents = [int(extent.data.item()) for extent in shape]
+        extents, steps = ([int(handle.data.item()) for handle in handles] for handles in (shape, strides))
         if min(extents) > 0:
-            steps = [int(stride.data.item()) for stride in strides]
             last = sum((extent - 1) * step for extent, step in zip(extents, steps, strict=True))
-            itemsize = upstream._get_np_dtype(base.get_element_ty()).itemsize
             first = int(base.data.item())
-            self._elements(base, "describes", first, first + last * itemsize)
+            self._elements(base, first, first + last * _dtype(base.get_element_ty()).itemsize, "describes")
         return super().create_make_tensor_descriptor(base, shape, strides, *args)
 
-    # Arithmetic.
-
+    # 3.6.0 and 3.9.0 multiply the bits of bfloat16, and round a product of float16 before they add it.
     def create_dot(self, a: Any, b: Any, d: Any, *_: Any) -> Any:
-        """3.6.0 and 3.9.0 multiply the bits of bfloat16, and round the product of float16 before adding it."""
-        # In float64 a product of integers is exact, and BLAS's.
+        # float64 is exact for integers too, and, unlike them, has a fast product.
         wide = np.float64 if a.dtype.is_int() or d.data.dtype == np.float64 else np.float32
-        product = np.matmul(a.data.astype(wide), b.data.astype(wide)) + d.data.astype(wide)
-        return upstream.TensorHandle(product.astype(d.data.dtype), d.dtype.scalar)
+        result = np.matmul(a.data.astype(wide), b.data.astype(wide)) + d.data.astype(wide)
+        return upstream.TensorHandle(result.astype(d.data.dtype), d.dtype.scalar)
 
+    # 3.6.0 and 3.9.0 truncate to bfloat16, and round halves up in float8.
     def cast_impl(self, src: Any, dst_type: Any) -> Any:
-        """3.6.0 and 3.9.0 truncate to bfloat16, and don't round to float8's nearest even."""
-        data, dtype = src.data, upstream._get_np_dtype(dst_type)
-        if dst_type.scalar.is_fp8():  # as on NVIDIA's GPUs, which saturate
+        data, dtype = src.data, _dtype(dst_type)
+        if dst_type.scalar.is_fp8():  # as `cvt.satfinite`, which Triton uses
             limit = float(ml_dtypes.finfo(dtype).max)
             data = np.clip(data.astype(np.float32), -limit, limit)
         return upstream.TensorHandle(data.astype(dtype), dst_type.scalar)
@@ -222,36 +203,52 @@ class _Builder(upstream.InterpreterBuilder):
     def create_fp_to_fp(self, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
         return self.cast_impl(src, dst_type)
 
-    def get_bf16(self, value: float) -> Any:  # 3.6.0 has none
+    def get_bf16(self, value: Any) -> Any:  # 3.6.0 has none
         return upstream.TensorHandle(np.array([value], ml_dtypes.bfloat16), tl.bfloat16)
 
-    def create_minnumf(self, lhs: Any, rhs: Any) -> Any:  # in 3.6.0 NaN wins
+    def create_minnumf(self, lhs: Any, rhs: Any) -> Any:  # 3.6.0: NaN wins
         return self.binary_op(lhs, rhs, np.fmin)
 
-    def create_maxnumf(self, lhs: Any, rhs: Any) -> Any:
+    def create_maxnumf(self, lhs: Any, rhs: Any) -> Any:  # 3.6.0: NaN wins
         return self.binary_op(lhs, rhs, np.fmax)
+
+    def _not_interpreted(self, *_: Any) -> Any:
+        raise NotImplementedError(f"`{self.name}`: atomics and `tl.dot_scaled` aren't interpreted.")
+
+    create_atomic_rmw = create_atomic_cas = create_dot_scaled = _not_interpreted
 
 
 def _number(pointer: Any) -> Any:
-    """Which array a pointer is computed from: the one whose first element is nearest."""
-    return (pointer + (1 << _SPACING - 1)) >> _SPACING
+    """Which array a pointer is computed from: that whose start is nearest."""
+    return (pointer + _SPACING // 2) // _SPACING
 
 
 class _Tensor(tl.tensor):
     """A tensor whose methods are interpreted."""
 
-    def __bool__(self) -> bool:  # of a block, `tl.load` asks `if other`
-        return self.handle.data.size != 1 or bool(self.handle.data.item())
+    def __init__(self, handle: Any, type: Any):  # Triton's takes longer, for a shape that is seldom asked for
+        self.handle, self.type, self.dtype = handle, type, type.scalar
 
-    def __index__(self) -> int:  # 3.6.0's fails with numpy >= 2.4
-        return int(self.handle.data.item())
+    @property
+    def shape(self) -> Any:
+        return tl.tuple([tl.constexpr(size) for size in self.type.shape] if self.type.is_block() else [])
 
-    def __repr__(self) -> str:
-        return f"{self.type}({self.handle.data})"
+    @property
+    def numel(self) -> Any:
+        return tl.constexpr(self.handle.data.size)
 
     @property
     def T(self) -> Any:
-        return _SEMANTIC.permute(self, (*range(len(self.shape) - 2), -1, -2))
+        return _SEMANTIC.permute(self, (1, 0))
+
+    def __bool__(self) -> bool:  # `tl.load` asks `if other`, even of a block
+        return self.handle.data.size != 1 or bool(self.handle.data.item())
+
+    def __index__(self) -> int:  # 3.6.0's fails with NumPy 2.4
+        return int(self.handle.data.item())
+
+    def __repr__(self) -> str:
+        return repr(self.handle.data)
 
 
 class _Descriptor(tl.tensor_descriptor):
@@ -261,8 +258,13 @@ class _Descriptor(tl.tensor_descriptor):
 class _Semantic(TritonSemantic):
     tensor = _Tensor
 
+    def broadcast_impl_value(self, lhs: Any, rhs: Any) -> Any:
+        # 3.6.0 and 3.9.0 broadcast tensors of the same shape too, which takes much of the time.
+        same = lhs.type.is_block() == rhs.type.is_block() and lhs.handle.data.shape == rhs.handle.data.shape
+        return (lhs, rhs) if same else super().broadcast_impl_value(lhs, rhs)
+
     def make_tensor_descriptor(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().make_tensor_descriptor(*args, **kwargs)
+        result: Any = super().make_tensor_descriptor(*args, **kwargs)
         result.__class__ = _Descriptor
         return result
 
@@ -271,9 +273,25 @@ _BUILDER = _Builder()
 _SEMANTIC: Any = _Semantic(_BUILDER)
 
 
-def _interpreted_builtin(function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **{**kwargs, "_semantic": _SEMANTIC})
+# What the names in a kernel stand for.
+
+
+def _convert(value: Any) -> Any:
+    if isinstance(value, JITFunction):
+        return _interpreted(value)
+    if isinstance(value, tl.constexpr):
+        return value.value
+    if inspect.ismodule(value):
+        return _module(value)
+    return _builtin(value) if tl.core.is_builtin(value) else value
+
+
+def _builtin(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
+        result = function(*args, _semantic=_SEMANTIC, **kwargs)
+        if type(result) is tl.tensor:  # from `tl.exp` and the like, which don't ask the semantic for its class
+            result.__class__ = _Tensor
+        return result
 
     return call
 
@@ -297,104 +315,93 @@ class _Function:
     def __init__(self, kernel: Any):
         self.kernel = kernel
         make, names = _rewritten(kernel)
-        scope = {**vars(builtins), **_BUILTINS, **kernel.fn.__globals__, **inspect.getclosurevars(kernel.fn).nonlocals}
+        cells = dict(zip(kernel.fn.__code__.co_freevars, kernel.fn.__closure__ or (), strict=True))
+        nonlocals = {name: cell.cell_contents for name, cell in cells.items()}
+        scope = collections.ChainMap(nonlocals, kernel.fn.__globals__, _BUILTINS)
         self.fn = make(*(_convert(scope[name]) for name in names))
-        self.fn.__defaults__, self.fn.__kwdefaults__ = _unwrap(kernel.fn.__defaults__), kernel.fn.__kwdefaults__
+        self.fn.__defaults__ = tuple(map(_unwrap, kernel.fn.__defaults__ or ()))
+        self.fn.__kwdefaults__ = {name: _unwrap(value) for name, value in (kernel.fn.__kwdefaults__ or {}).items()}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.fn(*_unwrap(args), **{name: tl.core._unwrap_if_constexpr(v) for name, v in kwargs.items()})
+        return self.fn(*map(_unwrap, args), **{name: _unwrap(value) for name, value in kwargs.items()})
 
 
-_interpreted = functools.cache(_Function)
 _module = functools.cache(_Module)
+_interpreted = functools.cache(_Function)
 
 
-def _unwrap(values: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
-    return values and tuple(map(tl.core._unwrap_if_constexpr, values))
-
-
-def _convert(value: Any) -> Any:
-    """What stands for `value` in an interpreted function."""
-    if isinstance(value, JITFunction):
-        return _interpreted(value)
-    if isinstance(value, tl.constexpr):
-        return value.value
-    if inspect.ismodule(value):
-        return _module(value)
-    return _interpreted_builtin(value) if tl.core.is_builtin(value) else value
+@functools.cache
+def _rewritten(kernel: Any) -> tuple[Callable[..., Any], list[str]]:
+    """A function that makes the one to run from what some names stand for, and these names."""
+    fn, tree = kernel.fn, kernel.parse()
+    definition = tree.body[0]
+    definition.decorator_list = []
+    # The defaults' values are set afterwards.
+    definition.args.defaults = [ast.Constant(None) for _ in definition.args.defaults]
+    definition.args.kw_defaults = [default and ast.Constant(None) for default in definition.args.kw_defaults]
+    _Rewriter().visit(tree)
+    known = {*_BUILTINS, *fn.__globals__, *fn.__code__.co_freevars}
+    names = sorted({node.id for node in ast.walk(definition) if isinstance(node, ast.Name)} & known)
+    maker = ast.parse(f"def make({', '.join(names)}):\n    return {definition.name}")
+    maker.body[0].body.insert(0, definition)  # pyright: ignore[reportAttributeAccessIssue]
+    decorators = len(kernel.raw_src) - len(kernel.src.splitlines())
+    ast.increment_lineno(maker, fn.__code__.co_firstlineno + decorators - 1)
+    namespace: dict[str, Any] = {}
+    exec(compile(ast.fix_missing_locations(maker), fn.__code__.co_filename, "exec"), fn.__globals__, namespace)
+    return namespace["make"], names
 
 
 class _Rewriter(ast.NodeTransformer):
-    """Spells out what Triton's compiler means by an assignment, a condition, and by `and`, `or`, `not`."""
+    """Spells out what Triton's compiler means by an assignment, a condition, `and`, `or` and `not`."""
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
         self.generic_visit(node)
-        node.value = _call("_assigned", node.value)
+        node.value = _call("__assigned__", node.value)
         return node
 
-    def visit_If(self, node: ast.If | ast.IfExp | ast.While) -> ast.AST:
+    def visit_If(self, node: Any) -> ast.AST:
         self.generic_visit(node)
-        node.test = _call("_truth", node.test)
+        node.test = _call("__truth__", node.test)
         return node
 
     visit_IfExp = visit_While = visit_If
 
-    def visit_Compare(self, node: ast.Compare) -> ast.AST:
-        if len(node.ops) > 1:  # 3.6.0 doesn't compile them
-            raise NotImplementedError(f"`{ast.unparse(node)}`: chained comparisons aren't interpreted.")
-        return self.generic_visit(node)
-
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
         self.generic_visit(node)
         none = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
-        return _call(
-            "_both" if isinstance(node.op, ast.And) else "_either", *(ast.Lambda(none, v) for v in node.values)
-        )
+        name = "__and__" if isinstance(node.op, ast.And) else "__or__"
+        return _call(name, *(ast.Lambda(none, value) for value in node.values))
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
         self.generic_visit(node)
-        return _call("_negated", node.operand) if isinstance(node.op, ast.Not) else node
+        return _call("__not__", node.operand) if isinstance(node.op, ast.Not) else node
+
+    def visit_Compare(self, node: ast.Compare) -> ast.AST:
+        if len(node.ops) > 1:  # 3.6.0 doesn't compile them either
+            raise NotImplementedError(f"`{ast.unparse(node)}`: chained comparisons aren't interpreted.")
+        return self.generic_visit(node)
 
 
 def _call(name: str, *args: ast.expr) -> ast.Call:
     return ast.Call(ast.Name(name, ast.Load()), list(args), [])
 
 
-@functools.cache
-def _rewritten(kernel: Any) -> tuple[Callable[..., Any], list[str]]:
-    """A function of the values of some global names, and these names. It makes the function to run."""
-    fn, tree = kernel.fn, kernel.parse()
-    definition = tree.body[0]
-    definition.decorator_list, definition.returns = [], None
-    arguments = definition.args
-    for argument in (*arguments.args, *arguments.kwonlyargs):
-        argument.annotation = None
-    arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]  # they are set afterwards
-    arguments.kw_defaults = [default and ast.Constant(None) for default in arguments.kw_defaults]
-    _Rewriter().visit(tree)
-    known = {*_BUILTINS, *fn.__globals__, *fn.__code__.co_freevars}
-    names = sorted({node.id for node in ast.walk(definition) if isinstance(node, ast.Name)} & known)
-    outer: Any = ast.parse(f"def make({', '.join(names)}):\n    return {definition.name}")
-    outer.body[0].body.insert(0, definition)
-    ast.increment_lineno(outer, fn.__code__.co_firstlineno + len(kernel.raw_src) - kernel.src.count("\n") - 1)
-    namespace: dict[str, Any] = {}
-    exec(compile(ast.fix_missing_locations(outer), fn.__code__.co_filename, "exec"), fn.__globals__, namespace)
-    return namespace["make"], names
+def _unwrap(value: Any) -> Any:
+    return value.value if isinstance(value, tl.constexpr) else value
 
 
-# What the names of a kernel, and of `triton.language`, stand for.
+def _assigned(value: Any) -> Any:
+    return _SEMANTIC.to_tensor(value, False)
 
 
-def _both(*operands: Callable[[], Any]) -> Any:
-    return _combined(operands, False, "logical_and")
+def _truth(value: Any) -> bool:
+    if isinstance(value, tl.tensor) and value.handle.data.size != 1:
+        raise ValueError(f"A tensor of shape {value.handle.data.shape} has no truth value.")
+    return bool(value)
 
 
-def _either(*operands: Callable[[], Any]) -> Any:
-    return _combined(operands, True, "logical_or")
-
-
-def _combined(operands: tuple[Callable[[], Any], ...], deciding: bool, method: str) -> Any:
-    # Only what is known at compile time short-circuits: each tensor is computed.
+def _and_or(deciding: bool, method: str, *operands: Callable[[], Any]) -> Any:
+    # Only what is known at compile time decides early: tensors are all computed.
     tensors, value = [], None
     for operand in operands:
         value = operand()
@@ -405,30 +412,28 @@ def _combined(operands: tuple[Callable[[], Any], ...], deciding: bool, method: s
     return functools.reduce(getattr(_SEMANTIC, method), tensors) if tensors else value
 
 
-def _truth(value: Any) -> bool:
-    if isinstance(value, tl.tensor) and value.handle.data.size != 1:
-        raise ValueError(f"A tensor of shape {value.handle.data.shape} has no truth value.")
-    return bool(value)
-
-
-def _negated(value: Any) -> Any:
+def _not(value: Any) -> Any:
     return _SEMANTIC.not_(value) if isinstance(value, tl.tensor) else not value
 
 
+def _extreme(method: str, *args: Any) -> Any:
+    if any(isinstance(arg, tl.tensor) for arg in args):
+        return functools.reduce(getattr(_module(tl), f"{method}imum"), args)
+    return getattr(builtins, method)(*args)
+
+
 def _range(*args: Any, step: Any = 1, **_: Any) -> Iterator[Any]:
-    """`range` and `tl.range`, whose indices are tensors."""
-    bounds = [_SEMANTIC.to_tensor(arg) for arg in args]
-    bounds = [_SEMANTIC.to_tensor(0), *bounds] if len(bounds) == 1 else bounds
-    bounds = [*bounds, _SEMANTIC.to_tensor(step)] if len(bounds) == 2 else bounds
+    args = (0, *args) if len(args) == 1 else args
+    bounds = [_SEMANTIC.to_tensor(arg) for arg in (*args, step)[:3]]
     dtype = np.result_type(*(bound.handle.data for bound in bounds))
-    ty = _TYPES[dtype]
-    for i in range(*map(int, map(_Tensor.__index__, bounds))):
-        yield _Tensor(upstream.TensorHandle(np.array([i], dtype), ty), ty)
+    for i in range(*(bound.__index__() for bound in bounds)):
+        # As in the compiler, an index is a tensor: it overflows, and has methods.
+        yield _Tensor(upstream.TensorHandle(np.array([i], dtype), _TYPES[dtype]), _TYPES[dtype])
 
 
 def _static_range(*args: Any, step: Any = 1) -> range:
-    args = _unwrap(args) or ()
-    return range(*args) if len(args) == 3 else range(*(args if len(args) == 2 else (0, *args)), _unwrap((step,))[0])
+    args = (0, *args) if len(args) == 1 else args
+    return range(*map(_unwrap, (*args, step)[:3]))
 
 
 def _static_assert(condition: Any, message: str = "") -> None:
@@ -436,9 +441,8 @@ def _static_assert(condition: Any, message: str = "") -> None:
 
 
 def _multiple_of(x: Any, values: Any) -> Any:
-    # Of a block this says something of its runs; of a scalar it is plain, and a lie would become a wrong address.
-    value = tl.core._unwrap_if_constexpr(values)
-    assert x.type.is_block() or x.handle.data.item() % value == 0, f"{x} isn't a multiple of {value}."
+    # Of a block this only says where its runs of consecutive numbers start.
+    assert x.type.is_block() or x.handle.data.item() % _unwrap(values) == 0, f"{x} isn't a multiple of {values}."
     return x
 
 
@@ -446,62 +450,46 @@ def _hint(x: Any, values: Any) -> Any:
     return x
 
 
-class _Reduction:
-    """The results are of the right class, and a function of one's own is interpreted."""
+class _Results(upstream.ReduceScanOpInterface):
+    """Reduces and scans with interpreted functions, to interpreted tensors."""
 
-    def to_tensor(self: Any, result: Any, dtype: Any) -> Any:
-        result = np.asarray(result).astype(upstream._get_np_dtype(dtype))
-        ty = tl.block_type(dtype, list(result.shape)) if result.ndim else dtype
-        return _Tensor(upstream.TensorHandle(result.reshape(result.shape or 1), dtype.scalar), ty)
+    def to_tensor(self, ret: Any, dtype: Any) -> Any:
+        ret = np.asarray(ret).astype(_dtype(dtype))
+        ty = tl.block_type(dtype, list(ret.shape)) if ret.ndim else dtype
+        return _Tensor(upstream.TensorHandle(np.atleast_1d(ret), dtype.scalar), ty)
 
-
-class _ReduceOps(_Reduction, upstream.ReduceOps):
     def generic_reduce(self, input: Any) -> Any:
         self.combine_fn = _interpreted(self.combine_fn)
         return super().generic_reduce(input)
 
-
-class _ScanOps(_Reduction, upstream.ScanOps):
     def generic_scan(self, input: Any) -> Any:
         self.combine_fn = _interpreted(self.combine_fn)
         return super().generic_scan(input)
 
 
+class _ReduceOps(_Results, upstream.ReduceOps): ...
+
+
+class _ScanOps(_Results, upstream.ScanOps): ...
+
+
 def _reduce(input: Any, axis: Any, combine_fn: Any, keep_dims: bool = False, **_: Any) -> Any:
-    return _ReduceOps(axis, combine_fn.kernel, keep_dims).apply(input)
+    return _ReduceOps(_unwrap(axis), combine_fn.kernel, keep_dims).apply(input)
 
 
 def _scan(input: Any, axis: Any, combine_fn: Any, reverse: bool = False, **_: Any) -> Any:
-    return _ScanOps(axis, combine_fn.kernel, reverse).apply(input)
-
-
-def _least(*args: Any) -> Any:
-    return _extreme(min, "minimum", args)
-
-
-def _greatest(*args: Any) -> Any:
-    return _extreme(max, "maximum", args)
-
-
-def _extreme(function: Any, method: str, args: Any) -> Any:
-    if not any(isinstance(arg, tl.tensor) for arg in args):
-        return function(*args)
-    return functools.reduce(getattr(_module(tl), method), args)
-
-
-def _assigned(value: Any) -> Any:
-    return _SEMANTIC.to_tensor(value, False)
+    return _ScanOps(_unwrap(axis), combine_fn.kernel, reverse).apply(input)
 
 
 _BUILTINS: dict[str, Any] = {
-    "_assigned": _assigned,
-    "_both": _both,
-    "_either": _either,
-    "_negated": _negated,
-    "_truth": _truth,
     "range": _range,
-    "min": _least,
-    "max": _greatest,
+    "min": functools.partial(_extreme, "min"),
+    "max": functools.partial(_extreme, "max"),
+    "__assigned__": _assigned,
+    "__truth__": _truth,
+    "__and__": functools.partial(_and_or, False, "logical_and"),
+    "__or__": functools.partial(_and_or, True, "logical_or"),
+    "__not__": _not,
 }
 _OVERRIDES: dict[str, Any] = {
     "range": _range,
@@ -515,15 +503,13 @@ _OVERRIDES: dict[str, Any] = {
 }
 
 
-def _add_methods(cls: Any, base: Any) -> None:
-    for name, member in inspect.getmembers(base):
-        if name in vars(cls):
-            continue
-        if name in _OVERRIDES or isinstance(member, JITFunction):
-            setattr(cls, name, lambda self, *args, _name=name, **kw: getattr(_module(tl), _name)(self, *args, **kw))
-        elif tl.core.is_builtin(member):
-            setattr(cls, name, functools.partialmethod(member, _semantic=_SEMANTIC))
+def _method(name: str) -> Callable[..., Any]:
+    return lambda *args, **kwargs: getattr(_module(tl), name)(*args, **kwargs)
 
 
-_add_methods(_Tensor, tl.tensor)
-_add_methods(_Descriptor, tl.tensor_descriptor)
+for _cls in (_Tensor, _Descriptor):
+    for _name, _member in inspect.getmembers(_cls):
+        if _name in _OVERRIDES or isinstance(_member, JITFunction):  # such as `sum`
+            setattr(_cls, _name, _method(_name))
+        elif tl.core.is_builtin(_member):
+            setattr(_cls, _name, _builtin(_member))

@@ -180,8 +180,10 @@ def grouped_product(
 
         # 4. The result.
         if A_SCALING[0] == "total":
+            x_scales = _scale_row(a_scales, A_SCALING, element, group, held, a_first, A_EXTENTS[0], TILE_R)
             total = total.to(tl.float32) * tl.load(x_scales)[:, None]
         if B_SCALING[0] == "total":
+            y_scales = _scale_row(b_scales, B_SCALING, element, group, held, b_first, B_EXTENTS[0], TILE_C)
             total = total.to(tl.float32) * tl.load(y_scales)[None, :]
         in_r, in_c = r + tl.arange(0, TILE_R), c + tl.arange(0, TILE_C)
         if sizes_r is not None or sizes_c is not None:

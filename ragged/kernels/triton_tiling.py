@@ -85,6 +85,7 @@ class Problem(NamedTuple):
     matrices: int  # how often the operand with `c` is another: `groups`, or 1
     wide: bool = False  # whether a tile's product has an accumulator of its own, besides the total
     slow: bool = False  # float32 without tensor cores
+    by_thread: bool = False  # an operand is loaded element by element, each thread holding its addresses
 
 
 class Config(NamedTuple):
@@ -102,9 +103,11 @@ class Config(NamedTuple):
         return self.r, self.c, self.k
 
 
-def shared(problem: Problem, config: Config) -> int:
+def shared(problem: Problem, config: Config, on: Chip) -> int:
     """Bytes of shared memory that a kernel takes, at most: tiles in flight, or the result on its way to memory."""
-    loaded = config.stages * (config.r + config.c) * config.k * problem.itemsize
+    # Blackwell's tensor cores want float32 in one order; Triton turns tiles in shared memory.
+    turned = 2 if on.capability >= 100 and problem.itemsize == 4 else 0
+    loaded = (config.stages + turned) * (config.r + config.c) * config.k * problem.itemsize
     return max(loaded, config.r * config.c * 4 // (1 if problem.slow else 2)) + 1024
 
 
@@ -136,7 +139,7 @@ def choose(problem: Problem, on: Chip) -> Config:
     """The configuration with the least time by a model: see `_seconds`."""
     widths = (SMALLEST, 32) if problem.slow else (32, 64, 128, 256)
     heights = (SMALLEST, 32) if problem.slow else (16, 32, 64, 128)
-    depth = SMALLEST if problem.slow else 128 // problem.itemsize
+    depth = SMALLEST if problem.slow else (64 if problem.by_thread else 128) // problem.itemsize
     depths = [max(SMALLEST, min(depth, 1 << (problem.k - 1).bit_length()))]
     configs = (_config(problem, *tile, on) for tile in itertools.product(heights, widths, depths))
     return min((c for c in configs if c is not None), key=lambda config: _seconds(problem, config, on))
@@ -145,21 +148,21 @@ def choose(problem: Problem, on: Chip) -> Config:
 def _config(p: Problem, r: int, c: int, k: int, on: Chip) -> Config | None:
     """Warps and stages for a tile; None if it fits neither registers nor shared memory."""
     # A thread has 255 registers. Hopper's and Blackwell's tensor cores read operands from shared memory, which leaves
-    # 128 for the total, or for it and a tile's own product; before, fragments of the operands take half of that.
-    totals, each = r * c * (2 if p.wide else 1), 128 if on.capability in range(90, 120) else 64
+    # 128 for the total, or for it and a tile's own product; fragments of the operands, or addresses, take half of that.
+    totals, each = r * c * (2 if p.wide else 1), 128 if on.has_tma and not p.by_thread else 64
     warps = 8 if totals > each * 128 or (p.slow and totals > 32 * 32) else 4
     if totals > each * 32 * warps:
         return None
     for stages in (4, 3, 2):
         config = Config(r, c, k, warps, stages)
-        if shared(p, config) <= on.shared:
+        if shared(p, config, on) <= on.shared:
             return config
     return None
 
 
 def resident(problem: Problem, config: Config, on: Chip) -> int:
     """How many programs a multiprocessor runs at a time: as many as its shared memory and its registers hold."""
-    return min(16 // config.warps, max(1, on.shared // shared(problem, config)))
+    return min(16 // config.warps, max(1, on.shared // shared(problem, config, on)))
 
 
 _LATENCY = 1.5e-6

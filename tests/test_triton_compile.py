@@ -1,0 +1,129 @@
+"""Every product compiled for real GPUs, without one: registers, spills, shared memory, instructions."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import Array
+
+import ragged
+from ragged.kernels import Scales, Target, triton_gpu
+
+from . import gpu
+from .cases import NAMES
+from .test_tpu_compile import DEEP, LARGE, MANY, ODD, TINY, Shape, product
+
+gpu.needs_triton()
+
+A100, H200, B200 = gpu.ARCHITECTURES
+TENSOR_CORES = {A100: ("HMMA", "IMMA"), H200: ("HGMMA", "IGMMA", "QGMMA", "HMMA", "IMMA"), B200: ("UTCHMMA", "UTCQMMA")}
+FP8 = "float8_e4m3fn"
+Aval = jax.ShapeDtypeStruct
+
+
+def kernels(chip: str, layout: str, shape: Shape, dtype: str) -> list[gpu.Kernel]:
+    function, avals = product(layout, shape, jnp.dtype(dtype))
+    found = gpu.compile_for(chip, function, *avals)
+    assert len(found) == (1 if dtype == "int8" else 3)  # forward, and a derivative by each operand
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", FP8])
+@pytest.mark.parametrize("layout", NAMES)
+def test_hopper(layout: str, dtype: str) -> None:
+    """B6, O3: no spills, whole tiles by TMA, and Hopper's own tensor cores wherever a group has 64 rows and more."""
+    for kernel in kernels(H200, layout, LARGE, dtype):
+        assert kernel.spill_bytes == 0
+        assert kernel.sass_counts["UTMALDG"]
+        assert kernel.sass_counts["HGMMA"] + kernel.sass_counts["QGMMA"] or layout in ("outer", "inner_rows", "inner_columns", "ragged")
+    if dtype == FP8 and layout in ("batched", "forward", "forward_left", "wgrad"):
+        assert kernels(H200, layout, LARGE, dtype)[0].sass_counts["QGMMA"]
+
+
+@pytest.mark.parametrize(
+    "chip, layout, shape, dtype",
+    [
+        *((H200, layout, ODD, "bfloat16") for layout in NAMES),
+        *((H200, layout, ODD, dtype) for layout in ("forward", "wgrad") for dtype in ("float32", "int8", "float16")),
+        (H200, "forward", TINY, "bfloat16"),
+        (H200, "forward", DEEP, "bfloat16"),
+        (H200, "wgrad", MANY, "bfloat16"),
+        (H200, "forward", DEEP, FP8),
+        *((chip, layout, LARGE, "bfloat16") for chip in (A100, B200) for layout in ("batched", "forward", "outer")),
+        (A100, "wgrad", ODD, "float32"),
+        (B200, "forward", LARGE, FP8),
+        (B200, "inner_rows", ODD, "float32"),
+        (A100, "forward", ODD, "int8"),
+    ],
+)
+def test_compiles(chip: str, layout: str, shape: Shape, dtype: str) -> None:
+    """B6, O3: within the chip's shared memory and registers; spills on no Hopper."""
+    for kernel in kernels(chip, layout, shape, dtype):
+        assert any(kernel.sass_counts[name] for name in TENSOR_CORES[chip]) or layout in ("outer", "inner_rows")
+        assert kernel.spill_bytes <= (0 if chip == H200 else 128)
+
+
+SHAPES = (8192, 4096, 14336, 8), (65536, 2048, 1408, 64), (64, 4096, 14336, 8)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_what_is_measured(shape: Shape) -> None:
+    """O3: the shapes of the benchmark, forward, dgrad and wgrad in bfloat16: no spills, nothing serialised."""
+    rows, k, n, groups = shape
+
+    def train(x: Array, w: Array, sizes: Array, dy: Array) -> Any:
+        out, pull = jax.vjp(lambda x, w: ragged.grouped_matmul(x, w, sizes), x, w)
+        return out, pull(dy)
+
+    avals = (Aval(dims, jnp.bfloat16) for dims in ((rows, k), (groups, k, n), (rows, n)))
+    x, w, dy = avals
+    for kernel in gpu.compile_for(H200, train, x, w, Aval((groups,), jnp.int32), dy):
+        assert kernel.spill_bytes == 0 and kernel.sass_counts["UTMALDG"] and not kernel.remarks
+        assert kernel.sass_counts["HGMMA"] or rows == 64
+
+
+def test_scales_are_applied_in_the_kernel() -> None:
+    """K23: fp8 with scales by row, and by block of the contraction: QGMMA, no spills, no other kernel's pass."""
+
+    def both(x: Array, w: Array, sizes: Array, rows: Array, columns: Array, blocks: Array, of_w: Array) -> Any:
+        options: dict[str, Any] = {
+            "preferred_element_type": jnp.bfloat16,
+            "target": Target(device=(H200, 132)),
+            "transpose_rhs": True,
+        }
+        by_row = triton_gpu.grouped_matmul(
+            x, w, sizes, lhs_scales=Scales(rows, (1, None)), rhs_scales=Scales(columns, (1, None)), **options
+        )
+        by_block = triton_gpu.grouped_matmul(
+            x, w, sizes, lhs_scales=Scales(blocks, (1, 128)), rhs_scales=Scales(of_w, (128, 128)), **options
+        )
+        return by_row, by_block
+
+    m, k, n, g = 8192, 2048, 1024, 8
+    scales = ((m, 1), (g, n, 1), (m, k // 128), (g, n // 128, k // 128))
+    fp8, f32 = jnp.dtype(FP8), jnp.float32
+    avals = (Aval((m, k), fp8), Aval((g, n, k), fp8), Aval((g,), jnp.int32), *(Aval(dims, f32) for dims in scales))
+    found = gpu.compile_for(H200, both, *avals)
+    assert len(found) == 2
+    for kernel in found:
+        assert kernel.sass_counts["QGMMA"] and kernel.spill_bytes == 0
+
+
+@pytest.mark.parametrize("layout", NAMES)
+def test_the_whole_program(layout: str) -> None:
+    """B6, K3: forward and backward as XLA compiles them for an H200, with no transposed copy of an operand."""
+    function, avals = product(layout, LARGE, jnp.bfloat16)
+    text = gpu.compile_whole(function, *avals).as_text()
+    assert text.count('custom_call_target="triton_kernel_call_ffi"') == 3
+    assert "transpose(" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", gpu.ARCHITECTURES)
+@pytest.mark.parametrize("shape", [LARGE, DEEP, ODD, TINY, MANY], ids=str)
+@pytest.mark.parametrize("layout", NAMES)
+def test_the_whole_table(layout: str, shape: Shape, chip: str) -> None:
+    """B6: every layout's forward and backward, for every architecture, in every dtype."""
+    for dtype in ("bfloat16", "float16", "float32", "int8", *([FP8] if chip != A100 else [])):
+        assert max(kernel.spill_bytes for kernel in kernels(chip, layout, shape, dtype)) <= (0 if chip == H200 else 512)
