@@ -29,7 +29,7 @@ def explain(lhs: GroupedTensor | Array | Any, rhs: GroupedTensor | Array | Any, 
         forward: ragged rows × uniform -> ragged rows, f32[16,8]
         derivatives: by lhs forward, by rhs wgrad
         on cpu: grouped_matmul of xla
-        on cuda: grouped_matmul of xla (this version of ragged has no GPU kernels yet)
+        on cuda: grouped_matmul of triton_gpu
         on tpu: grouped_matmul of pallas_tpu
         ```
     """

@@ -132,11 +132,11 @@ def check_backend(name: Any, call: str) -> None:
     if name is None or (isinstance(name, str) and isinstance(BACKENDS.get(name), ModuleType)):
         return
     available = [repr(n) for n, module in BACKENDS.items() if isinstance(module, ModuleType)]
-    missing = [f"{n!r} ({why})" for n, why in BACKENDS.items() if isinstance(why, str)]
+    missing = [f" Not available: {n!r} ({why})." for n, why in BACKENDS.items() if isinstance(why, str)]
     problem = "is not available here" if name in list(BACKENDS) else "does not exist"
     raise ValueError(
         f"`{call}`: backend {name!r} {problem}.\n"
-        f"Available: {', '.join(available)}. Not available: {', '.join(missing)}.\n"
+        f"Available: {', '.join(available)}.{''.join(missing)}\n"
         "`backend=None` takes the platform's own."
     )
 

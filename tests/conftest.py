@@ -8,9 +8,8 @@ import pytest
 from jaxtyping import install_import_hook
 
 
-
 def pytest_configure(config: pytest.Config) -> None:
-    """Tests run on the CPU, also where JAX has a GPU, but for those marked `gpu` (of which `-m gpu` runs nothing else)."""
+    """Tests run on the CPU, also where JAX has a GPU; those marked `gpu` alone, with `-m gpu`, on the GPU."""
     jax.config.update("jax_platforms", "cuda,cpu" if config.option.markexpr == "gpu" else "cpu")
 
 

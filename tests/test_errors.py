@@ -155,13 +155,24 @@ MATMUL: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: ragged.matmul(ROWS, UNIFORM, backend="cutlass"),
         ValueError,
         "`ragged.matmul(lhs, rhs)`: backend 'cutlass' does not exist.\n"
-        "Available: 'xla', 'pallas_tpu'. Not available: 'triton_gpu' (this version of ragged has no GPU kernels yet).\n"
+        "Available: 'xla', 'pallas_tpu', 'triton_gpu'.\n"
         "`backend=None` takes the platform's own.",
     ),
-    "unavailable backend": (
+    "a GPU's backend on the CPU": (
         lambda: ragged.matmul(ROWS, UNIFORM, backend="triton_gpu"),
         ValueError,
-        "backend 'triton_gpu' is not available here.",
+        "`ragged.matmul`: backend 'triton_gpu' does not run on cpu.\n"
+        "Pass `interpret=True` to run its kernels' bodies there, or `backend=None` for the platform's own.",
+    ),
+    "a tile on a GPU": (
+        lambda: ragged.matmul(ROWS, UNIFORM, backend="triton_gpu", tiling=(8, 48, 128)),
+        ValueError,
+        "`ragged.matmul(lhs, rhs)`: tile_m=8 must be a power of two, and 16 or more, on a GPU.",
+    ),
+    "the nearest tiling for a GPU": (
+        lambda: ragged.matmul(ROWS, UNIFORM, backend="triton_gpu", tiling=(8, 48, 128), interpret=True),
+        ValueError,
+        "The nearest legal tiling is (16, 64, 128).",
     ),
     "backend of another platform": (
         lambda: ragged.matmul(ROWS, UNIFORM, backend="pallas_tpu"),
@@ -415,9 +426,9 @@ ARRAYS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "`input_buffer_count` is 0.",
     ),
     "O2: backend": (
-        lambda: ragged.transposed_grouped_matmul(X.T, DY, SIZES, backend="triton_gpu"),
+        lambda: ragged.transposed_grouped_matmul(X.T, DY, SIZES, backend="mosaic"),
         ValueError,
-        "backend 'triton_gpu' is not available here.",
+        "backend 'mosaic' does not exist.",
     ),
 }
 

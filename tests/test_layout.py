@@ -67,7 +67,7 @@ def test_explain() -> None:
         "forward: ragged rows × uniform -> ragged rows, f32[16,8]\n"
         "derivatives: by lhs forward, by rhs wgrad\n"
         "on cpu: grouped_matmul of xla\n"
-        "on cuda: grouped_matmul of xla (this version of ragged has no GPU kernels yet)\n"
+        "on cuda: grouped_matmul of triton_gpu\n"
         "on tpu: grouped_matmul of pallas_tpu"
     )
     assert ragged.explain(x, w) == want

@@ -54,7 +54,11 @@ def test_every_layout_and_spread(layout: str, dtype: str, mode: str) -> None:
 @pytest.mark.parametrize("layout", NAMES)
 def test_gradients(layout: str, dtype: str, mode: str) -> None:
     """O16: by each operand, `dout @ rhs.T` and `lhs.T @ dout` of each group; zeros where an operand has its tail."""
-    check_gradients(cases.make(layout, g=3, dtype=dtype, uniform=(37, 150, 140), seed=3), dtype, partial(matmul, interpret=MODES[mode]))
+    check_gradients(
+        cases.make(layout, g=3, dtype=dtype, uniform=(37, 150, 140), seed=3),
+        dtype,
+        partial(matmul, interpret=MODES[mode]),
+    )
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Scales of either operand inside the TPU's and the GPU's kernels, against NumPy on operands that were dequantised in float64."""
+"""Scales of either operand inside the TPU's and the GPU's kernels, against NumPy on operands dequantised in float64."""
 
 import itertools
 from typing import Any

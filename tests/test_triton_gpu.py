@@ -8,15 +8,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import Array
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import ragged
-from ragged import GroupedTensor
+from ragged import GroupedTensor, _lowering
+from ragged.kernels import triton_call
 
-from . import cases, gpu, oracle
-from .cases import NAMES, SPREADS, TOLERANCE
+from . import cases, gpu
+from .cases import NAMES, SPREADS
 from .test_matmul import check
 from .test_pallas_tpu import check_gradients
 
@@ -55,3 +56,73 @@ def test_the_whole_case_table(layout: str, g: int, dtype: str) -> None:
     for seed, (kind, slack) in enumerate(itertools.product(SPREADS, (False, True))):
         case = cases.make(layout, g=g, kind=kind, slack=slack, seed=seed, dtype=dtype, uniform=(37, 150, 140))
         check_gradients(case, dtype, matmul)
+
+
+def lowered(chip: str, *, backend: str | None = None, dtype: str = "bfloat16", groups: int = 4, **options: Any) -> str:
+    """What a forward is lowered to for a chip, of which there may be none here."""
+    device = AbstractDevice(chip, None, "gpu")
+    avals = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in ((64, 32), (groups, 32, 16))]
+    sizes = jax.ShapeDtypeStruct((groups,), jnp.int32)
+
+    def forward(x: Array, w: Array, sizes: Array) -> Array:
+        return ragged.grouped_matmul(x, w, sizes, backend=backend, **options)
+
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        return jax.jit(forward).trace(*avals, sizes).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    "chip, options, is_kernel",
+    [
+        ("NVIDIA H200", {}, True),
+        ("NVIDIA A100", {}, True),
+        ("NVIDIA L4", {}, True),
+        ("NVIDIA A100", {"dtype": "float8_e4m3fn"}, False),
+        ("NVIDIA L4", {"dtype": "float8_e4m3fn"}, True),
+        ("NVIDIA H200", {"dtype": "int16"}, False),
+        ("NVIDIA H200", {"precision": "BF16_BF16_F32_X6"}, False),
+        ("NVIDIA H200", {"groups": 5000}, False),
+        ("Tesla T4 7.5", {}, False),
+        ("NVIDIA Something 12.0", {}, True),
+        ("NVIDIA Something", {}, True),
+    ],
+)
+def test_what_has_no_kernel_runs_in_xla(chip: str, options: dict[str, Any], is_kernel: bool) -> None:
+    """O1, T10: never a traceback from inside Triton."""
+    assert ("triton_kernel_call" in lowered(chip, **options)) == is_kernel
+
+
+def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """O1, O2: XLA runs in its place, and who asks for it is told what to install."""
+    sentence = "`ragged`'s Triton kernels need jax-triton: `pip install ragged[cuda]`."
+    monkeypatch.setattr(triton_call, "missing", lambda: sentence)
+    assert "triton_kernel_call" not in lowered("NVIDIA H200")
+    x = GroupedTensor(jnp.ones((4, 2)), jnp.array([1, 3], jnp.int32))
+    assert f"on cuda: grouped_matmul of xla ({sentence})" in ragged.explain(x, jnp.ones((2, 2, 3)))
+    monkeypatch.setitem(_lowering.BACKENDS, "triton_gpu", "there is no Triton here: `pip install ragged[cuda]`")
+    with pytest.raises(ValueError, match="backend 'triton_gpu' is not available here") as error:
+        ragged.matmul(x, jnp.ones((2, 2, 3)), backend="triton_gpu")
+    assert "Not available: 'triton_gpu' (there is no Triton here: `pip install ragged[cuda]`)." in str(error.value)
+
+
+def test_exports_take_the_kernel_only_if_asked() -> None:
+    """B5: by default an export for a GPU holds XLA's product, which every reader of it accepts."""
+    x, w, sizes = jnp.ones((8, 16)), jnp.ones((2, 16, 16)), jnp.array([3, 4], jnp.int32)
+
+    def export(backend: str | None, **options: Any) -> str:
+        forward = jax.jit(lambda x, w, sizes: ragged.grouped_matmul(x, w, sizes, backend=backend))
+        return jax.export.export(forward, platforms=["cuda"], **options)(x, w, sizes).mlir_module()
+
+    assert "triton_kernel_call" not in export(None)
+    check = jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call_ffi")
+    assert "triton_kernel_call" in export("triton_gpu", disabled_checks=[check])
+
+
+@pytest.mark.parametrize("precision, way", [(None, "tf32"), ("high", "tf32x3"), (jax.lax.Precision.HIGHEST, "ieee")])
+def test_precision(precision: Any, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """O10: a float32 dot is what XLA's would be."""
+    seen = []
+    call = triton_call.call
+    monkeypatch.setattr(triton_call, "call", lambda *args, **kwargs: seen.append(args[2]) or call(*args, **kwargs))
+    lowered("NVIDIA H200", dtype="float32", precision=precision)
+    assert [static["PRECISION"] for static in seen] == [way]

@@ -7,7 +7,6 @@ Tiles are loaded by TMA on Hopper and Blackwell wherever an operand's rows begin
 `cp.async`; the program compiled for sm_80 does the latter on any GPU.
 """
 
-import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -305,7 +304,10 @@ def _product(
 
     # 2. The tile.
     extent = {r: out_shape[0], c: out_shape[1], k: min(a.extent(k), b.extent(k))}
-    finer = [x.scales is not None and x.scaling(kept, sizes, triton_tiling.SMALLEST, summed)[0] for x, kept in ((a, r), (b, c))]
+    finer = [
+        x.scales is not None and x.scaling(kept, sizes, triton_tiling.SMALLEST, summed)[0]
+        for x, kept in ((a, r), (b, c))
+    ]
     if "tile" in finer:
         common, cast = jnp.dtype(jnp.float32), True
     way = _precision(precision) or "tf32"
@@ -320,7 +322,7 @@ def _product(
         itemsize=jnp.dtype(common).itemsize,
         result=stored.itemsize,
         matrices=held if b.array.ndim >= 3 or c in sizes else 1,
-        wide="step" in finer or common.itemsize == 1 and common != jnp.int8,
+        wide="step" in finer or (common.itemsize == 1 and common != jnp.int8),
         slow=slow,
         by_thread=not (chip.has_tma and _aligned(a.array) and _aligned(b.array)),
     )
@@ -328,7 +330,9 @@ def _product(
         config = triton_tiling.fit(problem, (tiling[r], tiling[c], tiling[k]), chip)
     else:
         config = triton_tiling.choose(problem, chip)
-    steps = [x.scales.block[x.letters.index(k)] for x, way_ in zip((a, b), finer, strict=True) if way_ == "step" and x.scales]
+    steps = [
+        x.scales.block[x.letters.index(k)] for x, way_ in zip((a, b), finer, strict=True) if way_ == "step" and x.scales
+    ]
     config = config._replace(k=min([config.k, *(extent & -extent for extent in steps if extent)]))
 
     # 3. The launch.
@@ -408,7 +412,7 @@ def _common_dtype(a: Any, b: Any, chip: triton_tiling.Chip) -> tuple[jnp.dtype, 
     if a.name in _FP8 and b.name in _FP8 and chip.capability >= 89:
         return a, False  # tensor cores multiply either with either
     common = jnp.dtype(compute_dtype(a, b))
-    if jnp.float16 in (a, b) and 1 in (a.itemsize, b.itemsize) or a == b == jnp.float16:
+    if (jnp.float16 in (a, b) and 1 in (a.itemsize, b.itemsize)) or a == b == jnp.float16:
         common = jnp.dtype(jnp.float16)  # which holds every int8 and fp8
     return common, (a, b) != (common, common)
 

@@ -18,6 +18,10 @@ rows, and the sizes `[3, 5, 0, 4]` in a buffer of 16 rows:
 An operand's `kept` axis is `r` for `a` and `c` for `b`. Names in capitals are known when compiling.
 """
 
+# Triton's annotations are of what its language has once it is compiled; and what `if` chooses is known by then.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false
+
 import inspect
 from typing import Any
 
@@ -371,11 +375,15 @@ def _add(
         x, y = x.to(COMMON), y.to(COMMON)
     if X_SCALING[0] == "step" or Y_SCALING[0] == "step":
         wide: tl.constexpr = tl.int32 if x.dtype == tl.int8 else tl.float32
-        part = tl.dot(x, tl.trans(y), input_precision=PRECISION, max_num_imprecise_acc=LONGEST, out_dtype=wide).to(tl.float32)
+        part = tl.dot(x, tl.trans(y), input_precision=PRECISION, max_num_imprecise_acc=LONGEST, out_dtype=wide).to(
+            tl.float32
+        )
         if X_SCALING[0] == "step":
             part *= tl.load(x_scales + k // X_SCALING[5] * X_SCALING[6])[:, None]
         if Y_SCALING[0] == "step":
             part *= tl.load(y_scales + k // Y_SCALING[5] * Y_SCALING[6])[None, :]
         return total + part
     else:
-        return tl.dot(x, tl.trans(y), total, input_precision=PRECISION, max_num_imprecise_acc=LONGEST, out_dtype=total.dtype)
+        return tl.dot(
+            x, tl.trans(y), total, input_precision=PRECISION, max_num_imprecise_acc=LONGEST, out_dtype=total.dtype
+        )

@@ -3,9 +3,7 @@ for."""
 
 import itertools
 from functools import cache
-from typing import Any, NamedTuple
-
-import jax.numpy as jnp
+from typing import NamedTuple
 
 SMALLEST = 16
 """A tile's least extent: what a tensor core multiplies at once."""
@@ -59,7 +57,9 @@ def chip(device: tuple[str, int] | None) -> Chip:
         known = _CHIPS[max(names, key=len)]
         return known._replace(multiprocessors=multiprocessors or known.multiprocessors)
     capability = _capability(kind)
-    like = max((c for c in _CHIPS.values() if c.capability <= capability), key=lambda c: c.capability, default=_PORTABLE)
+    like = max(
+        (c for c in _CHIPS.values() if c.capability <= capability), key=lambda c: c.capability, default=_PORTABLE
+    )
     return like._replace(
         capability=capability,
         multiprocessors=multiprocessors or like.multiprocessors,
