@@ -7,16 +7,17 @@ Tiles are loaded by TMA on Hopper and Blackwell wherever an operand's rows begin
 `cp.async`; the program compiled for sm_80 does the latter on any GPU.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from ragged.kernels import ANY_TARGET, Refused, Scales, Target, triton_call, triton_tiling
-from ragged.kernels.xla import accumulator_dtype, compute_dtype
+from ragged.kernels.triton_tiling import Chip, Problem
+from ragged.kernels.xla import accumulator_dtype, batch_size, compute_dtype
 
 _OPERANDS = ("bfloat16", "float16", "float32", "int8", "int4", "float8_e4m3fn", "float8_e5m2")
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
@@ -223,43 +224,70 @@ class _Term(NamedTuple):
         """Axes without a batch axis."""
         return 2 if set(self.letters) & set(sizes) else 3
 
-    def extent(self, letter: str) -> int:
-        return self.array.shape[self.letters.index(letter) - 2]
+    @property
+    def is_aligned(self) -> bool:
+        """Whether each row begins at a multiple of 16 bytes, as TMA wants."""
+        return self.array.shape[-1] * self.array.dtype.itemsize % 16 == 0
 
-    def geometry(self, kept: str, sizes: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, int], str]:
+    def geometry(self, kept: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
         """Strides of batch, group, kept and contracted axis; extents of the last two; which of them is packed."""
-        (p, q), matrix = self.array.shape[-2:], self.array.shape[-2] * self.array.shape[-1]
-        ndim = self.ndim(sizes)
-        group = matrix if ndim == 3 else 0
-        batch = matrix * (self.array.shape[-3] if ndim == 3 else 1) if self.array.ndim > ndim else 0
+        (p, q), ndim = self.array.shape[-2:], self.ndim(sizes)
+        batch = math.prod(self.array.shape[-ndim:]) if self.array.ndim > ndim else 0
         first = self.letters[0] == kept  # the kept axis comes first
-        packed = self.letters[0] in sizes
-        return (
-            (batch, group, *((q, 1) if first else (1, q))),
-            (p, q) if first else (q, p),
-            ("kept" if first else "contracted") if packed else "",
-        )
+        return {
+            "STRIDES": (batch, p * q if ndim == 3 else 0, *((q, 1) if first else (1, q))),
+            "EXTENTS": (p, q) if first else (q, p),
+            "PACKED": ("kept" if first else "contracted") if self.letters[0] in sizes else "",
+        }
 
     def scaling(self, kept: str, sizes: Mapping[str, Any], tile_k: int, summed: int) -> tuple[Any, ...]:
         """How the kernel finds and applies the scales: see `triton_kernel._scale_row`."""
         if self.scales is None:
             return "", 0, 0, 1, 0, 1, 0
-        values, blocks = self.scales.values, dict(zip(self.letters, self.scales.block, strict=True))
-        counts = values.shape[-2:]
-        ndim = self.ndim(sizes)
-        packed = self.letters[0] in sizes
-        strides = dict(zip(self.letters, (counts[1], 1), strict=True))
-        by_group = packed and blocks[self.letters[0]] is None
-        group = strides[self.letters[0]] if by_group else 0 if packed else -counts[0] * counts[1]
-        strides = {x: 0 if blocks[x] is None else strides[x] for x in self.letters}
-        batch = counts[0] * counts[1] * (values.shape[-3] if ndim == 3 else 1) if values.ndim > ndim else 0
+        values, ndim = self.scales.values, self.ndim(sizes)
+        blocks = dict(zip(self.letters, self.scales.block, strict=True))
+        strides = dict(zip(self.letters, (values.shape[-1], 1), strict=True))
         (contracted,) = set(self.letters) - {kept}
-        along = blocks[contracted]
-        # A packed axis has its blocks counted from the buffer's start, the tile's from the group's.
-        whole = along is not None and along % tile_k == 0 and not (packed and self.letters[0] == contracted)
-        constant = along is None and not (batch and summed > 1)
-        way = "total" if constant else "step" if whole else "tile"
+        packed, along = self.letters[0] if self.letters[0] in sizes else None, blocks[contracted]
+        # Scales of groups: by their number if sizes pack them in rows of `values`, by the place of their matrix else.
+        group = (strides[packed] if blocks[packed] is None else 0) if packed else -math.prod(values.shape[-2:])
+        batch = math.prod(values.shape[-ndim:]) if values.ndim > ndim else 0
+        strides = {letter: 0 if blocks[letter] is None else stride for letter, stride in strides.items()}
+        if along is None and not (batch and summed > 1):
+            way = "total"
+        else:
+            # Blocks of a packed axis are counted from the buffer's first row, steps from the group's.
+            way = "step" if along and along % tile_k == 0 and packed != contracted else "tile"
         return way, batch, group, blocks[kept] or 1, strides[kept], along or 1, strides[contracted]
+
+
+class _Dot(NamedTuple):
+    """How two tiles are multiplied."""
+
+    dtype: Any  # of both
+    cast: bool  # whether one has to be cast to it
+    precision: str  # of float32: "tf32", "tf32x3" or "ieee"
+    ways: tuple[str, str]  # of the operands' scales
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.dtype.name in _FP8
+
+    @property
+    def accumulator(self) -> Any:
+        return jnp.dtype(jnp.int32 if self.dtype == jnp.int8 and "step" not in self.ways else jnp.float32)
+
+
+def _dot(a: Any, b: Any, ways: tuple[str, str], precision: Any, chip: Chip) -> _Dot:
+    a, b, how = jnp.dtype(a), jnp.dtype(b), _precision(precision) or "tf32"
+    if "tile" in ways:  # which scales, of float32, have been multiplied into
+        return _Dot(jnp.dtype(jnp.float32), True, "tf32x3" if how == "tf32" else how, ways)
+    if a.name in _FP8 and b.name in _FP8 and chip.capability >= 89:
+        return _Dot(a, False, how, ways)  # tensor cores multiply either with either
+    common = jnp.dtype(compute_dtype(a, b))
+    if jnp.float16 in (a, b) and (a == b or 1 in (a.itemsize, b.itemsize)):
+        common = jnp.dtype(jnp.float16)  # holds every int8 and fp8
+    return _Dot(common, (a, b) != (common, common), how, ways)
 
 
 def _product(
@@ -279,93 +307,77 @@ def _product(
     offset: Array | None = None,
     sum_batch: bool = False,
 ) -> Array:
-    """Runs the kernel for a product of two terms, with a batch axis or without, into `out_shape` for each group."""
+    """Runs the kernel: `lhs × rhs -> [..., *out_shape]`; for each group held, unless the result packs them.
+
+    `sizes` are those of the ragged letters, `(g,)` or `[e, g]`.
+    """
     r, c = out_letters
-    (k,) = set("mkn") - set(out_letters)
+    (k,) = set("mkn") - {r, c}
     a, b = (lhs, rhs) if r in lhs.letters else (rhs, lhs)
-    num_groups = max((x.shape[-1] for x in sizes.values()), default=held)
-    batches = [x.array.shape[0] for x in (a, b) if x.array.ndim > x.ndim(sizes)]
-    batches += [x.shape[0] for x in sizes.values() if x.ndim > 1] + ([] if offset is None else list(offset.shape))
-    batch = batches[0] if batches else None
-    summed = batch if sum_batch and batch is not None else 1
-    if offset is not None and offset.ndim and summed > 1:
-        raise Refused("a sum over batch elements that hold different groups")
-    keeps_batch = batch is not None and not sum_batch
-    if keeps_batch and batch is not None and batch > _MOST_ELEMENTS:
-        raise Refused(f"{batch} batch elements, more than {_MOST_ELEMENTS}")
-
-    # 1. Dtypes.
-    chip = triton_tiling.chip(target.device)
     a, b = (x._replace(array=x.array.astype(jnp.int8)) if x.array.dtype == jnp.int4 else x for x in (a, b))
-    common, cast = _common_dtype(a.array.dtype, b.array.dtype, chip)
+    num_groups = max((x.shape[-1] for x in sizes.values()), default=held)
+    has_batch = [(x.array, x.ndim(sizes)) for x in (a, b)] + [(x, 1) for x in sizes.values()]
+    batch = batch_size(*has_batch, *([] if offset is None else [(offset, 0)]))
+    elements, summed = (1, batch or 1) if sum_batch else (batch or 1, 1)
+    if summed > 1 and offset is not None and offset.ndim:
+        raise Refused("a sum over batch elements that hold different groups")
+    if elements > _MOST_ELEMENTS:
+        raise Refused(f"{elements} batch elements, more than {_MOST_ELEMENTS}")
+
+    # 1. How tiles are multiplied, and how large they are.
+    chip = triton_tiling.chip(target.device)
     stored = jnp.dtype(dtype) if jnp.dtype(dtype).name in _STORED else accumulator_dtype(dtype)
-    if existing is not None:
-        existing = existing.astype(stored)
-
-    # 2. The tile.
-    extent = {r: out_shape[0], c: out_shape[1], k: min(a.extent(k), b.extent(k))}
-    finer = [
-        x.scales is not None and x.scaling(kept, sizes, triton_tiling.SMALLEST, summed)[0]
-        for x, kept in ((a, r), (b, c))
-    ]
-    if "tile" in finer:
-        common, cast = jnp.dtype(jnp.float32), True
-    way = _precision(precision) or "tf32"
-    if "tile" in finer:
-        way = "tf32x3" if way == "tf32" else way  # scales have all of float32's bits
-    slow = common == jnp.float32 and way == "ieee"
-    problem = triton_tiling.Problem(
-        r=_mean(r, out_shape[0], sizes, num_groups),
-        c=_mean(c, out_shape[1], sizes, num_groups),
-        k=_mean(k, extent[k], sizes, num_groups),
+    least = triton_tiling.least_k(a.array.dtype, b.array.dtype)
+    ways = a.scaling(r, sizes, least, summed)[0], b.scaling(c, sizes, least, summed)[0]
+    dot = _dot(a.array.dtype, b.array.dtype, ways, precision, chip)
+    a_geometry, b_geometry = a.geometry(r, sizes), b.geometry(c, sizes)
+    extent = {r: out_shape[0], c: out_shape[1], k: min(x["EXTENTS"][1] for x in (a_geometry, b_geometry))}
+    mean = {x: max(1, -(-n // num_groups)) if x in sizes else n for x, n in extent.items()}
+    problem = Problem(
+        mean[r],
+        mean[c],
+        mean[k],
         groups=held,
-        itemsize=jnp.dtype(common).itemsize,
+        itemsize=dot.dtype.itemsize,
         result=stored.itemsize,
-        matrices=held if b.array.ndim >= 3 or c in sizes else 1,
-        wide="step" in finer or (common.itemsize == 1 and common != jnp.int8),
-        slow=slow,
-        by_thread=not (chip.has_tma and _aligned(a.array) and _aligned(b.array)),
+        least_k=least,
+        wide="step" in ways or dot.is_fp8,
+        slow=dot.dtype == jnp.float32 and dot.precision == "ieee",
+        by_thread=not (chip.has_tma and a.is_aligned and b.is_aligned),
     )
-    if tiling is not None:
-        config = triton_tiling.fit(problem, (tiling[r], tiling[c], tiling[k]), chip)
-    else:
-        config = triton_tiling.choose(problem, chip)
-    steps = [
-        x.scales.block[x.letters.index(k)] for x, way_ in zip((a, b), finer, strict=True) if way_ == "step" and x.scales
-    ]
-    config = config._replace(k=min([config.k, *(extent & -extent for extent in steps if extent)]))
+    asked = None if tiling is None else (tiling[r], tiling[c], tiling[k])
+    config = triton_tiling.fit(problem, asked, chip) if asked else triton_tiling.choose(problem, chip)
+    if "step" in ways:  # a step lies in one block of either operand
+        blocks = [x.scales.block[x.letters.index(k)] for x in (a, b) if x.scales is not None]
+        config = config._replace(k=math.gcd(config.k, *(extent for extent in blocks if extent)))
 
-    # 3. The launch.
-    geometry = {"A": a.geometry(r, sizes), "B": b.geometry(c, sizes)}
-    static: dict[str, Any] = {}
-    for side, term, kept in (("A", a, r), ("B", b, c)):
-        strides, extents, packed = geometry[side]
-        static |= {f"{side}_STRIDES": strides, f"{side}_EXTENTS": extents, f"{side}_PACKED": packed}
-        static[f"{side}_SCALING"] = term.scaling(kept, sizes, config.k, summed)
-        static[f"{side}_TMA"] = _matrices(term.array) if chip.has_tma and _aligned(term.array) else 0
-    uniform_out = r not in sizes
-    matrix = out_shape[0] * out_shape[1]
+    # 2. The kernel's parameters.
+    packed = r in sizes
+    matrix = math.prod(out_shape)
+    out = jax.ShapeDtypeStruct(
+        (*([batch] if batch is not None and not sum_batch else []), *([] if packed else [held]), *out_shape), stored
+    )
     arrays = {
         "a": a.array,
         "b": b.array,
-        "sizes_r": sizes.get(r),
-        "sizes_c": sizes.get(c),
-        "sizes_k": sizes.get(k),
+        **{f"sizes_{name}": sizes.get(letter) for name, letter in (("r", r), ("c", c), ("k", k))},
         "offset": offset,
-        "existing": existing,
+        "existing": None if existing is None else existing.astype(stored),
         "a_scales": None if a.scales is None else a.scales.values.astype(jnp.float32),
         "b_scales": None if b.scales is None else b.scales.values.astype(jnp.float32),
     }
-    of_batch = [0 if x is None or x.ndim == 1 else num_groups for x in (sizes.get(r), sizes.get(c), sizes.get(k))]
-    static |= {
+    strides = [0 if x not in sizes or sizes[x].ndim == 1 else num_groups for x in (r, c, k)]
+    static = {
         "GROUPS": num_groups,
         "HELD": held,
-        "BATCH": (*of_batch, 0 if offset is None or offset.ndim == 0 else 1),
-        "OUT_STRIDES": (
-            (matrix * (held if uniform_out else 1)) if keeps_batch else 0,
-            matrix if uniform_out else 0,
-            out_shape[1],
-        ),
+        "BATCH": (*strides, 0 if offset is None else offset.ndim),
+        **{f"A_{key}": value for key, value in a_geometry.items()},
+        **{f"B_{key}": value for key, value in b_geometry.items()},
+        "A_SCALING": a.scaling(r, sizes, config.k, summed),
+        "B_SCALING": b.scaling(c, sizes, config.k, summed),
+        "A_TMA": math.prod(a.array.shape[:-2]) if chip.has_tma and a.is_aligned else 0,
+        "B_TMA": math.prod(b.array.shape[:-2]) if chip.has_tma and b.is_aligned else 0,
+        "OUT_STRIDES": (matrix * (1 if packed else held), 0 if packed else matrix, out_shape[1]),
         "OUT_EXTENTS": out_shape,
         "SUMMED": summed,
         "TILE_R": config.r,
@@ -373,54 +385,28 @@ def _product(
         "TILE_K": config.k,
         "BAND": config.band,
         "WIDTH": max(16, 1 << (num_groups - 1).bit_length()),
-        "COMMON": common if cast else None,
-        "ACCUMULATOR": jnp.dtype(jnp.int32 if common == jnp.int8 and "step" not in finer else jnp.float32),
-        "PRECISION": way,
-        "LONGEST": min(_LONGEST_FP8_SUM, config.k) if common.name in _FP8 else 0,
+        "COMMON": dot.dtype if dot.cast else None,
+        "ACCUMULATOR": dot.accumulator,
+        "PRECISION": dot.precision,
+        "LONGEST": min(_LONGEST_FP8_SUM, config.k) if dot.is_fp8 else 0,
     }
-    full = (*([batch] if keeps_batch else []), *([held] if uniform_out else []), *out_shape)
-    tiles_c, elements = -(-out_shape[1] // config.c), batch if keeps_batch and batch is not None else 1
-    pieces = 2 + min(held, out_shape[0]) if not uniform_out else 0
-    tiles = tiles_c * (held * -(-out_shape[0] // config.r) if uniform_out else -(-out_shape[0] // config.r) + pieces)
-    resident = triton_tiling.resident(problem, config, chip)
-    grid = max(1, min(tiles, chip.multiprocessors * resident // elements)), elements
-    flops = 2 * elements * summed * extent["m"] * extent["k"] * extent["n"] // num_groups ** max(len(sizes) - 1, 0)
-    moved = [x.size * x.dtype.itemsize for x in (*arrays.values(), jax.ShapeDtypeStruct(full, stored)) if x is not None]
+
+    # 3. The launch: as many programs as the chip runs at a time, or as there can be tiles.
+    rows = -(-out_shape[0] // config.r)
+    tiles = (rows + min(held, out_shape[0]) + 1 if packed else rows * held) * -(-out_shape[1] // config.c)
+    programs = max(1, chip.multiprocessors * triton_tiling.resident(problem, config, chip) // elements)
+    tile = dict(zip((r, c, k), config.tile, strict=True))
+    products = elements * summed * (1 if sizes else held) * math.prod(extent.values())
+    moved = [x.size * x.dtype.itemsize for x in (*arrays.values(), out) if x is not None]
     with jax.named_scope(f"ragged_{name}"):
-        out = triton_call.call(
+        return triton_call.call(
             arrays,
-            jax.ShapeDtypeStruct(full, stored),
+            out,
             static,
-            grid=grid,
+            grid=(min(tiles, programs), elements),
             config=config,
-            name=f"{name}_{'x'.join(str(dict(zip((r, c, k), config.tile, strict=True))[x]) for x in 'mkn')}",
-            cost={"flops": flops * (1 if sizes else held), "bytes_accessed": sum(moved)},
+            name=f"{name}_{tile['m']}x{tile['k']}x{tile['n']}",
+            cost={"flops": 2 * products // num_groups ** max(len(sizes) - 1, 0), "bytes_accessed": sum(moved)},
             chip=chip,
             interpret=bool(target.interpret),
-        )
-    return out.astype(dtype)
-
-
-def _mean(letter: str, extent: int, sizes: Mapping[str, Array], num_groups: int) -> int:
-    """What a group has of a letter, on average, if its buffers are full."""
-    return max(1, -(-extent // num_groups)) if letter in sizes else extent
-
-
-def _common_dtype(a: Any, b: Any, chip: triton_tiling.Chip) -> tuple[jnp.dtype, bool]:
-    """The dtype of a dot's operands, and whether any has to be cast to it."""
-    a, b = jnp.dtype(a), jnp.dtype(b)
-    if a.name in _FP8 and b.name in _FP8 and chip.capability >= 89:
-        return a, False  # tensor cores multiply either with either
-    common = jnp.dtype(compute_dtype(a, b))
-    if (jnp.float16 in (a, b) and 1 in (a.itemsize, b.itemsize)) or a == b == jnp.float16:
-        common = jnp.dtype(jnp.float16)  # which holds every int8 and fp8
-    return common, (a, b) != (common, common)
-
-
-def _matrices(x: Array) -> int:
-    return int(np.prod(x.shape[:-2]))
-
-
-def _aligned(x: Array) -> bool:
-    """Whether each row begins at a multiple of 16 bytes, as TMA wants, and has some of them."""
-    return x.shape[-1] * x.dtype.itemsize % 16 == 0
+        ).astype(dtype)

@@ -3,7 +3,9 @@ for."""
 
 import itertools
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
 
 SMALLEST = 16
 """A tile's least extent: what a tensor core multiplies at once."""
@@ -82,7 +84,7 @@ class Problem(NamedTuple):
     groups: int
     itemsize: int  # of an operand in a dot, in bytes
     result: int  # bytes of an element of the result
-    matrices: int  # how often the operand with `c` is another: `groups`, or 1
+    least_k: int
     wide: bool = False  # whether a tile's product has an accumulator of its own, besides the total
     slow: bool = False  # float32 without tensor cores
     by_thread: bool = False  # an operand is loaded element by element, each thread holding its addresses
@@ -101,6 +103,11 @@ class Config(NamedTuple):
     @property
     def tile(self) -> tuple[int, int, int]:
         return self.r, self.c, self.k
+
+
+def least_k(*operands: Any) -> int:
+    """The least tile of the contracted letter: tensor cores take 32 numbers of 8 bits at once."""
+    return 32 if all(jnp.dtype(dtype).itemsize == 1 for dtype in operands) else SMALLEST
 
 
 def shared(problem: Problem, config: Config, on: Chip) -> int:
@@ -140,13 +147,14 @@ def choose(problem: Problem, on: Chip) -> Config:
     widths = (SMALLEST, 32) if problem.slow else (32, 64, 128, 256)
     heights = (SMALLEST, 32) if problem.slow else (16, 32, 64, 128)
     depth = SMALLEST if problem.slow else (64 if problem.by_thread else 128) // problem.itemsize
-    depths = [max(SMALLEST, min(depth, 1 << (problem.k - 1).bit_length()))]
-    configs = (_config(problem, *tile, on) for tile in itertools.product(heights, widths, depths))
+    depth = min(depth, 1 << (problem.k - 1).bit_length())
+    configs = (_config(problem, r, c, depth, on) for r, c in itertools.product(heights, widths))
     return min((c for c in configs if c is not None), key=lambda config: _seconds(problem, config, on))
 
 
 def _config(p: Problem, r: int, c: int, k: int, on: Chip) -> Config | None:
     """Warps and stages for a tile; None if it fits neither registers nor shared memory."""
+    k = max(k, p.least_k)
     # A thread has 255 registers. Hopper's and Blackwell's tensor cores read operands from shared memory, which leaves
     # 128 for the total, or for it and a tile's own product; fragments of the operands, or addresses, take half of that.
     totals, each = r * c * (2 if p.wide else 1), 128 if on.has_tma and not p.by_thread else 64
@@ -185,5 +193,5 @@ def _seconds(p: Problem, config: Config, on: Chip) -> float:
     per_chip = on.multiprocessors * min(2, resident(p, config, on))
     rounds = max(1.0, tiles / per_chip)
     busy = rounds * tile * per_chip / on.multiprocessors if tiles > on.multiprocessors else tile
-    moved = p.groups * (p.r * p.k * p.itemsize + p.r * p.c * p.result) + p.matrices * p.k * p.c * p.itemsize
+    moved = p.groups * ((p.r + p.c) * p.k * p.itemsize + p.r * p.c * p.result)
     return max(busy, moved / on.bandwidth)
