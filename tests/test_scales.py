@@ -1,8 +1,10 @@
 """Scales of either operand inside the TPU's and the GPU's kernels, against NumPy on operands dequantised in float64."""
 
 import itertools
+import re
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from ragged.kernels import Scales, Target, pallas_tpu, triton_gpu
 
 from . import oracle
+from .test_pallas_tpu import MODES
 
 Block = tuple[int | None, int | None]
 
@@ -24,6 +27,23 @@ UNIFORM_BLOCKS: list[Block | None] = [None, (None, None), (1, None), (None, 1), 
 PAIRS = [pair for i, pair in enumerate(itertools.product(ROW_BLOCKS, UNIFORM_BLOCKS)) if i % 3 == 0]
 ROW_PAIRS = [pair for i, pair in enumerate(itertools.product(ROW_BLOCKS, ROW_BLOCKS)) if i % 3 == 0]
 UNIFORM_PAIRS = [pair for i, pair in enumerate(itertools.product(UNIFORM_BLOCKS, UNIFORM_BLOCKS)) if i % 4 == 0]
+# Two or three ragged letters: every way to store the terms, each with some pairs of blocks.
+STORED = [
+    (letters, (lhs, rhs, out))
+    for letters, *terms in (
+        ("mn", ("mk",), ("nk",), ("mn", "nm")),
+        ("mk", ("mk", "km"), ("kn",), ("mn",)),
+        ("kn", ("km",), ("kn", "nk"), ("nm",)),
+        ("mkn", ("mk", "km"), ("kn", "nk"), ("mn", "nm")),
+    )
+    for lhs, rhs, out in itertools.product(*terms)
+]
+TILED = [
+    (*stored, *pair)
+    for i, stored in enumerate(STORED)
+    for j, pair in enumerate(itertools.product(ROW_BLOCKS, ROW_BLOCKS))
+    if (i + j) % 7 == 0
+]
 
 
 def fp8(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -145,6 +165,118 @@ def test_batched(kernels: Any, lhs_block: Block | None, rhs_block: Block | None)
         **options,
     )
     check(got, (x @ w).swapaxes(1, 2))
+
+
+def packed(
+    rng: np.random.Generator, sizes: list[int], widths: list[int], columns: int, block: Block | None, dtype: str
+) -> tuple[jnp.ndarray, Scales | None, oracle.Groups]:
+    """A buffer `[M, columns]` of groups, left-aligned; its scales; the groups times them. NaN wherever no group is."""
+    values = fp8(rng, M, columns) if dtype == "float8_e4m3fn" else rng.integers(-128, 128, (M, columns), np.int8)
+    ends = np.cumsum(sizes)
+    spans = [(slice(e - s, e), slice(w)) for s, e, w in zip(sizes, ends, widths, strict=True)]
+    data = oracle.pack([values[span] for span in spans], (True, True), (M, columns))
+    scaled = [values[span].astype(np.float64) for span in spans]
+    if block is None:
+        return jnp.asarray(data), None, scaled
+    column = blocks(columns, block[1])
+    scales = np.full((M if block[0] else G, column[-1] + 1), np.nan, np.float32)
+    for i, (rows, width) in enumerate(spans):
+        rows = rows if block[0] else slice(i, i + 1)
+        own = scales[rows, : column[width][-1] + 1 if width.stop else 0]
+        own[...] = rng.uniform(0.5, 2, own.shape)
+        scaled[i] *= scales[rows][:, column[width]]
+    return jnp.asarray(data), Scales(jnp.asarray(scales), block), scaled
+
+
+@pytest.mark.parametrize(
+    "kernels, mode, index",
+    [
+        (kernels, mode, i)
+        for kernels, mode, few in ((pallas_tpu, "plain", 1), (pallas_tpu, "two cores", 5), (triton_gpu, "plain", 1))
+        for i in range(0, len(TILED), few)
+    ],
+    ids=lambda x: getattr(x, "__name__", str(x)).removeprefix("ragged.kernels."),
+)
+def test_tiled(kernels: Any, index: int, mode: str) -> None:
+    """K23: two or three ragged letters: by group, row, column and block, whatever is contracted, shifted or packed."""
+    letters, axes, lhs_block, rhs_block = TILED[index]
+    dtype, tiling = ("int8", "float8_e4m3fn")[index % 2], (None, dict.fromkeys("mkn", 128))[index // 2 % 2]
+    rng = np.random.default_rng(0)
+    widest = dict(zip("mkn", (140, 300, 140), strict=True))
+    ragged = {"m": [70, 0, 90], "k": [30, 0, 150], "n": [0, 60, 135]}
+    extents = {x: ragged[x] if x in letters else [widest[x]] * G for x in "mkn"}
+    columns = {x: max(ragged[x]) + 5 if x in letters else widest[x] for x in "mkn"}
+    lhs, rhs = (
+        packed(rng, extents[row], extents[column], columns[column], block, dtype)
+        for (row, column), block in zip(axes[:2], (lhs_block, rhs_block), strict=True)
+    )
+    x, y = (
+        [z if term == stored else z.T for z in groups]
+        for term, stored, (*_, groups) in zip(("mk", "kn"), axes[:2], (lhs, rhs), strict=True)
+    )
+    products = [z if axes[2] == "mn" else z.T for z in oracle.matmul(x, y)]
+    want = oracle.pack(products, (True, True), (M, columns[axes[2][1]]), fill=0.0)
+    got = kernels.tiled_matmul(
+        lhs[0],
+        rhs[0],
+        {x: jnp.array(extents[x], jnp.int32) for x in letters},
+        axes=axes,
+        shape=want.shape,
+        preferred_element_type=jnp.float32,
+        tiling=tiling,
+        lhs_scales=lhs[1],
+        rhs_scales=rhs[1],
+        target=Target(interpret=MODES[mode]),
+    )
+    check(got, want)
+
+
+@BACKENDS
+def test_tiled_batch(kernels: Any) -> None:
+    """B3, K23: each batch element has its own scales, or all have the same."""
+    rng = np.random.default_rng(0)
+    x, y = fp8(rng, 2, M, K), fp8(rng, M, N)
+    by_column, by_row = rng.uniform(0.5, 2, (2, G, K)), rng.uniform(0.5, 2, (M, 1))
+    dims = [jnp.array(sizes, jnp.int32) for sizes in (SIZES, [K, 0, 200])]
+    got = kernels.tiled_matmul(
+        jnp.asarray(x),
+        jnp.asarray(y),
+        dict(zip("km", dims, strict=True)),
+        axes=("km", "kn", "mn"),
+        shape=(600, N),
+        preferred_element_type=jnp.float32,
+        lhs_scales=Scales(jnp.asarray(by_column, jnp.float32), (None, 1)),
+        rhs_scales=Scales(jnp.asarray(by_row, jnp.float32), (1, None)),
+        target=TARGET,
+    )
+    want, wide = np.zeros((2, 600, N)), (y * by_row.astype(np.float32)).astype(np.float64)
+    for e in range(2):
+        want[e, :K] = (x[e, :70].astype(np.float64) * by_column[e, 0].astype(np.float32)).T @ wide[:70]
+        scaled = x[e, 70:160, :200].astype(np.float64) * by_column[e, 2, :200].astype(np.float32)
+        want[e, K : K + 200] = scaled.T @ wide[70:160]
+    check(got, want)
+
+
+@pytest.mark.parametrize("block, precision", [((1, None), "HIGHEST"), ((None, 1), "DEFAULT")])
+def test_tiled_precision(block: Block, precision: str) -> None:
+    """K23: all bits of what was multiplied by its scales count; 8 bits alone are exact in a single pass."""
+    x, dims = jnp.ones((M, N), jnp.float8_e4m3fn), jnp.array(SIZES, jnp.int32)
+    values = jnp.ones((M, 1) if block[0] else (G, N))
+
+    def product(values: jnp.ndarray) -> jnp.ndarray:
+        return pallas_tpu.tiled_matmul(
+            x,
+            x,
+            {"k": dims, "m": dims},
+            axes=("km", "kn", "mn"),
+            shape=(M, N),
+            preferred_element_type=jnp.float32,
+            lhs_scales=Scales(values, block),
+            target=TARGET,
+        )
+
+    found = set(re.findall(r"Precision\.(\w+)", str(jax.make_jaxpr(product)(values))))
+    assert found == {precision}
 
 
 @BACKENDS

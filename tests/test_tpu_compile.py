@@ -142,6 +142,27 @@ def test_compiles_with_scales(generation: str) -> None:
     assert len(tpu.compile_for(generation, both, *avals).kernels) == 2
 
 
+@pytest.mark.parametrize("generation", ["v5e", "v6e", "tpu7x"])
+def test_compiles_tiled_with_scales(generation: str) -> None:
+    """K23: scales of rows and columns that are contracted, or kept, or cut out of two blocks."""
+    kind = tpu.device(generation)
+    target = Target(device=(kind.device_kind, kind.num_cores))
+    x, sizes = Aval((4096, 512), jnp.float8_e4m3fn), Aval((8,), jnp.int32)
+    by_group, by_row, by_block = (Aval(shape, jnp.float32) for shape in ((8, 512), (4096, 1), (4096, 4)))
+
+    def both(x: Array, y: Array, sizes: Array, by_group: Array, by_row: Array, by_block: Array) -> Any:
+        options: dict[str, Any] = {"preferred_element_type": jnp.bfloat16, "target": target, "shape": (4096, 512)}
+        letters = dict.fromkeys("mkn", sizes)
+        fine = {"lhs_scales": Scales(by_block, (1, 128)), "rhs_scales": Scales(by_row, (1, None))}
+        coarse = {"lhs_scales": Scales(by_group, (None, 1)), "rhs_scales": Scales(by_row, (1, None))}
+        first = pallas_tpu.tiled_matmul(x, y, letters, axes=("km", "kn", "mn"), **fine, **options)
+        return first, pallas_tpu.tiled_matmul(x, y, letters, axes=("km", "nk", "mn"), **coarse, **options)
+
+    compiled = tpu.compile_for(generation, both, x, x, sizes, by_group, by_row, by_block)
+    assert len(compiled.kernels) == 2
+    assert max(compiled.vmem) <= 12
+
+
 @pytest.mark.parametrize("buffers, k", [(1, 500), (3, 512), (3, 500)])
 def test_compiles_with_other_numbers_of_buffers(buffers: int, k: int) -> None:
     """K10, K34: one buffer, or more than the compiler's own pipeline has."""

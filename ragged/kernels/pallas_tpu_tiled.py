@@ -9,7 +9,7 @@ operand with a tile of the other. Tiles lie where the result has them:
   the group's own element 0.
 
 An operand that holds a letter the other way has such a tile at any offset, where no DMA can begin. So two neighbouring
-blocks are fetched, and the tile is cut out of them in VMEM.
+blocks are fetched, and the tile is cut out of them in VMEM. An operand's scales are fetched and cut as it is.
 
     rows     columns    visits of row tile 1, which both groups share; the columns are ragged
     tile 0   00000...
@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import ManualAxisType
 
-from ragged.kernels import ANY_TARGET, Refused, Target, schedule
+from ragged.kernels import ANY_TARGET, Refused, Scales, Target, schedule, tpu_scales
 from ragged.kernels.tpu_tiling import LANES, SMEM, round_up
 from ragged.kernels.xla import accumulator_dtype, compute_dtype
 
@@ -38,20 +38,27 @@ _VMEM = 12 << 20
 """Bytes that a kernel may take: within the 16 MiB that every generation's compiler allows."""
 _LOADED = ("bfloat16", "float32", "int8", "float8_e4m3fn", "float8_e5m2")
 """What a kernel loads; operands in other dtypes are cast before."""
+_SUBLANES = 8
+"""Rows of the smallest block of float32: as many times a group's scales are repeated."""
 
 
 class _Side(NamedTuple):
     """One axis of an operand."""
 
-    letter: str
+    letter: str  # or "group", of scales by group; or "", of scales whose columns are all in one tile
     tile: int
     blocks: int  # in the buffer, of one tile each
-    shifted: bool  # a tile is cut out of two blocks
+    shift: str = ""  # its name in the tables, where a tile is cut out of two blocks
+
+    @property
+    def shifted(self) -> bool:
+        return bool(self.shift)
 
 
 class _Operand(NamedTuple):
     name: str
     dtype: Any
+    wide: Any  # the dtype in which it is shifted and masked: the vector unit's own
     batched: bool
     sides: tuple[_Side, _Side]
 
@@ -61,9 +68,17 @@ class _Operand(NamedTuple):
         rows, columns = (side.tile * (1 + side.shifted) for side in self.sides)
         return rows, columns
 
-    def shift(self, axis: int) -> str:
-        """The name of a side in the tables."""
-        return f"{self.name} {self.sides[axis].letter}"
+
+class _Factor(NamedTuple):
+    """What an operand's scales are multiplied into: its tile if they change along the contracted letter, else the sum.
+
+    They are `[packed, blocks of columns]`, or by group `[8 * groups, columns]`, each group's row eight times.
+    """
+
+    source: _Operand
+    by_row: bool
+    extent: int | None  # of a block of columns; None for all columns
+    in_tile: bool
 
 
 class _Tables(NamedTuple):
@@ -103,6 +118,7 @@ class _Problem(NamedTuple):
     ragged: frozenset[str]
     num_groups: int
     operands: tuple[_Operand, _Operand]  # the one with the result's rows first
+    factors: tuple[_Factor | None, _Factor | None]  # of the operands
     dtype: Any  # of the result
     has_existing: bool
     common: Any  # both operands of a dot are cast to it
@@ -113,9 +129,9 @@ class _Problem(NamedTuple):
         return accumulator_dtype(self.common)
 
     @property
-    def wide(self) -> Any:
-        """The dtype in which operands are shifted and masked: the vector unit's own."""
-        return jnp.int32 if self.common == jnp.int8 else jnp.float32
+    def inputs(self) -> list[_Operand]:
+        """What is fetched: the operands, then their scales."""
+        return [*self.operands, *(factor.source for factor in self.factors if factor)]
 
     def tiles(self, letter: str) -> int:
         return -(-self.extent[letter] // self.tile[letter])
@@ -157,10 +173,13 @@ class _Problem(NamedTuple):
         """How many bytes a kernel takes, about: two buffers of each block, scratch, and what is rotated."""
         result = 2 * (1 + self.has_existing) * self.dtype.itemsize
         total = self.tile[self.row] * self.tile[self.column] * (result + 4)
-        for operand in self.operands:
+        for operand in self.inputs:
             (rows, columns), height = operand.window, operand.sides[0].tile
             total += rows * columns * (2 * operand.dtype.itemsize + 4 * operand.sides[0].shifted)
             total += height * columns * 4 * operand.sides[1].shifted
+        for operand, factor in zip(self.operands, self.factors, strict=True):
+            if factor and factor.in_tile:
+                total += 8 * operand.sides[0].tile * operand.sides[1].tile
         return total
 
     def pack(self, opens: Array, active: Array, column: Array, piece: Array, step: Array) -> Array:
@@ -201,11 +220,18 @@ def tiled_matmul(
     precision: Any = None,
     tiling: dict[str, int] | None = None,
     existing_out: Array | None = None,
+    lhs_scales: Scales | None = None,
+    rhs_scales: Scales | None = None,
     target: Target = ANY_TARGET,
 ) -> Array:
     """The product where two or three letters are ragged: see the contract in `ragged.kernels`.
 
     A batch axis is a dim of the grid; the sizes must be the same for all batch elements. Tiles fit every generation.
+
+    Scales of an operand `[packed, other]` with a group's element in row `i`, column `j` of it are `values[i, j // c]`
+    for `block=(1, c)`, and `values[group, j // c]` for `block=(None, c)`; `c=None` means all columns, and one column of
+    values. A group's columns begin at 0, whether they are ragged or not, so no block straddles two groups. No value of
+    the tail matters.
 
     **Raises:** `Refused` where there are more of them than a TPU's scalar memory can list.
     """
@@ -214,8 +240,13 @@ def tiled_matmul(
     for name, x in operands.items():
         x = x if x.dtype.name in _LOADED else x.astype(common)
         operands[name] = x if x.ndim == 3 else x[None]
+    scales = {
+        name: _arranged(given, operands[name].shape[-1])
+        for name, given in (("lhs", lhs_scales), ("rhs", rhs_scales))
+        if given is not None
+    }
     dtype, has_existing = jnp.dtype(preferred_element_type), existing_out is not None
-    problem = _problem(operands, sizes, axes, shape[-2:], dtype, has_existing, precision, tiling)
+    problem = _problem(operands, scales, sizes, axes, shape[-2:], dtype, has_existing, precision, tiling)
     if problem.smem > SMEM:
         raise Refused(
             f"up to {problem.visits} visits: more than a TPU's scalar memory can list.\nPass a larger `tiling`."
@@ -225,12 +256,25 @@ def tiled_matmul(
     existing = None if existing_out is None else existing_out.astype(out.dtype).reshape(out.shape)
     with jax.named_scope("ragged_tiled_matmul"):
         tables, visits = _tables(problem, sizes, axes, (lhs.shape, rhs.shape, shape))
-        product = _launch(problem, tables, visits, operands, existing, out, target.interpret)
+        inputs = operands | {f"{name} scales": given.values for name, given in scales.items()}
+        product = _launch(problem, tables, visits, inputs, existing, out, target.interpret)
     return product if batch is not None else product[0]
+
+
+def _arranged(scales: Scales, columns: int) -> Scales:
+    """Scales as they are fetched, float32: `[e, packed, blocks]`; by group, `[e, 8 * g, columns]`, or one column."""
+    values, (row, column) = scales.values.astype(jnp.float32), scales.block
+    values = values if values.ndim == 3 else values[None]
+    if row is None:
+        values = jnp.repeat(values, _SUBLANES, axis=1)
+        if column is not None:
+            values, column = jnp.repeat(values, column, axis=2)[:, :, :columns], 1
+    return Scales(values, (row, column))
 
 
 def _problem(
     operands: dict[str, Array],
+    scales: dict[str, Scales],
     sizes: dict[str, Array],
     axes: tuple[str, str, str],
     shape: tuple[int, ...],
@@ -252,14 +296,35 @@ def _problem(
         capacity[letters[0]] = min(rows, capacity.get(letters[0], rows))
     (num_groups,) = next(iter(sizes.values())).shape
 
+    def in_tile(name: str, letters: str) -> bool:
+        """Whether there are scales that change along the contracted letter."""
+        return name in scales and scales[name].block[letters.index(contracted)] is not None
+
+    common = compute_dtype(operands["lhs"].dtype, operands["rhs"].dtype)
+    if any(in_tile(name, letters) for name, letters, _ in terms):
+        common = jnp.dtype(jnp.float32)
+        if all(x.dtype.itemsize == 1 for x in operands.values()):
+            precision = lax.Precision.HIGHEST  # of tiles that were multiplied by their scales, all bits count
+    wide = jnp.int32 if common == jnp.int8 else jnp.float32
+
     def build(tile: dict[str, int]) -> _Problem:
-        def side(letters: str, x: Array, axis: int) -> _Side:
+        def side(name: str, letters: str, x: Array, axis: int) -> _Side:
             letter = letters[axis]
             shifted = letter in sizes and (axis == 0) != (letter in aligned)
-            return _Side(letter, tile[letter], -(-x.shape[1 + axis] // tile[letter]), shifted)
+            shift = f"{name} {letter}" if shifted else ""
+            return _Side(letter, tile[letter], -(-x.shape[1 + axis] // tile[letter]), shift)
+
+        def factor(operand: _Operand, letters: str) -> _Factor | None:
+            if operand.name not in scales:
+                return None
+            values, (row, extent) = scales[operand.name]
+            rows = _Side("group", _SUBLANES, num_groups) if row is None else operand.sides[0]
+            columns = operand.sides[1] if extent == 1 else _Side("", _round_up(values.shape[2]), 1)
+            source = _Operand(f"{operand.name} scales", values.dtype, jnp.float32, values.shape[0] > 1, (rows, columns))
+            return _Factor(source, row is not None, extent, in_tile(operand.name, letters))
 
         first, second = (
-            _Operand(name, x.dtype, x.shape[0] > 1, (side(letters, x, 0), side(letters, x, 1)))
+            _Operand(name, x.dtype, wide, x.shape[0] > 1, (side(name, letters, x, 0), side(name, letters, x, 1)))
             for name, letters, x in terms
         )
         return _Problem(
@@ -272,9 +337,10 @@ def _problem(
             ragged=frozenset(sizes),
             num_groups=num_groups,
             operands=(first, second),
+            factors=(factor(first, terms[0][1]), factor(second, terms[1][1])),
             dtype=dtype,
             has_existing=has_existing,
-            common=compute_dtype(first.dtype, second.dtype),
+            common=common,
             precision=precision,
         )
 
@@ -344,7 +410,7 @@ def _tables(
             if side.shifted:
                 # The group's element 0 lies at its start where the operand packs it, else at 0.
                 shift = with_gap((starts[operand.name] if axis == 0 else 0) - begin[side.letter])
-                block[operand.shift(axis)], offset[operand.shift(axis)] = shift // side.tile, shift % side.tile
+                block[side.shift], offset[side.shift] = shift // side.tile, shift % side.tile
     begin = {letter: with_gap(x) for letter, x in begin.items()}
 
     # 3. Pieces, in the order of their tiles. `row_visits` numbers its own 2 * group + 1, and those of no group evenly.
@@ -382,12 +448,15 @@ def _launch(
     p: _Problem,
     tables: _Tables,
     visits: Array,
-    operands: dict[str, Array],
+    inputs: dict[str, Array],
     existing: Array | None,
     out: jax.ShapeDtypeStruct,
     interpret: Any,
 ) -> Array:
-    """Runs the kernel: `[e, packed, other] × [e, packed, other] -> [e, rows, columns]`, where an `e` may be 1."""
+    """Runs the kernel: `[e, packed, other] × [e, packed, other] -> [e, rows, columns]`, where an `e` may be 1.
+
+    `inputs`: by name, the operands and their scales.
+    """
     scalars, tree = jax.tree.flatten(tables)
     grid = (
         1 if p.column in p.ragged else p.tiles(p.column),  # first: two cores share only a first dim
@@ -402,10 +471,10 @@ def _launch(
             place = p.place(ids, t)
             index = [ids[1] if operand.batched else 0]
             for axis, side in enumerate(operand.sides):
-                at = place.tile[side.letter]
+                at = t.group[place.piece] if side.letter == "group" else place.tile.get(side.letter, 0)
                 if side.shifted:
                     # A neighbour outside the buffer holds nothing of the group.
-                    at = at + t.block[operand.shift(axis)][t.group[place.piece]] + neighbour[axis]
+                    at = at + t.block[side.shift][t.group[place.piece]] + neighbour[axis]
                     at = jnp.clip(at, 0, side.blocks - 1)
                 index.append(jnp.where(place.active, at, 0))
             return tuple(index)
@@ -417,14 +486,14 @@ def _launch(
         return args[1], tile[p.row], tile[p.column]
 
     out_spec = pl.BlockSpec((None, p.tile[p.row], p.tile[p.column]), out_index)
-    neighbours = [_neighbours(operand) for operand in p.operands]
-    specs = [block_spec(operand, n) for operand, near in zip(p.operands, neighbours, strict=True) for n in near]
-    arrays = [operands[operand.name] for operand, near in zip(p.operands, neighbours, strict=True) for _ in near]
-    shifted = [operand for operand in p.operands if operand.sides[0].shifted]
+    neighbours = {operand: _neighbours(operand) for operand in p.inputs}
+    specs = [block_spec(operand, n) for operand, near in neighbours.items() for n in near]
+    arrays = [inputs[operand.name] for operand, near in neighbours.items() for _ in near]
+    shifted = [operand for operand in p.inputs if operand.sides[0].shifted]
 
     def kernel(*refs: Any) -> None:
         t, rest = tree.unflatten(refs[: len(scalars)]), iter(refs[len(scalars) :])
-        blocks = [{n: next(rest) for n in near} for near in neighbours]
+        blocks = {operand.name: {n: next(rest) for n in near} for operand, near in neighbours.items()}
         existing_ref = None if existing is None else next(rest)
         out_ref, accumulator, *scratch = rest
         windows = {operand.name: window for operand, window in zip(shifted, scratch, strict=True)}
@@ -432,7 +501,7 @@ def _launch(
         _body(p, t, place, blocks, windows, existing_ref, out_ref, accumulator)
 
     flops = 2 * out.shape[0] * p.extent["m"] * p.extent["k"] * p.extent["n"] // p.num_groups ** (len(p.ragged) - 1)
-    moved = [*operands.values(), out] if existing is None else [*operands.values(), existing, out]
+    moved = [*inputs.values(), out] if existing is None else [*inputs.values(), existing, out]
     tile = "x".join(str(p.tile[letter]) for letter in "mkn")
     return pl.pallas_call(
         kernel,
@@ -444,7 +513,7 @@ def _launch(
             out_specs=out_spec,
             scratch_shapes=[
                 pltpu.VMEM((p.tile[p.row], p.tile[p.column]), p.accumulator),
-                *(pltpu.VMEM(_by_lanes(operand.window), p.wide) for operand in shifted),
+                *(pltpu.VMEM(_by_lanes(operand.window), operand.wide) for operand in shifted),
             ],
         ),
         compiler_params=pltpu.CompilerParams(
@@ -474,13 +543,13 @@ def _body(
     p: _Problem,
     t: _Tables,
     place: _Place,
-    blocks: list[dict[tuple[int, int], Any]],
+    blocks: dict[str, dict[tuple[int, int], Any]],
     windows: dict[str, Any],
     existing: Any,
     out: Any,
     accumulator: Any,
 ) -> None:
-    """One step of the grid: a tile of each operand. `blocks[i]` are the refs of operand `i`, by neighbour."""
+    """One step of the grid: a tile of each operand. `blocks` are the refs of each input, by neighbour."""
     group = t.group[place.piece]
     begin, end = p.span(p.contracted, group, t)
     low = place.tile[p.contracted] * p.tile[p.contracted]
@@ -495,15 +564,32 @@ def _body(
     def _() -> None:
         accumulator[...] = jnp.zeros_like(accumulator)
 
+    def load(operand: _Operand) -> Array:
+        offsets = [t.offset[side.shift][group] if side.shifted else 0 for side in operand.sides]
+        return _cut(operand, blocks[operand.name], windows.get(operand.name), offsets)
+
+    def scales(operand: _Operand, factor: _Factor, turned: bool = False) -> Array:
+        """Those of a tile `[packed, other]`, an extent 1 where they don't change; its transpose if `turned`."""
+        x, side = load(factor.source), operand.sides[1]
+        if factor.extent not in (None, 1):
+            first, end = p.span(side.letter, group, t)
+            column = lax.broadcasted_iota(jnp.int32, x.shape, 1)
+            x = jnp.where(column * factor.extent < end - first, x, 0.0)  # the rest is undefined
+            start = place.tile[side.letter] * side.tile - first
+            x = tpu_scales.spread(x, factor.extent, start, side.tile, 1)
+        kept = slice(None if factor.by_row else 1), slice(None if factor.extent else 1)
+        return x.T[kept[::-1]] if turned else x[kept]
+
     def multiply(masked: bool) -> None:
         values, axes = [], []
-        for operand, refs in zip(p.operands, blocks, strict=True):
-            offsets = [t.offset[operand.shift(i)][group] if side.shifted else 0 for i, side in enumerate(operand.sides)]
-            x = _cut(operand, refs, windows.get(operand.name), offsets, p.wide)
+        for operand, factor in zip(p.operands, p.factors, strict=True):
+            x = load(operand)
             axis = [side.letter for side in operand.sides].index(p.contracted)
+            if factor is not None and factor.in_tile:
+                x = x.astype(jnp.float32) * scales(operand, factor)
             if masked:
                 at = low + lax.broadcasted_iota(jnp.int32, x.shape, axis)
-                x = jnp.where((at >= begin) & (at < end), x.astype(p.wide), jnp.zeros((), p.wide))
+                x = jnp.where((at >= begin) & (at < end), x.astype(operand.wide), jnp.zeros((), operand.wide))
             values.append(x.astype(p.common))
             axes.append((axis,))
         accumulator[...] += lax.dot_general(
@@ -524,7 +610,13 @@ def _body(
     @pl.when(place.active & is_last)
     def _() -> None:
         wide = jnp.float32 if jnp.issubdtype(out.dtype, jnp.floating) else jnp.int32
-        total = accumulator[...].astype(wide)
+        total = accumulator[...]
+        for operand, factor, axis in zip(p.operands, p.factors, (0, 1), strict=True):
+            if factor is not None and not factor.in_tile:
+                # The kept letter is this axis of the sum.
+                turned = operand.sides[axis].letter == p.contracted
+                total = total.astype(jnp.float32) * scales(operand, factor, turned)
+        total = total.astype(wide)
         if existing is not None:
             total = total + existing[...].astype(wide)
         mine = jnp.ones((1, 1), bool)
@@ -536,7 +628,7 @@ def _body(
         out[...] = jnp.where(mine, total, out[...].astype(wide)).astype(out.dtype)
 
 
-def _cut(operand: _Operand, blocks: dict[tuple[int, int], Any], window: Any, offsets: list[Any], wide: Any) -> Array:
+def _cut(operand: _Operand, blocks: dict[tuple[int, int], Any], window: Any, offsets: list[Any]) -> Array:
     """The tile that begins at `offsets` in the blocks."""
     (rows, columns), (_, width) = (side.tile for side in operand.sides), operand.window
     if window is None:
@@ -545,11 +637,11 @@ def _cut(operand: _Operand, blocks: dict[tuple[int, int], Any], window: Any, off
         # Rows are read from any row on, but only 128 lanes at a time: each column of lanes has a window of its own.
         for (i, j), block in blocks.items():
             for lane in range(0, columns, LANES):
-                part = block[:, lane : lane + LANES].astype(wide)
+                part = block[:, lane : lane + LANES].astype(operand.wide)
                 window[(j * columns + lane) // LANES, pl.ds(i * rows, rows), :] = part
         parts = [window[column, pl.ds(offsets[0], rows), :] for column in range(width // LANES)]
     x = jnp.concatenate(parts, axis=1)
     if width > columns:
         # To the left by the offset: a rotation goes to the right.
-        x = pltpu.roll(x.astype(wide), jnp.where(offsets[1] == 0, 0, width - offsets[1]), 1)[:, :columns]
+        x = pltpu.roll(x.astype(operand.wide), jnp.where(offsets[1] == 0, 0, width - offsets[1]), 1)[:, :columns]
     return x
