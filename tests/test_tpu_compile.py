@@ -142,6 +142,15 @@ def test_compiles_with_scales(generation: str) -> None:
     assert len(tpu.compile_for(generation, both, *avals).kernels) == 2
 
 
+def test_tiles_of_two_ragged_letters() -> None:
+    """O3: as much of the uniform letter as fits; half the mean group where two letters' tiles are shared."""
+    function, avals = product("outer", LARGE, jnp.bfloat16)
+    compiled = tpu.compile_for("v4", function, *avals)
+    tiles = {name.removeprefix("tiled_matmul_").split(".")[0] for name in compiled.kernels}
+    assert tiles == {"512x1024x512", "512x512x512", "256x2048x256"}
+    assert max(compiled.vmem) <= 14  # of 16
+
+
 @pytest.mark.parametrize("generation", ["v5e", "v6e", "tpu7x"])
 def test_compiles_tiled_with_scales(generation: str) -> None:
     """K23: scales of rows and columns that are contracted, or kept, or cut out of two blocks."""

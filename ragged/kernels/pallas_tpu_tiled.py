@@ -33,7 +33,7 @@ from ragged.kernels import ANY_TARGET, Refused, Scales, Target, schedule, tpu_sc
 from ragged.kernels.tpu_tiling import LANES, SMEM, round_up
 from ragged.kernels.xla import accumulator_dtype, compute_dtype
 
-_LARGEST_TILE = 512
+_LARGEST_TILE, _LARGEST_UNIFORM_TILE = 512, 2048
 _VMEM = 12 << 20
 """Bytes that a kernel may take: within the 16 MiB that every generation's compiler allows."""
 _LOADED = ("bfloat16", "float32", "int8", "float8_e4m3fn", "float8_e5m2")
@@ -345,12 +345,13 @@ def _problem(
         )
 
     whole = {letter: _round_up(size) for letter, size in extent.items()}
-    largest = {letter: min(_LARGEST_TILE, whole[letter]) for letter in "mkn"}
+    largest = {x: min(_LARGEST_TILE if x in sizes else _LARGEST_UNIFORM_TILE, whole[x]) for x in "mkn"}
     if tiling is not None:
         tile = {letter: min(_round_up(tiling[letter]), whole[letter]) for letter in "mkn"}
     else:
-        # About the mean group, of what is packed somewhere; the next power of two.
-        mean = extent | {letter: min(extent[letter], rows // num_groups) for letter, rows in capacity.items()}
+        # About the mean group, of what is packed somewhere; the next power of two. Half of it where two letters' tiles
+        # are aligned: a group shares tiles with its neighbours along both, and each is multiplied as a whole.
+        mean = extent | {x: min(extent[x], rows // num_groups // len(aligned)) for x, rows in capacity.items()}
         tile = {x: min(largest[x], LANES << (_round_up(mean[x]) // LANES - 1).bit_length()) for x in "mkn"}
     while build(tile).vmem > _VMEM:
         longest = max("mkn", key=lambda letter: tile[letter])

@@ -9,6 +9,8 @@ machine code, the operations that a simulated run of it executes, and the cycles
     forward   [4096, 2048] @ [8, 2048, 2048] -> [4096, 2048]
     wgrad     [4096, 2048].T @ [4096, 2048] -> [8, 2048, 2048]
 
+and products with two or three ragged letters (`TILED`), beside the least that XLA's loop over tiles can take.
+
 The simulator takes what it can't know for 0: what a kernel reads from its schedule, too. A grid whose extent it can't
 know runs 42 times. So the schedule is baked in as arithmetic (`Formula`), and what was executed is checked: the number
 of `vmatmul` and the bytes copied. HBM always has its full bandwidth there, hence the second bound, `memory cycles`:
@@ -22,6 +24,7 @@ import glob
 import importlib
 import importlib.metadata
 import json
+import math
 import os
 import re
 import subprocess
@@ -94,11 +97,12 @@ class Formula:
 
 
 class Kernel(NamedTuple):
-    """What to simulate: a function of two operands, and what it has to copy from HBM and to it."""
+    """What to simulate: a function of its operands, and what it has to copy from HBM and to it, and multiply."""
 
-    function: Callable[[Array, Array], Array]
-    operands: tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]
-    bytes: int
+    function: Callable[..., Array]
+    operands: tuple[jax.ShapeDtypeStruct, ...]
+    bytes: int | None  # None: whatever it copies
+    macs: int = MACS
 
 
 def forward(function: Callable[[Array, Array], Array], tile: Tile) -> Kernel:
@@ -182,6 +186,126 @@ def tokamax(name: str, tile: Tile | None, device: Device) -> Kernel:
     return (wgrad if name == "tgmm_v2" else forward)(function, tile or (ROWS, K, N))
 
 
+class Tiled(NamedTuple):
+    """A product with two or three ragged letters, all groups of one size."""
+
+    letters: str
+    axes: tuple[str, str, str]
+    rows: int  # of all groups, along each ragged letter
+    uniform: int  # extent of the letter that isn't ragged
+    groups: int
+
+    @property
+    def size(self) -> int:
+        return self.rows // self.groups
+
+    @property
+    def extent(self) -> dict[str, int]:
+        """Of each letter, in one group."""
+        return {letter: self.size if letter in self.letters else self.uniform for letter in "mkn"}
+
+    @property
+    def buffers(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return tuple(jax.ShapeDtypeStruct((self.rows, self.extent[term[1]]), jnp.bfloat16) for term in self.axes)
+
+
+TILED = {
+    f"{name} {size}": Tiled(letters, axes, *shape)
+    for size, shape in {
+        "8×512, 2048": (4096, 2048, 8),
+        "8×512, 128": (4096, 128, 8),
+        "64×128, 2048": (8192, 2048, 64),
+    }.items()
+    for name, letters, axes in (
+        ("outer", "mn", ("mk", "nk", "mn")),
+        ("inner_rows", "mk", ("mk", "kn", "mn")),
+        ("inner_rows, lhs transposed", "mk", ("km", "kn", "mn")),
+        ("ragged", "mkn", ("mk", "kn", "mn")),
+    )
+}
+
+
+def tiled(product: Tiled, device: Device) -> Kernel:
+    """The kernel for two and three ragged letters, where each group begins in the middle of a tile, and has one more.
+
+    It lacks one element of whole tiles: so those of a letter that is counted from its element 0 are masked too.
+    """
+    from ragged.kernels import pallas_tpu_tiled as module
+
+    dims: Any = dict.fromkeys(product.letters, jax.ShapeDtypeStruct((product.groups,), jnp.int32))
+
+    def problem(terms: tuple[Any, ...], tiling: Any) -> Any:
+        lhs, rhs, out = terms
+        buffers: Any = {name: jax.ShapeDtypeStruct((1, *x.shape), x.dtype) for name, x in (("lhs", lhs), ("rhs", rhs))}
+        return module._problem(buffers, {}, dims, product.axes, out.shape, out.dtype, False, None, tiling)
+
+    tile = problem(product.buffers, None).tile
+    lhs, rhs, out = (jax.ShapeDtypeStruct((product.size + x.shape[0], x.shape[1]), x.dtype) for x in product.buffers)
+    p = problem((lhs, rhs, out), tile)
+    # How many tiles of each letter a group visits, each for all of the next letter's.
+    aligned, size = module._aligned(product.axes), product.size
+    each = {x: size // tile[x] + (x in aligned) if x in product.letters else 1 for x in (p.column, p.row, p.contracted)}
+    pieces, steps = product.groups * each[p.row], each[p.contracted]
+    count: Any = each[p.column] * pieces * steps
+
+    def table(entry: Callable[[Any], Any]) -> Formula:
+        return Formula(entry, count)
+
+    def divided(i: Any, n: int) -> Any:
+        """`i // n` for small numbers, which the simulator does follow."""
+        return i if n == 1 else (i * (2**16 // n + 1)) >> 16
+
+    def group(piece: Any) -> Any:
+        return divided(piece, each[p.row])
+
+    def word(v: Any) -> Any:
+        place = divided(v, steps)
+        column = divided(place, pieces)
+        piece, step = place - column * pieces, v - place * steps
+        if p.contracted in aligned:
+            step = step + group(piece) * (size // tile[p.contracted])
+        return p.pack(v >= 0, v >= 0, column, piece, step)
+
+    begin = {x: table(lambda g, x=x: (g * size + tile[x] // 2) * (x in aligned)) for x in product.letters}
+    sides = {
+        side.shift: (axis, size // side.tile) for x in p.operands for axis, side in enumerate(x.sides) if side.shift
+    }
+    tables = module._Tables(
+        visit=table(word),
+        tile=table(lambda i: i - group(i)),
+        group=table(group),
+        begin=begin,
+        end={x: table(lambda g, x=x: begin[x][g] + size - 1) for x in product.letters},
+        block={
+            name: table(lambda g, axis=axis, n=n: -(g * n + 1) if axis else g * n) for name, (axis, n) in sides.items()
+        },
+        offset=dict.fromkeys(sides, table(lambda g: 8 * (g & 7) + 3)),  # none that the compiler could know
+    )
+
+    def function(lhs: Array, rhs: Array) -> Array:
+        result = jax.ShapeDtypeStruct((1, *out.shape), out.dtype)
+        return module._launch(p, tables, count, {"lhs": lhs[None], "rhs": rhs[None]}, None, result, False)[0]
+
+    tiles = count * math.prod(p.tiles(x) for x in "mkn" if x not in product.letters)
+    return Kernel(function, (lhs, rhs), None, tiles * math.prod(p.tile.values()))
+
+
+def tiled_in_xla(product: Tiled, device: Device) -> Kernel:
+    """The same product in plain XLA: a loop over tiles, each begun at its group's first element."""
+    from ragged.kernels import xla
+
+    lhs, rhs, out = product.buffers
+    dims = jax.ShapeDtypeStruct((product.groups,), jnp.int32)
+
+    def function(lhs: Array, rhs: Array, dims: Array) -> Array:
+        sizes = dict.fromkeys(product.letters, dims)
+        return xla.tiled_matmul(
+            lhs, rhs, sizes, axes=product.axes, shape=out.shape, preferred_element_type=jnp.bfloat16
+        )
+
+    return Kernel(function, (lhs, rhs, dims), None)
+
+
 KERNELS: dict[str, Callable[[Device], Kernel]] = {
     "ours forward": functools.partial(ours, "forward", None),
     "ours forward 512,2048,512": functools.partial(ours, "forward", (512, 2048, 512)),
@@ -191,6 +315,8 @@ KERNELS: dict[str, Callable[[Device], Kernel]] = {
     "ours wgrad 512,1024,1024": functools.partial(ours, "wgrad", (512, 1024, 1024)),
     "megablox tgmm 512,1024,1024": functools.partial(megablox, "tgmm", (512, 1024, 1024)),
     "tokamax tgmm_v2 512,1024,1024": functools.partial(tokamax, "tgmm_v2", (512, 1024, 1024)),
+    **{f"ours {name}": functools.partial(tiled, product) for name, product in TILED.items()},
+    **{f"xla {name}": functools.partial(tiled_in_xla, product) for name, product in TILED.items()},
 }
 HOT_BLOCK_ONLY = {"tokamax": "not simulated: it makes its schedule itself, from sizes that the simulator takes for 0"}
 
@@ -223,10 +349,52 @@ def compile_kernel(name: str, generation: str) -> dict[str, Any]:
     (call,) = re.finditer(r'%(\S+) = [^\n]*custom_call_target="tpu_custom_call"', text)
     size = re.compile(r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"0","size":"(\d+)"')
     vmem = size.search(text, call.end())
-    return {"call": call[1], "vmem": int(vmem[1]) / 2**20 if vmem else None, "bytes": kernel.bytes}
+    return {
+        "call": call[1],
+        "vmem": int(vmem[1]) / 2**20 if vmem else None,
+        "bytes": kernel.bytes,
+        "macs": kernel.macs,
+    }
 
 
-def simulated(generation: Generation, folder: Path, call: str, expected_bytes: int) -> dict[str, Any]:
+def cycles_of(folder: Path, operation: str) -> int:
+    """What one operation takes, by the simulator."""
+    (estimate,) = folder.glob(f"{glob.escape(operation)}_*.textproto")
+    return int(re.findall(r"estimated_cycles: (\d+)", estimate.read_text())[0])
+
+
+def least_of_xla(name: str, generation: Generation, folder: Path) -> dict[str, Any]:
+    """What XLA's loop takes at least: its products, one after another, and HBM's copies of all buffers around the loop.
+
+    Whatever else a trip does counts for nothing, but for `with stores`: its tile's store into the result.
+    """
+    from ragged.kernels import xla
+
+    product, info = TILED[name.removeprefix("xla ")], pltpu.get_tpu_info_for_chip(generation.chip, generation.cores)
+    tiles = dict(product.extent)
+    for packed, other in product.axes:
+        tiles[packed] = min(tiles[packed], xla._mean_tile(product.rows, product.groups))
+        tiles[other] = min(tiles[other], 256) if other in product.letters else tiles[other]
+    trips = {x: -(-extent // tiles[x]) for x, extent in product.extent.items()}
+    products, stores = product.groups * math.prod(trips.values()), product.groups * trips[product.axes[2][0]]
+    stores *= trips[product.axes[2][1]]
+    operations = [path.name.split("_TPU")[0] for path in folder.glob("*.textproto")]
+    executed = {x: (folder / f"{x}_bundles.txt").read_text(errors="replace") for x in operations}
+    executed = {x: len(re.findall(r"^\s*(?:%\S+ = )?vmatmul", text, re.M)) for x, text in executed.items()}
+    dot = max(operations, key=lambda x: executed[x])
+    store = next((x for x in operations if x.startswith("dynamic_update_slice")), None)
+    clock = info.bf16_ops_per_second / 2 / (4 * info.mxu_column_size**2)
+    moved = 2 * sum(math.prod(x.shape) for x in product.buffers) / info.mem_bw_bytes_per_second * clock
+    total = products * cycles_of(folder, dot) + moved
+    needed = math.prod(tiles.values()) / (16 * info.mxu_column_size**2)
+    return {
+        "cycles": total,
+        "with stores": total + stores * cycles_of(folder, store) if store else None,
+        "status": "at least" if executed[dot] >= needed else f"executed {executed[dot]} vmatmul, not {needed}",
+    }
+
+
+def simulated(generation: Generation, folder: Path, call: str, expected_bytes: int | None, macs: int) -> dict[str, Any]:
     """What follows from the simulated run, of one core."""
     operations: Counter[str] = Counter()
     copied: Counter[str] = Counter()
@@ -236,18 +404,19 @@ def simulated(generation: Generation, folder: Path, call: str, expected_bytes: i
             operations[found[1]] += 1
             if found[2]:
                 copied[found[1]] += 32 * int(found[2])
-    (estimate,) = folder.glob(f"{glob.escape(call)}_*.textproto")
-    cycles = int(re.findall(r"estimated_cycles: (\d+)", estimate.read_text())[0])
+    cycles = cycles_of(folder, call)
     info = pltpu.get_tpu_info_for_chip(generation.chip, generation.cores)
     macs_per_cycle = 4 * info.mxu_column_size**2
     clock = info.bf16_ops_per_second / 2 / macs_per_cycle
+    total = copied["dma.hbm_to_vmem"] + copied["dma.vmem_to_hbm"]
+    expected_bytes = total * generation.cores if expected_bytes is None else expected_bytes
     memory_cycles = expected_bytes / generation.cores / info.mem_bw_bytes_per_second * clock
-    ideal = MACS / generation.cores / macs_per_cycle
+    ideal = macs / generation.cores / macs_per_cycle
     wrong = [
         f"executed {executed} {what}, not {expected}"
         for what, executed, expected in (
-            ("vmatmul", operations["vmatmul"], MACS // generation.cores // (16 * info.mxu_column_size**2)),
-            ("bytes", copied["dma.hbm_to_vmem"] + copied["dma.vmem_to_hbm"], expected_bytes // generation.cores),
+            ("vmatmul", operations["vmatmul"], macs // generation.cores // (16 * info.mxu_column_size**2)),
+            ("bytes", total, expected_bytes // generation.cores),
         )
         if executed != expected
     ]
@@ -303,6 +472,8 @@ def measure(name: str, generation: str, timeout: float) -> dict[str, Any]:
             except subprocess.TimeoutExpired:
                 failures.append(f"timed out after {timeout:g} s")
                 continue
+            if name.startswith("xla"):  # libtpu aborts when it has simulated the operations of the loop
+                return {**row, **least_of_xla(name, GENERATIONS[generation], folder / "profile")}
             if missing := re.search(r"ModuleNotFoundError: No module named '(.*)'", child.stderr):
                 return {**row, "status": f"not installed: {missing[1]}"}
             if child.returncode:
@@ -312,7 +483,9 @@ def measure(name: str, generation: str, timeout: float) -> dict[str, Any]:
             facts = json.loads(child.stdout.splitlines()[-1])
             row |= {"call": facts["call"], "VMEM MiB": facts["vmem"], **hot_block(folder / "llo", facts["call"])}
             if simulate:
-                row |= simulated(GENERATIONS[generation], folder / "profile", facts["call"], facts["bytes"])
+                row |= simulated(
+                    GENERATIONS[generation], folder / "profile", facts["call"], facts["bytes"], facts["macs"]
+                )
             break
     return {**row, "status": "; ".join(failures)} if failures else row
 
@@ -322,6 +495,7 @@ COLUMNS = {
     "generation": "",
     "call": "",
     "cycles": ".0f",
+    "with stores": ".0f",
     "of peak": ".3f",
     "memory cycles": ".0f",
     "of peak, memory-bound": ".3f",
