@@ -167,6 +167,24 @@ def test_batched(kernels: Any, lhs_block: Block | None, rhs_block: Block | None)
     check(got, (x @ w).swapaxes(1, 2))
 
 
+def test_one_scale_for_several_tiles() -> None:
+    """K23: by the interpreter that finds blocks out of bounds."""
+    rng = np.random.default_rng(0)
+    lhs, rhs = fp8(rng, 1, 200, K), fp8(rng, 1, K, 200)
+    (lhs_scales, x), (rhs_scales, w) = (scaled_uniform(rng, (None, None), z) for z in (lhs, rhs))
+    got = pallas_tpu.batched_matmul(
+        jnp.asarray(lhs),
+        jnp.asarray(rhs),
+        axes=("mk", "kn", "mn"),
+        preferred_element_type=jnp.float32,
+        tiling=dict.fromkeys("mkn", 128),
+        lhs_scales=lhs_scales,
+        rhs_scales=rhs_scales,
+        target=Target(interpret=MODES["two cores"]),
+    )
+    check(got, x @ w)
+
+
 def packed(
     rng: np.random.Generator, sizes: list[int], widths: list[int], columns: int, block: Block | None, dtype: str
 ) -> tuple[jnp.ndarray, Scales | None, oracle.Groups]:

@@ -147,24 +147,12 @@ def multiply_rows(
     def out_index(j: Any, b: Any, at: Any, step: Any, v: Visits) -> Any:
         return (v.batch[v.piece[at]] if by_visit else b), v.tile[at], j
 
-    def scale_spec(which: int) -> pl.BlockSpec | None:
-        scales = call.scales[which]
-        if scales is None:
-            return None
-        values = scales.values  # [e, m, blocks] or [e, h, 1, blocks]; [e, h, blocks, n] or [e, h, blocks, 1]
-
-        def index_map(j: Any, b: Any, at: Any, step: Any, v: Visits) -> Any:
-            piece = v.piece[at]
-            lead = element(values, b, piece, v)
-            if values.ndim == 3:
-                return lead, lhs_index(j, b, at, step, v)[1], 0
-            return lead, v.matrix[piece], 0, j if which and values.shape[-1] > 1 else 0
-
+    def scale_index(values: Array, j: Any, b: Any, at: Any, step: Any, v: Visits) -> Any:
+        # [e, m, blocks] or [e, h, 1, blocks]; [e, h, blocks, n] or [e, h, blocks, 1]
+        lead = element(values, b, v.piece[at], v)
         if values.ndim == 3:
-            return pl.BlockSpec((None, tm, values.shape[-1]), index_map)
-        return pl.BlockSpec(
-            (None, None, values.shape[-2], min(values.shape[-1], tn) if which else values.shape[-1]), index_map
-        )
+            return lead, lhs_index(j, b, at, step, v)[1]
+        return lead, v.matrix[v.piece[at]], j
 
     def body(
         ids: Any,
@@ -234,7 +222,10 @@ def multiply_rows(
             pl.BlockSpec((None, tm, tk), lhs_index),
             pl.BlockSpec((None, None, tn, tk) if transpose_rhs else (None, None, tk, tn), rhs_index),
         ),
-        (scale_spec(0), scale_spec(1)),
+        (
+            tpu_scales.spec(call.scales[0], -2, tm, scale_index),
+            tpu_scales.spec(call.scales[1], -1, tn, scale_index),
+        ),
         out_block,
         (batch, m, n),
         grid,
@@ -315,22 +306,13 @@ def multiply_groups(
         return element(batch, e, piece, v), v.matrix[piece], i, j
 
     def scale_spec(which: int) -> pl.BlockSpec | None:
-        scales, width = call.scales[which], (ta, tb)[which]
-        if scales is None:
-            return None
-        values = scales.values  # [e, m, blocks], by row; or [e, h, a, 1] and [e, h, 1, b], by group
+        def index(values: Array, i: Any, j: Any, e: Any, at: Any, v: Visits) -> Any:
+            lead = element(values.shape[0], e, v.piece[at], v)
+            return (lead, v.tile[at]) if by_row else (lead, v.matrix[v.piece[at]], (i, j)[which])
 
-        def index_map(i: Any, j: Any, e: Any, at: Any, v: Visits) -> Any:
-            piece = v.piece[at]
-            lead = element(values.shape[0], e, piece, v)
-            if values.ndim == 3:
-                return lead, v.tile[at], 0
-            place = (i, j)[which] if max(values.shape[-2:]) > 1 else 0
-            return lead, v.matrix[piece], *((0, place) if which else (place, 0))
-
-        if values.ndim == 3:
-            return pl.BlockSpec((None, tm, values.shape[-1]), index_map)
-        return pl.BlockSpec((None, None, *(min(extent, width) for extent in values.shape[-2:])), index_map)
+        scales = call.scales[which]  # [e, m, blocks], by row; or [e, h, a, 1] and [e, h, 1, b], by group
+        by_row = scales is not None and scales.values.ndim == 3
+        return tpu_scales.spec(scales, -2 if by_row else which - 2, tm if by_row else (ta, tb)[which], index)
 
     def body(
         ids: Any,
@@ -469,19 +451,12 @@ def batched_matmul(
         return index_map
 
     def scale_spec(which: int) -> pl.BlockSpec | None:
-        blocks = scales[which]
-        if blocks is None:
-            return None
-        values = blocks.values  # [e, g, rows or 1, blocks]; [e, g, blocks, columns or 1]
-        width = tile[column if which else row]
-
-        def index_map(g: Any, e: Any, i: Any, j: Any, step: Any, _: Any) -> Any:
+        def index(values: Array, g: Any, e: Any, i: Any, j: Any, step: Any, _: Any) -> Any:
+            # [e, g, rows or 1, blocks]; [e, g, blocks, columns or 1]
             lead = [0 if extent == 1 else place for extent, place in zip(values.shape[:2], (e, g), strict=True)]
-            place = 0 if values.shape[3 if which else 2] == 1 else (i, j)[which]
-            return *lead, *((0, place) if which else (place, 0))
+            return *lead, (i, j)[which]
 
-        kept = min(values.shape[3 if which else 2], width)
-        return pl.BlockSpec((None, None, *((values.shape[2], kept) if which else (kept, values.shape[3]))), index_map)
+        return tpu_scales.spec(scales[which], which - 2, tile[column if which else row], index)
 
     def body(
         ids: Any, _: Any, x: Any, y: Any, existing: Any, x_scales: Any, y_scales: Any, out: Any, *scratch: Any

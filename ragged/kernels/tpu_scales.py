@@ -42,6 +42,25 @@ def arrange(scales: Scales | None, kept_axis: int, kept: int, first: bool, ndim:
     return Blocks(values if first else values.mT, scales.block[1 - kept_axis])
 
 
+def spec(blocks: Blocks | None, axis: int, width: int, index: Callable[..., Any]) -> pl.BlockSpec | None:
+    """How scales are fetched: tiles of `width` along `axis`, -2 or -1, and all of the other of these two.
+
+    `index(values, *ids)`: which tile it is, and before it the place along each leading axis.
+    """
+    if blocks is None:
+        return None
+    values = blocks.values
+    shape = [values.shape[-2], values.shape[-1]]
+    shape[axis] = min(shape[axis], width)
+
+    def index_map(*ids: Any) -> tuple[Any, ...]:
+        *lead, place = index(values, *ids)
+        place = 0 if values.shape[axis] == 1 else place  # one scale for all
+        return *lead, *((place, 0) if axis == -2 else (0, place))
+
+    return pl.BlockSpec((*[None] * (values.ndim - 2), *shape), index_map)
+
+
 def by_lanes(*operands: Blocks | None) -> int | None:
     """The extent of the blocks whose products are scaled one by one; None where that isn't the way."""
     varying = [s.extent for s in operands if s is not None and s.extent is not None]
