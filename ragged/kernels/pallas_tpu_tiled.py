@@ -227,6 +227,7 @@ def tiled_matmul(
     """The product where two or three letters are ragged: see the contract in `ragged.kernels`.
 
     A batch axis is a dim of the grid; the sizes must be the same for all batch elements. Tiles fit every generation.
+    `target.input_buffer_count` is 2 here: only the calls for one ragged letter let one ask for more.
 
     Scales of an operand `[packed, other]` with a group's element in row `i`, column `j` of it are `values[i, j // c]`
     for `block=(1, c)`, and `values[group, j // c]` for `block=(None, c)`; `c=None` means all columns, and one column of
