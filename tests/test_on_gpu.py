@@ -277,8 +277,8 @@ def noise(seed: int, shape: tuple[int, ...], dtype: str) -> Array:
     """Multiples of 1/64 from -2 to 2, a hash of their places: of any size, without temporaries."""
     bits = jnp.full(shape, seed, jnp.uint32)
     for axis in range(len(shape)):
-        bits = (bits ^ lax.broadcasted_iota(jnp.uint32, shape, axis)) * 0x9E3779B1
-        bits = (bits ^ bits >> 15) * 0x85EBCA77
+        bits = (bits ^ lax.broadcasted_iota(jnp.uint32, shape, axis)) * jnp.uint32(0x9E3779B1)
+        bits = (bits ^ bits >> 15) * jnp.uint32(0x85EBCA77)
     return (((bits >> 24).astype(jnp.float32) - 128) / 64).astype(dtype)
 
 

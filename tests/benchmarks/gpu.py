@@ -1,0 +1,449 @@
+"""How fast the products are on a GPU, beside dense products of the same FLOPs and other libraries' grouped ones.
+
+    python -m tests.benchmarks.gpu [--json out.json] [--budget 540] [--tune]
+    python -m tests.benchmarks.gpu --dry                     # every path on the CPU, tiny and interpreted
+
+All variants of a row take turns in one process, on the same random normal data, in rounds of a rotating order; a figure
+is the median over the rounds. In a round each is called so often, without waiting in between, that the GPU is busy for
+20 ms or more, then waited for: dispatch is hidden unless it is slower than the product, and `enqueue_s` says if it is.
+Operands are larger than the second-level cache. "Dense" is the faster of XLA's cuBLAS and torch's, at the same dtype.
+
+bfloat16, but for the product `fp8`: a forward of float8_e4m3fn into bfloat16, with a scale for each row of `lhs` and of
+the stored `rhs [g, n, k]`; torch's has the same scales, XLA's dense one none.
+
+The file is written after every row. What fails is noted in its row, and the others go on.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import product as cartesian
+from typing import Any, NamedTuple
+from unittest import mock
+
+if __name__ == "__main__":
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs memory too
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_triton_gemm=false"  # dense: cuBLAS
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+import ragged
+from ragged.kernels import Scales, Target, triton_gpu, triton_tiling
+from tests.cases import spread
+
+SHAPES = [  # rows, k, n, groups: the most important first
+    (8192, 4096, 14336, 8),
+    (65536, 2048, 1408, 64),
+    (64, 4096, 14336, 8),
+    (131072, 7168, 2048, 256),
+    (4096, 2048, 768, 128),
+    (32768, 6144, 4096, 32),
+]
+OPERANDS = {  # of `Data`
+    "forward": ("x", "w"),
+    "fp8": ("x8", "w8", "x_scales", "w_scales"),
+    "wgrad": ("x", "dy"),
+    "dgrad": ("dy", "w"),
+}
+CONTRACTED = {"forward": (1, 0), "fp8": (1, 1), "wgrad": (0, 0), "dgrad": (1, 1)}  # axes of dense operands
+PEERS = ("dense", "ragged_dot", "torch", "tokamax")
+SPREADS = ("even", "zipf")
+BANDWIDTH = 4.8e12  # of an H200's memory, bytes a second, by its data sheet
+MOST_TEMPORARY = 40 << 30  # bytes that a variant may take,
+MOST_WASTE = 32  # and the FLOPs, as a multiple of those it needs
+Shape = tuple[int, int, int, int]
+Run = Callable[..., Any]
+
+
+class Setting(NamedTuple):
+    dry: bool
+    rounds: int
+    busy: float  # seconds a variant in a round
+
+
+class Data(NamedTuple):
+    x: Array  # [m, k]
+    w: Array  # [g, k, n]
+    dy: Array  # [m, n]
+    x8: Array
+    w8: Array  # [g, n, k]
+    x_scales: Array  # [m, 1]
+    w_scales: Array  # [g, n, 1]
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.x.size * self.dy.shape[1]
+
+
+@partial(jax.jit, static_argnums=0)
+def make(shape: Shape) -> Data:
+    m, k, n, g = shape
+    keys = jax.random.split(jax.random.key(0, impl="unsafe_rbg"), 5)
+    shapes = ((m, k), (g, k, n), (m, n))
+    x, w, dy = (jax.random.normal(key, s, jnp.bfloat16) for key, s in zip(keys[:3], shapes, strict=True))
+    scales = (jax.random.uniform(key, s, minval=0.5) for key, s in zip(keys[3:], ((m, 1), (g, n, 1)), strict=True))
+    return Data(x, w, dy, x.astype(jnp.float8_e4m3fn), w.mT.astype(jnp.float8_e4m3fn), *scales)
+
+
+class Variant(NamedTuple):
+    """One competitor, ready to be called with the groups' sizes in its own form."""
+
+    run: Run
+    wait: Callable[[Any], Any]
+    sizes: Callable[[np.ndarray], Any]
+
+
+def compiled(function: Run, operands: Sequence[Array], sizes: np.ndarray, flops: float) -> Variant:
+    """A JAX function of the operands and sizes."""
+    run = jax.jit(lambda *args: function(*args))  # a function of its own, with its own cache
+    program = run.lower(*operands, jnp.asarray(sizes)).compile()
+    memory, cost = program.memory_analysis(), program.cost_analysis() or {}
+    if memory is not None and memory.temp_size_in_bytes > MOST_TEMPORARY:
+        raise MemoryError(f"{memory.temp_size_in_bytes / 2**30:.0f} GiB of temporaries")
+    if (waste := cost.get("flops", 0) / flops) > MOST_WASTE:
+        raise MemoryError(f"{waste:.0f} times the FLOPs")
+    return Variant(partial(run, *operands), jax.block_until_ready, jnp.asarray)
+
+
+def ours(product: str, dry: bool) -> Run:
+    options: dict[str, Any] = {"backend": "triton_gpu", "interpret": dry}
+    if product == "wgrad":
+        return lambda x, dy, sizes: ragged.transposed_grouped_matmul(x.T, dy, sizes, **options)
+    if product != "fp8":
+        return partial(ragged.grouped_matmul, transpose_rhs=product == "dgrad", **options)
+    device: Any = jax.devices()[0]  # told to the kernel as the lowering rule does
+    kind = None if dry else (f"{device.device_kind} {device.compute_capability}", device.core_count)
+
+    def fp8(x: Array, w: Array, x_scales: Array, w_scales: Array, sizes: Array) -> Array:
+        return triton_gpu.grouped_matmul(
+            x,
+            w,
+            sizes,
+            preferred_element_type=jnp.bfloat16,
+            transpose_rhs=True,
+            lhs_scales=Scales(x_scales, (1, None)),
+            rhs_scales=Scales(w_scales, (1, None)),
+            target=Target(interpret=dry, device=kind),
+        )
+
+    return fp8
+
+
+def dense(product: str) -> Run:
+    """One product of the same FLOPs."""
+    a, b = CONTRACTED[product]
+    numbers = ((a,), (b,)), ((), ())
+    return lambda lhs, rhs, sizes: lax.dot_general(lhs, rhs, numbers, preferred_element_type=jnp.bfloat16)
+
+
+def ragged_dot(module: str, product: str) -> Run:
+    """That of `jax.lax`, or of another module with its interface."""
+    lib: Any = importlib.import_module(module)
+    if product == "fp8":
+        raise NotImplementedError("no scales")
+    if product == "wgrad":
+        numbers = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+        return partial(lib.ragged_dot_general, ragged_dot_dimension_numbers=numbers)
+    return lib.ragged_dot if product == "forward" else lambda dy, w, sizes: lib.ragged_dot(dy, w.mT, sizes)
+
+
+def torch_variant(product: str, operands: Sequence[Array], grouped: bool) -> Variant:
+    """Torch's grouped product, which is given the ends of the groups, or its dense one; on the same memory."""
+    torch: Any = importlib.import_module("torch")
+
+    def take(x: Array) -> Any:
+        if x.dtype != jnp.float8_e4m3fn:
+            return torch.from_dlpack(jax.block_until_ready(x))
+        return torch.from_dlpack(jax.block_until_ready(x.view(jnp.uint8))).view(torch.float8_e4m3fn)
+
+    a, b, *scales = map(take, operands)
+    a = a.t() if product == "wgrad" else a
+    b = b.transpose(-2, -1) if CONTRACTED[product] == (1, 1) else b
+    if product == "fp8":
+        x_scales, w_scales = scales[0][:, 0], scales[1][..., 0]  # (m,), [g, n]
+        options = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
+        if grouped:
+            run: Run = lambda ends: torch._scaled_grouped_mm(a, b, x_scales, w_scales, offs=ends, **options)  # noqa: E731
+        else:
+            run = lambda ends: torch._scaled_mm(a, b[0], x_scales[:, None], w_scales[:1], **options)  # noqa: E731
+    elif grouped:
+        run = lambda ends: torch._grouped_mm(a, b, offs=ends)  # noqa: E731
+    else:
+        run = lambda ends: torch.mm(a, b if product == "wgrad" else b[0])  # noqa: E731
+
+    def ends(sizes: np.ndarray) -> Any:
+        return torch.tensor(np.cumsum(sizes), dtype=torch.int32, device="cuda")
+
+    return Variant(run, lambda _: torch.cuda.synchronize(), ends)
+
+
+def variants(
+    product: str, data: Data, sizes: np.ndarray, peers: Sequence[str], dry: bool
+) -> tuple[dict[str, Variant], dict[str, str]]:
+    """All competitors that there are for a product, and why there is no other."""
+    operands = [getattr(data, name) for name in OPERANDS[product]]
+    matrices = [operands[0], operands[1] if product == "wgrad" else operands[1][0]]
+    build = partial(compiled, sizes=sizes, flops=data.flops)
+    makers: dict[str, Callable[[], Variant]] = {
+        "ours": lambda: build(ours(product, dry), operands),
+        "dense": lambda: build(dense(product), matrices),
+        "dense torch": lambda: torch_variant(product, operands, grouped=False),
+        "torch": lambda: torch_variant(product, operands, grouped=True),
+        "ragged_dot": lambda: build(ragged_dot("jax.lax", product), operands),
+        "tokamax": lambda: build(ragged_dot("tokamax", product), operands),
+    }
+    made, failed = {}, {}
+    for name, maker in makers.items():
+        if name == "ours" or name.split()[0] in peers:
+            try:
+                variant = maker()
+                variant.wait(variant.run(variant.sizes(sizes)))
+                made[name] = variant
+            except Exception as error:
+                failed[name] = reason(error)
+    return made, failed
+
+
+def reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:300]
+
+
+def interleave(runs: dict[str, Variant], sizes: np.ndarray, setting: Setting) -> dict[str, dict[str, Any]]:
+    """Median seconds of each."""
+    given = {name: variant.sizes(sizes) for name, variant in runs.items()}
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
+    calls = dict.fromkeys(runs, 0)
+    failed: dict[str, dict[str, Any]] = {}
+
+    def burst(name: str, calls: int) -> tuple[float, float]:
+        """Seconds a call, until it is enqueued and until it is done."""
+        out, start = None, time.perf_counter()
+        for _ in range(calls):
+            out = runs[name].run(given[name])
+        middle = time.perf_counter()
+        runs[name].wait(out)
+        return (middle - start) / calls, (time.perf_counter() - start) / calls
+
+    names = list(runs)
+    for i in range(1 + setting.rounds):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            try:
+                if name in failed:
+                    continue
+                if i == 0:  # how many it takes, once warm
+                    burst(name, 1)
+                    calls[name] = 1 + int(setting.busy / burst(name, 1 if setting.dry else 3)[1])
+                else:
+                    taken[name].append(burst(name, calls[name]))
+            except Exception as error:
+                failed[name] = {"error": reason(error)}
+    medians = {name: np.median(taken[name], axis=0).tolist() for name in names if name not in failed}
+    return {name: {"seconds": done, "enqueue_s": enqueued} for name, (enqueued, done) in medians.items()} | failed
+
+
+def add_ratios(product: str, shape: Shape, sizes: np.ndarray, figures: dict[str, dict[str, Any]]) -> None:
+    """Adds to the seconds what follows from them."""
+    m, k, n, g = shape
+    size, held = 1 if product == "fp8" else 2, int(np.count_nonzero(sizes))  # nobody reads an empty group's matrix
+    moved = {
+        "forward": 2 * (m * k + held * k * n + m * n),
+        "fp8": m * k + held * k * n + 2 * m * n,
+        "wgrad": size * (m * k + m * n + g * k * n),
+        "dgrad": size * (m * n + held * k * n + m * k),
+    }[product]
+    seconds = {name: row["seconds"] for name, row in figures.items() if "seconds" in row}
+    whole = min((s for name, s in seconds.items() if "dense" in name), default=None)
+    for name, s in seconds.items():
+        figures[name]["tflops"] = 2 * m * k * n / s / 1e12
+        if "dense" in name:
+            continue
+        figures[name] |= {"gb_per_s": moved / s / 1e9, "of_memory_roofline": moved / s / BANDWIDTH}
+        if whole:
+            figures[name]["of_dense"] = whole / s
+    if "ours" in seconds:
+        figures["ours"]["speed_over"] = {name: s / seconds["ours"] for name, s in seconds.items() if name != "ours"}
+
+
+def differences(runs: dict[str, Variant], sizes: np.ndarray) -> dict[str, float | str]:
+    """How far other grouped products are from ours, ‖theirs - ours‖ / ‖ours‖: all must be the same product."""
+
+    @jax.jit
+    def distance(a: Array, b: Array) -> Array:
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        return jnp.sqrt(jnp.sum((a - b) ** 2) / jnp.sum(b**2))
+
+    def result(name: str) -> Array:
+        out = runs[name].run(runs[name].sizes(sizes))
+        runs[name].wait(out)
+        return out if isinstance(out, Array) else jnp.from_dlpack(out)
+
+    found: dict[str, float | str] = {}
+    for name in runs:
+        if name != "ours" and "dense" not in name:
+            try:
+                found[name] = float(distance(result(name), result("ours")))
+            except Exception as error:
+                found[name] = reason(error)
+    return found
+
+
+class Wanted(threading.local):
+    """In place of the library's choice of a configuration: this thread's own; and what it was asked."""
+
+    config: triton_tiling.Config | None = None
+    asked: tuple[triton_tiling.Problem, triton_tiling.Chip] | None = None
+    default = staticmethod(triton_tiling.choose)
+
+    def choose(self, problem: triton_tiling.Problem, on: triton_tiling.Chip) -> triton_tiling.Config:
+        self.asked = problem, on
+        return self.config or self.default(problem, on)
+
+
+def candidates(problem: triton_tiling.Problem, on: triton_tiling.Chip) -> list[triton_tiling.Config]:
+    """Configurations that fit shared memory and registers, the widest first."""
+    depths = [x // problem.itemsize for x in (128, 256)]
+    tried = cartesian((128, 64, 256, 32, 16), (256, 128, 64), depths, (8, 4), (4, 3))
+    totals = 2 if problem.wide else 1
+    return [
+        config
+        for config in (triton_tiling.Config(*x) for x in tried)
+        if triton_tiling.shared(problem, config, on) <= on.shared
+        and 8 <= config.r * config.c * totals // (32 * config.warps) <= 128  # registers of a thread
+        and config.r <= max(16, 2 * problem.r)
+    ]
+
+
+def tune(product: str, data: Data, sizes: np.ndarray, setting: Setting) -> dict[str, Any]:
+    """The seconds of the default configuration, and of others."""
+    operands, wanted = [getattr(data, name) for name in OPERANDS[product]], Wanted()
+
+    def attempt(config: triton_tiling.Config | None) -> Variant | str:
+        wanted.config = config
+        try:
+            return compiled(ours(product, setting.dry), operands, sizes, data.flops)
+        except Exception as error:
+            return reason(error)
+
+    with mock.patch.object(triton_tiling, "choose", wanted.choose), ThreadPoolExecutor(12) as pool:
+        first = attempt(None)
+        assert wanted.asked is not None, first
+        chosen = wanted.default(*wanted.asked)
+        tried = [chosen._replace(band=band) for band in (1, 4, 16)] + candidates(*wanted.asked)
+        tried = tried[:2] if setting.dry else tried[:72]
+        made = {"default": first, **dict(zip(map(str, map(tuple, tried)), pool.map(attempt, tried), strict=True))}
+    runs = {name: variant for name, variant in made.items() if isinstance(variant, Variant)}
+    figures = interleave(runs, sizes, setting._replace(rounds=min(3, setting.rounds), busy=setting.busy / 2))
+    seconds = {name: row["seconds"] for name, row in figures.items() if "seconds" in row}
+    best = min(seconds, key=lambda name: seconds[name])
+    return {
+        "problem": wanted.asked[0]._asdict(),
+        "default": str(tuple(chosen)),  # tile r, c, k, warps, stages, band
+        "best": best,
+        "best_over_default": seconds["default"] / seconds[best],
+        "seconds": dict(sorted(seconds.items(), key=lambda item: item[1])),
+        "failed": {name: error for name, error in made.items() if isinstance(error, str)}
+        | {name: row["error"] for name, row in figures.items() if "error" in row},
+    }
+
+
+def version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def clocks() -> str | None:
+    command = "nvidia-smi --format=csv,noheader --query-gpu=name,driver_version,clocks.sm,clocks.mem,temperature.gpu"
+    try:
+        return subprocess.run(command.split(), capture_output=True, text=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row of the table that is printed: as ours, then how many times as long each other takes."""
+    mine, head = row["figures"].get("ours", {}), f"{row['product']:<8}{row['shape']!s:<26}{row['sizes']:<5}"
+    if "seconds" not in mine:
+        return head + str(mine.get("error", row["failed"].get("ours")))[:90]
+    others = ", ".join(f"{name} {ratio:.2f}" for name, ratio in mine["speed_over"].items())
+    return (
+        f"{head}{mine['seconds'] * 1e6:9.1f} µs {mine['tflops']:6.1f} TFLOP/s {mine.get('of_dense', 0):5.2f} of dense "
+        f"{mine['of_memory_roofline']:5.2f} of memory | {others}"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", help="also write the figures here")
+    parser.add_argument("--shapes", nargs="+", metavar="ROWS,K,N,GROUPS", help="in this order (default: six)")
+    parser.add_argument("--products", nargs="+", choices=OPERANDS, default=list(OPERANDS))
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--quick", action="store_true", help="three rounds in place of seven")
+    parser.add_argument("--tune", action="store_true", help="also try other configurations than the library's choice")
+    parser.add_argument("--budget", type=float, default=540, help="begin no row after these seconds (%(default)s)")
+    parser.add_argument("--dry", action="store_true", help="tiny shapes, interpreted on the CPU")
+    args = parser.parse_args(arguments)
+    shapes: list[Any] = [tuple(map(int, shape.split(","))) for shape in args.shapes or []] or SHAPES
+    shapes = [(48, 64, 32, 3)] if args.dry else shapes
+    setting = Setting(True, 2, 0.0) if args.dry else Setting(False, 3 if args.quick else 7, 0.02)
+    end = time.monotonic() + args.budget
+    packages = ("jax", "jaxlib", "triton", "jax-triton", "torch", "tokamax")
+    results: dict[str, Any] = {
+        "date": time.strftime("%F %H:%M"),
+        "device": jax.devices()[0].device_kind,
+        "versions": {name: version(name) for name in packages},
+        "clocks": clocks(),
+        "rows": [],
+        "tuned": [],
+    }
+    print(results["device"], results["versions"], results["clocks"], flush=True)
+
+    def save() -> None:
+        if args.json:
+            with open(f"{args.json}.new", "w") as file:
+                json.dump(results, file, indent=2)
+                file.write("\n")
+            os.replace(f"{args.json}.new", args.json)
+
+    def measure(product: str, shape: Shape) -> None:
+        rng, data = np.random.default_rng(0), jax.block_until_ready(make(shape))
+        sizes = {kind: spread(rng, kind, shape[3], shape[0]) for kind in SPREADS}
+        runs, failed = variants(product, data, sizes["zipf"], args.peers, setting.dry)
+        for kind in SPREADS:
+            figures = interleave(runs, sizes[kind], setting)
+            add_ratios(product, shape, sizes[kind], figures)
+            row = {"product": product, "shape": shape, "sizes": kind, "figures": figures, "failed": failed}
+            results["rows"].append(row | {"clocks": clocks(), "differences": differences(runs, sizes[kind])})
+            save()
+            print(line(row), flush=True)
+        if args.tune:
+            row = {"product": product, "shape": shape, **tune(product, data, sizes["zipf"], setting)}
+            results["tuned"].append(row)
+            print(f"    {row['default']}; best {row['best']}, {row['best_over_default']:.2f} times as fast", flush=True)
+
+    for product, shape in cartesian(args.products, shapes):
+        if time.monotonic() > end:
+            results["stopped"] = f"before {product} {shape}"
+            break
+        try:
+            measure(product, shape)
+        except Exception as error:
+            results["rows"].append({"product": product, "shape": shape, "error": reason(error)})
+            print(product, shape, reason(error), flush=True)
+        save()
+    save()
+
+
+if __name__ == "__main__":
+    main()
