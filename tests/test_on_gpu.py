@@ -191,7 +191,7 @@ CONTRACT: list[tuple[Callable[..., None], list[tuple[Any, ...]]]] = [
         for arguments in calls
     ],
 )
-def test_the_contract(test: Callable[..., None], arguments: tuple[Any, ...], launches: list[str]) -> None:
+def test_the_contract(test: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     """Tests of other modules, with the tolerances of exact float32."""
     with jax.default_matmul_precision("highest"):
         test(*arguments)

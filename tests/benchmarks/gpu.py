@@ -169,22 +169,20 @@ def torch_variant(product: str, operands: Sequence[Array], grouped: bool) -> Var
     a, b, *scales = map(take, operands)
     a = a.t() if product == "wgrad" else a
     b = b.transpose(-2, -1) if CONTRACTED[product] == (1, 1) else b
-    if product == "fp8":
-        x_scales, w_scales = scales[0][:, 0], scales[1][..., 0]  # (m,), [g, n]
-        options = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
-        if grouped:
-            run: Run = lambda ends: torch._scaled_grouped_mm(a, b, x_scales, w_scales, offs=ends, **options)  # noqa: E731
-        else:
-            run = lambda ends: torch._scaled_mm(a, b[0], x_scales[:, None], w_scales[:1], **options)  # noqa: E731
-    elif grouped:
-        run = lambda ends: torch._grouped_mm(a, b, offs=ends)  # noqa: E731
-    else:
-        run = lambda ends: torch.mm(a, b if product == "wgrad" else b[0])  # noqa: E731
+    one = b if product == "wgrad" else b[0]
+    x_scales, w_scales = (scale[..., 0] for scale in scales or (b, b))  # (m,), [g, n]; else not used
+    options = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
+    runs: dict[tuple[bool, bool], Run] = {
+        (False, False): lambda ends: torch.mm(a, one),
+        (False, True): lambda ends: torch._grouped_mm(a, b, offs=ends),
+        (True, False): lambda ends: torch._scaled_mm(a, one, x_scales[:, None], w_scales[:1], **options),
+        (True, True): lambda ends: torch._scaled_grouped_mm(a, b, x_scales, w_scales, offs=ends, **options),
+    }
 
     def ends(sizes: np.ndarray) -> Any:
         return torch.tensor(np.cumsum(sizes), dtype=torch.int32, device="cuda")
 
-    return Variant(run, lambda _: torch.cuda.synchronize(), ends)
+    return Variant(runs[product == "fp8", grouped], lambda _: torch.cuda.synchronize(), ends)
 
 
 def variants(
@@ -427,17 +425,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
             results["rows"].append(row | {"clocks": clocks(), "differences": differences(runs, sizes[kind])})
             save()
             print(line(row), flush=True)
-        if args.tune:
-            row = {"product": product, "shape": shape, **tune(product, data, sizes["zipf"], setting)}
-            results["tuned"].append(row)
-            print(f"    {row['default']}; best {row['best']}, {row['best_over_default']:.2f} times as fast", flush=True)
 
-    for product, shape in cartesian(args.products, shapes):
+    def tune_one(product: str, shape: Shape) -> None:
+        sizes = spread(np.random.default_rng(0), "zipf", shape[3], shape[0])
+        row = {"product": product, "shape": shape, **tune(product, make(shape), sizes, setting)}
+        results["tuned"].append(row)
+        best = f"best {row['best']}, {row['best_over_default']:.2f} times as fast"
+        print(f"{product:<8}{shape!s:<26}tiles {row['default']}; {best}", flush=True)
+
+    steps = [measure, tune_one] if args.tune else [measure]
+    for step, product, shape in [(a, b, c) for a in steps for b in args.products for c in shapes]:
         if time.monotonic() > end:
-            results["stopped"] = f"before {product} {shape}"
+            results["stopped"] = f"before {product} {shape}" + " was tuned" * (step is tune_one)
             break
         try:
-            measure(product, shape)
+            step(product, shape)
         except Exception as error:
             results["rows"].append({"product": product, "shape": shape, "error": reason(error)})
             print(product, shape, reason(error), flush=True)
