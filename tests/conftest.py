@@ -1,5 +1,6 @@
 """Every test runs with the whole of `ragged` under jaxtyping's import hook, so annotations are checked at run time."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,10 @@ from jaxtyping import install_import_hook
 
 def pytest_configure(config: pytest.Config) -> None:
     """Tests run on the CPU, also where JAX has a GPU; those marked `gpu` alone, with `-m gpu`, on the GPU."""
-    jax.config.update("jax_platforms", "cuda,cpu" if config.option.markexpr == "gpu" else "cpu")
+    on_gpu = config.option.markexpr == "gpu"
+    jax.config.update("jax_platforms", "cuda,cpu" if on_gpu else "cpu")
+    if on_gpu:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several processes share its memory
 
 
 jax.config.update("jax_num_cpu_devices", 4)

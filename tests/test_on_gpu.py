@@ -1,4 +1,4 @@
-"""The Triton kernels on a real GPU, against NumPy in float64: `python -m pytest tests -m gpu`, a few minutes.
+"""The Triton kernels on a real GPU, against NumPy in float64: `python -m pytest tests -m gpu -n 4`, a few minutes.
 
 What a kernel leaves unwritten holds whatever was there before, which after a first run is often the right result. So
 the memory of every result is filled with NaN (77 for integers) inside the compiled program, right before the kernel
