@@ -347,9 +347,9 @@ def _product(
     )
     asked = None if tiling is None else (tiling[r], tiling[c], tiling[k])
     config = triton_tiling.fit(problem, asked, chip) if asked else triton_tiling.choose(problem, chip)
-    if "step" in ways:  # a step lies in one block of either operand
-        blocks = [x.scales.block[x.letters.index(k)] for x in (a, b) if x.scales is not None]
-        config = config._replace(k=math.gcd(config.k, *(extent for extent in blocks if extent)))
+    for x, way in zip((a, b), ways, strict=True):
+        if way == "step" and x.scales is not None:  # a step lies in one block
+            config = config._replace(k=math.gcd(config.k, x.scales.block[x.letters.index(k)] or 0))
 
     # 2. The kernel's parameters.
     packed = r in sizes
