@@ -184,12 +184,15 @@ def _rule(platform: str) -> Callable[..., Any]:
     def rule(ctx: Any, *args: Any, call: Call) -> Any:
         # Over which mesh axes a value varies has been checked by now; a kernel's loops need not carry it along.
         plain = [[ShapedArray(aval.shape, aval.dtype) for aval in avals] for avals in (ctx.avals_in, ctx.avals_out)]
+        # An interpreted kernel is the one for the device of its own platform.
+        own = {"triton_gpu": "cuda", "pallas_tpu": "tpu"}.get(call.options.backend or "", platform)
+        kind = {"cuda": "gpu"}.get(own, own)
         target = Target(
             portable=ctx.module_context.lowering_parameters.for_export and call.options.backend != "triton_gpu",
             interpret=call.options.interpret,
             input_buffer_count=call.options.input_buffer_count,
             automatic=platform in ("tpu", "cuda") and _is_automatic(ctx.module_context.axis_context),
-            device=_device(ctx.module_context, {"cuda": "gpu"}.get(platform, platform)),
+            device=_device(ctx.module_context, kind),
         )
         inner = ctx.replace(avals_in=plain[0], avals_out=plain[1])
         # Pallas asks which TPU it lowers for; the machine may have none.

@@ -40,6 +40,21 @@ def test_every_layout_and_spread(layout: str, dtype: str) -> None:
         check(case, matmul(case.lhs, case.rhs, tiling=None if seed % 2 else (32, 16, 64), preferred_element_type=wide))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("layout", NAMES)
+def test_descriptors(layout: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """K18, K19, B4: what a Hopper loads by TMA, which takes rows of whole 16 bytes, and what it loads otherwise."""
+    used = []
+    call = triton_call.call
+    monkeypatch.setattr(triton_call, "call", lambda *args, **kwargs: used.append(args[2]) or call(*args, **kwargs))
+    for seed, kind in enumerate(("giant", "zipf")):
+        case = cases.make(layout, g=3, kind=kind, seed=seed, dtype=dtype, uniform=(48, 160, 144))
+        with on("NVIDIA H200"):
+            check(case, matmul(case.lhs, case.rhs, tiling=(32, 32, 32), preferred_element_type=jnp.float32))
+    ragged = len(cases.LETTERS[layout])
+    assert any(static["A_TMA"] and static["B_TMA"] for static in used) or ragged > 1  # whose widths are odd
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("layout", NAMES)
 def test_gradients(layout: str, dtype: str) -> None:
@@ -58,16 +73,20 @@ def test_the_whole_case_table(layout: str, g: int, dtype: str) -> None:
         check_gradients(case, dtype, matmul)
 
 
+def on(chip: str) -> Any:
+    """What is lowered in here is for a chip, of which there may be none."""
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(chip, None, "gpu")))
+
+
 def lowered(chip: str, *, backend: str | None = None, dtype: str = "bfloat16", groups: int = 4, **options: Any) -> str:
-    """What a forward is lowered to for a chip, of which there may be none here."""
-    device = AbstractDevice(chip, None, "gpu")
+    """What a forward is lowered to for a chip."""
     avals = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in ((64, 32), (groups, 32, 16))]
     sizes = jax.ShapeDtypeStruct((groups,), jnp.int32)
 
     def forward(x: Array, w: Array, sizes: Array) -> Array:
         return ragged.grouped_matmul(x, w, sizes, backend=backend, **options)
 
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+    with on(chip):
         return jax.jit(forward).trace(*avals, sizes).lower(lowering_platforms=("cuda",)).as_text()
 
 

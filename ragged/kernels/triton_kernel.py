@@ -137,7 +137,7 @@ def grouped_product(
         a_first, b_first = a_first + r, b_first + c
 
         # 3. The product.
-        total = tl.zeros((TILE_R, TILE_C), ACCUMULATOR)
+        total, depth = tl.zeros((TILE_R, TILE_C), ACCUMULATOR), 0
         for summand in range(SUMMED):
             e = element if SUMMED == 1 else summand
             start_k, size_k = tl.full((), 0, tl.int64), A_EXTENTS[1]
@@ -146,6 +146,7 @@ def grouped_product(
             a_k, size_k = _locate(start_k, size_k, A_EXTENTS[1], A_PACKED == "contracted")
             b_k, size_k = _locate(start_k, size_k, B_EXTENTS[1], B_PACKED == "contracted")
             size_k = tl.where(is_gap, 0, size_k)
+            depth += size_k
             x_tile, x_inside = _pointers(a, e, held, a_first, a_k, A_STRIDES, A_EXTENTS, A_PACKED, TILE_R, TILE_K)
             y_tile, y_inside = _pointers(b, e, held, b_first, b_k, B_STRIDES, B_EXTENTS, B_PACKED, TILE_C, TILE_K)
             x_scales = _scale_row(a_scales, A_SCALING, e, group, held, a_first, A_EXTENTS[0], TILE_R)
@@ -189,9 +190,9 @@ def grouped_product(
             y_scales = _scale_row(b_scales, B_SCALING, element, group, held, b_first, B_EXTENTS[0], TILE_C)
             total = total.to(tl.float32) * tl.load(y_scales)[None, :]
         in_r, in_c = r + tl.arange(0, TILE_R), c + tl.arange(0, TILE_C)
-        if sizes_r is not None or sizes_c is not None or offset is not None:
-            # A neighbour's elements were multiplied too, and a gap's zeros perhaps by scales that are anything.
-            mine = (in_r < tl.where(is_gap, 0, size_r))[:, None] & (in_c < size_c)[None, :]
+        if sizes_r is not None or sizes_c is not None or sizes_k is not None:
+            # A neighbour's elements were multiplied too; and where there was nothing to multiply, scales are undefined.
+            mine = (in_r < tl.where(depth > 0, size_r, 0))[:, None] & (in_c < size_c)[None, :]
             total = tl.where(mine, total, tl.zeros_like(total))
         place = element.to(tl.int64) * OUT_STRIDES[0] + held.to(tl.int64) * OUT_STRIDES[1]
         place += (out_row + r).to(tl.int64) * OUT_STRIDES[2]
