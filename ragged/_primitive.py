@@ -198,7 +198,7 @@ def _rule(platform: str) -> Callable[..., Any]:
         # Pallas asks which TPU it lowers for; the machine may have none.
         device = AbstractDevice(*(target.device or DEFAULT_DEVICE), "tpu")
         mesh = jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
-        with mesh if platform == "tpu" else nullcontext():
+        with mesh if own == "tpu" else nullcontext():
             out = lower(inner, *args, call=call, target=target)
         if call.options.calls_back:
             ctx.set_tokens_out(inner.tokens_out)
@@ -221,7 +221,7 @@ def _device(module_context: Any, platform: str) -> tuple[str, int] | None:
     context, or the machine's own device, unless the program is for another machine."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is not None:
-        return (device.device_kind, device.num_cores or 0) if device.platform in (None, platform) else None
+        return (device.device_kind, device.num_cores) if device.platform in (None, platform) else None
     device = jax.devices()[0]
     if module_context.lowering_parameters.for_export or device.platform != platform:
         return None
