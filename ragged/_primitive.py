@@ -221,7 +221,8 @@ def _device(module_context: Any, platform: str) -> tuple[str, int] | None:
     context, or the machine's own device, unless the program is for another machine."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is not None:
-        return (device.device_kind, device.num_cores) if device.platform in (None, platform) else None
+        cores = device.num_cores or (0 if platform == "gpu" else 1)  # 0: as many as the kind has
+        return (device.device_kind, cores) if device.platform in (None, platform) else None
     device = jax.devices()[0]
     if module_context.lowering_parameters.for_export or device.platform != platform:
         return None
