@@ -32,6 +32,8 @@ or three of the letters ragged.
 A backend but XLA's has one more function, `lacks(kernel, lhs, rhs, sizes, out, precision, target)`, which says why it
 has no kernel for a product (or ""). Then XLA's runs; and where a kernel raises `Refused`, for what only its tiles tell.
 
+All but XLA's take `lhs_scales` and `rhs_scales` too, see `Scales`.
+
 `existing_out` is added to in the accumulator, before rounding. Its tail is zero already; its other elements that no
 product reaches stay as they are. `tiling` is `(tile_m, tile_k, tile_n)` of the function's own product (by letter for
 `batched_matmul` and `tiled_matmul`), or None for the backend's choice. `target` says what is compiled for.
@@ -49,7 +51,7 @@ class Target(NamedTuple):
     interpret: Any = False  # as in `pl.pallas_call`: run a Pallas or Triton kernel's body on the CPU
     input_buffer_count: int = 2  # buffers for each streamed operand of a TPU kernel
     automatic: bool = False  # the program is for several devices, over which XLA partitions it
-    device: tuple[str, int] | None = None  # kind and number of cores of the TPU, if known
+    device: tuple[str, int] | None = None  # kind and number of cores (a GPU's: 0 for its kind's own), if known
 
 
 ANY_TARGET = Target()

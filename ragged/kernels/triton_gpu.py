@@ -65,7 +65,8 @@ def lacks(kernel: str, lhs: Any, rhs: Any, sizes: tuple[Any, ...], out: Any, pre
     if capability < 80:
         return f"triton_gpu has no kernels for compute capability {capability / 10}, below 8.0"
     if capability < 89 and "float8_e4m3fn" in dtypes:
-        return f"GPUs of compute capability {capability / 10} can't convert float8_e4m3fn; 8.9 and later can"
+        unnamed = "" if target.device else " (for which code is where nothing names the GPU)"
+        return f"GPUs of compute capability {capability / 10}{unnamed} can't convert float8_e4m3fn; 8.9 and later can"
     if _precision(precision) is None:
         return f"triton_gpu has no kernels for precision {precision}"
     most = max((x.shape[-1] for x in sizes), default=0)

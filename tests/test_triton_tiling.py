@@ -1,0 +1,60 @@
+"""Tiles for GPUs: what fits, and what the model prefers. What the compiler says of them is in `test_triton_compile`."""
+
+import itertools
+
+import jax.numpy as jnp
+import pytest
+
+from ragged.kernels import triton_tiling
+from ragged.kernels.triton_tiling import Problem, chip, choose, fit, illegal, shared
+
+H200, A100, L4 = (chip((kind, 0)) for kind in ("NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA L4"))
+
+
+def problem(r: int, c: int, k: int, groups: int = 8, itemsize: int = 2, **options: int) -> Problem:
+    return Problem(r, c, k, groups, itemsize=itemsize, result=2, least_k=32 if itemsize == 1 else 16, **options)
+
+
+def test_chips() -> None:
+    """By the longest name that fits, else by the compute capability that JAX gives."""
+    assert (H200.capability, H200.multiprocessors, H200.has_tma) == (90, 132, True)
+    assert (A100.capability, A100.multiprocessors, A100.has_tma) == (80, 108, False)
+    assert L4.capability == 89 and L4.multiprocessors == 58
+    assert chip(("NVIDIA A10G 8.6", 80)).multiprocessors == 80 and chip(("NVIDIA A10G 8.6", 80)).capability == 86
+    unknown = chip(("NVIDIA Something 12.0", 70))
+    assert (unknown.capability, unknown.multiprocessors, unknown.has_tma) == (120, 70, False)
+    assert unknown.shared == 99 << 10
+    assert chip(None).capability == chip(("no number", 0)).capability == 80
+
+
+@pytest.mark.parametrize("on", [H200, A100, L4, chip(None)])
+def test_every_choice_fits(on: triton_tiling.Chip) -> None:
+    """O3: shared memory, and 255 registers a thread, of which the totals take at most half."""
+    extents = (1, 16, 1000, 14336)
+    for r, c, k, itemsize in itertools.product(extents, extents, extents, (1, 2, 4)):
+        for wide in (False, True):
+            p = problem(r, c, k, itemsize=itemsize, wide=wide)
+            config = choose(p, on)
+            assert shared(p, config, on) <= on.shared
+            assert config.r * config.c * (1 + wide) <= 128 * 32 * config.warps
+            assert config.k >= p.least_k and illegal(dict(zip("mkn", config.tile, strict=True))) == ("", "")
+
+
+def test_few_rows_get_flat_tiles_and_many_get_square_ones() -> None:
+    """O3: a group of 8 rows isn't multiplied as 128; one of thousands is, with as many columns as registers hold."""
+    assert choose(problem(8, 14336, 4096), H200).r <= 32
+    assert choose(problem(1024, 14336, 4096), H200).tile[:2] == (128, 256)
+    assert choose(problem(1024, 14336, 4096, wide=True), H200).tile[:2] in ((128, 128), (64, 256))
+
+
+def test_a_tile_that_is_asked_for_is_halved_until_it_fits() -> None:
+    """K7: along its longest side; the contracted one of 8-bit operands is never below what tensor cores take."""
+    assert fit(problem(512, 512, 512), (128, 64, 64), H200).tile == (128, 64, 64)
+    large = fit(problem(4096, 4096, 4096), (1024, 1024, 256), L4)
+    assert large.tile < (1024, 1024, 256) and shared(problem(4096, 4096, 4096), large, L4) <= L4.shared
+    assert fit(problem(64, 64, 64, itemsize=1), (16, 16, 16), H200).k == 32
+
+
+def test_least_k() -> None:
+    assert triton_tiling.least_k(jnp.int8, jnp.float8_e5m2) == 32
+    assert triton_tiling.least_k(jnp.int8, jnp.bfloat16) == 16
