@@ -156,8 +156,9 @@ def _config(p: Problem, r: int, c: int, k: int, on: Chip) -> Config | None:
     """Warps and stages for a tile; None if it fits neither registers nor shared memory."""
     k = max(k, p.least_k)
     # A thread has 255 registers. Hopper's and Blackwell's tensor cores read operands from shared memory, which leaves
-    # 128 for the total, or for it and a tile's own product; fragments of the operands, or addresses, take half of that.
-    totals, each = r * c * (2 if p.wide else 1), 128 if on.has_tma and not p.by_thread else 64
+    # 128 for the total, or for it and a tile's own product. Where fragments of operands are held too (before Hopper,
+    # and of float32, which is turned on the way), or their addresses, half of that.
+    totals, each = r * c * (2 if p.wide else 1), 128 if on.has_tma and not p.by_thread and p.itemsize < 4 else 64
     warps = 8 if totals > each * 128 or (p.slow and totals > 32 * 32) else 4
     if totals > each * 32 * warps:
         return None
