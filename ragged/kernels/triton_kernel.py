@@ -114,7 +114,7 @@ def grouped_product(
             local = tile - tl.where(is_gap, group_tiles, tl.sum(tl.where(is_before, tiles, 0), 0)) * TILES_C
             start_r, size_r = _span(sizes_r + element * BATCH[0], index, group, GROUPS)
             out_row, out_rows = _fit(start_r, size_r, R)
-            # Of a gap, so that the next line's result is right for it too.
+            # A gap's rows lie in front of all groups that are held, or behind them.
             is_low = is_gap & (local // TILES_C < low_tiles)
             local -= tl.where(is_gap & (local // TILES_C >= low_tiles), low_tiles * TILES_C, 0)
             out_row = tl.where(is_gap, tl.where(is_low, 0, high), out_row)
