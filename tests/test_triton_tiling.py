@@ -11,8 +11,8 @@ from ragged.kernels.triton_tiling import Problem, chip, choose, fit, illegal, sh
 H200, A100, L4 = (chip((kind, 0)) for kind in ("NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA L4"))
 
 
-def problem(r: int, c: int, k: int, groups: int = 8, itemsize: int = 2, **options: int) -> Problem:
-    return Problem(r, c, k, groups, itemsize=itemsize, result=2, least_k=32 if itemsize == 1 else 16, **options)
+def problem(r: int, c: int, k: int, groups: int = 8, itemsize: int = 2, wide: bool = False) -> Problem:
+    return Problem(r, c, k, groups, itemsize=itemsize, result=2, least_k=32 if itemsize == 1 else 16, wide=wide)
 
 
 def test_chips() -> None:
