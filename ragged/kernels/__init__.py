@@ -41,6 +41,8 @@ product reaches stay as they are. `tiling` is `(tile_m, tile_k, tile_n)` of the 
 
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 from jax import Array
 
 
@@ -71,3 +73,32 @@ class Scales(NamedTuple):
 
     values: Array
     block: tuple[int | None, int | None]
+
+
+class Known(NamedTuple):
+    """Names of what a backend's kernels take."""
+
+    operands: tuple[str, ...]  # dtypes
+    results: tuple[str, ...]  # dtypes
+    precisions: tuple[str, ...]  # as `precision_name` gives them
+
+
+def lacking(backend: str, known: Known, lhs: Any, rhs: Any, sizes: tuple[Any, ...], out: Any, precision: Any) -> str:
+    """What a backend's `lacks` says of extents, dtypes and precision, if its kernels take those that are `known`."""
+    if not all(isinstance(extent, int) for x in (lhs, rhs, out, *sizes) for extent in x.shape):
+        return f"{backend} has no kernels for symbolic extents"
+    operands, results, precisions = known
+    for name, x, dtypes in (("lhs", lhs, operands), ("rhs", rhs, operands), ("the result", out, results)):
+        if jnp.dtype(x.dtype).name not in dtypes:
+            return f"{backend} has no kernels for {name} in {jnp.dtype(x.dtype).name}"
+    precision = jax.config.jax_default_matmul_precision if precision is None else precision
+    if precision_name(precision) not in precisions:
+        return f"{backend} has no kernels for precision {precision}"
+    return ""
+
+
+def precision_name(precision: Any) -> str | None:
+    """The one precision of both operands, JAX's default if it is None, in lower case; None if there are two."""
+    precision = jax.config.jax_default_matmul_precision if precision is None else precision
+    both = precision if isinstance(precision, tuple) else (precision, precision)
+    return str(both[0]).lower() if both[0] == both[1] else None

@@ -15,12 +15,11 @@ visit's rows that are not the group's are never multiplied, a chunk at a time, o
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from ragged.kernels import ANY_TARGET, Scales, Target, schedule, tpu_scales, tpu_tiling
+from ragged.kernels import ANY_TARGET, Known, Scales, Target, lacking, schedule, tpu_scales, tpu_tiling
 from ragged.kernels.pallas_tpu_tiled import tiled_matmul as tiled_matmul
 from ragged.kernels.schedule import Visits
 from ragged.kernels.tpu_launch import (
@@ -35,9 +34,11 @@ from ragged.kernels.tpu_launch import (
 from ragged.kernels.tpu_tiling import Problem
 from ragged.kernels.xla import add_wide, batch_size
 
-_OPERANDS = ("bfloat16", "float32", "int8", "int4", "float8_e4m3fn", "float8_e5m2")
-_PRECISIONS = ("none", "default", "high", "highest", "bfloat16", "float32", "fastest")
-_RESULTS = ("bfloat16", "float32", "int32", "int8", "float8_e4m3fn", "float8_e5m2")
+_KNOWN = Known(
+    operands=("bfloat16", "float32", "int8", "int4", "float8_e4m3fn", "float8_e5m2"),
+    results=("bfloat16", "float32", "int32", "int8", "float8_e4m3fn", "float8_e5m2"),
+    precisions=("none", "default", "high", "highest", "bfloat16", "float32", "fastest"),
+)
 
 
 def lacks(kernel: str, lhs: Any, rhs: Any, sizes: tuple[Any, ...], out: Any, precision: Any, target: Target) -> str:
@@ -46,15 +47,8 @@ def lacks(kernel: str, lhs: Any, rhs: Any, sizes: tuple[Any, ...], out: Any, pre
         return "pallas_tpu has no tiled_matmul for sizes that differ between batch elements"
     if target.automatic:
         return "XLA partitions no Pallas kernels over devices; inside a `jax.shard_map` over all mesh axes there is one"
-    if not all(isinstance(extent, int) for x in (lhs, rhs, out, *sizes) for extent in x.shape):
-        return "pallas_tpu has no kernels for symbolic extents"
-    for name, x, known in (("lhs", lhs, _OPERANDS), ("rhs", rhs, _OPERANDS), ("the result", out, _RESULTS)):
-        if jnp.dtype(x.dtype).name not in known:
-            return f"pallas_tpu has no kernels for {name} in {jnp.dtype(x.dtype).name}"
-    precision = jax.config.jax_default_matmul_precision if precision is None else precision
-    both = precision if isinstance(precision, tuple) else (precision, precision)
-    if both[0] != both[1] or not (both[0] is None or str(both[0]).lower() in _PRECISIONS):
-        return f"pallas_tpu has no kernels for precision {precision}"
+    if why := lacking("pallas_tpu", _KNOWN, lhs, rhs, sizes, out, precision):
+        return why
     generation = tpu_tiling.chip(target.device).generation
     bytes_ = [jnp.dtype(x.dtype).name for x in (lhs, rhs) if jnp.dtype(x.dtype).itemsize == 1]
     if generation < 5 and bytes_:

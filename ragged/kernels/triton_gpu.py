@@ -15,13 +15,21 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ragged.kernels import ANY_TARGET, Refused, Scales, Target, triton_call, triton_tiling
+from ragged.kernels import (
+    ANY_TARGET,
+    Known,
+    Refused,
+    Scales,
+    Target,
+    lacking,
+    precision_name,
+    triton_call,
+    triton_tiling,
+)
 from ragged.kernels.triton_tiling import Chip, Problem
 from ragged.kernels.xla import accumulator_dtype, batch_size, compute_dtype
 
-_OPERANDS = ("bfloat16", "float16", "float32", "int8", "int4", "float8_e4m3fn", "float8_e5m2")
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
-_RESULTS = ("bfloat16", "float16", "float32", "int32", "int8", "float8_e4m3fn", "float8_e5m2")
 _STORED = ("bfloat16", "float16", "float32", "int32")
 """What a kernel writes; a result of 8 bits is rounded by XLA, whose casts saturate where JAX's do, and only there."""
 
@@ -31,6 +39,12 @@ _PRECISIONS = {
     **dict.fromkeys(("highest", "float32"), "ieee"),
 }
 """How float32 is multiplied, by the names of JAX's precisions; "tf32" is what XLA's default is on a GPU too."""
+
+_KNOWN = Known(
+    operands=("bfloat16", "float16", "float32", "int8", "int4", *_FP8),
+    results=("bfloat16", "float16", "float32", "int32", "int8", *_FP8),
+    precisions=tuple(_PRECISIONS),
+)
 
 _MOST_GROUPS = 4096
 """Each program holds a prefix sum over the sizes in registers."""
@@ -55,11 +69,8 @@ def lacks(kernel: str, lhs: Any, rhs: Any, sizes: tuple[Any, ...], out: Any, pre
         return "an export refuses Triton's custom calls, unless `backend='triton_gpu'` asks for them"
     if not target.interpret and (why := triton_call.missing()):
         return why
-    if not all(isinstance(extent, int) for x in (lhs, rhs, out, *sizes) for extent in x.shape):
-        return "triton_gpu has no kernels for symbolic extents"
-    for name, x, known in (("lhs", lhs, _OPERANDS), ("rhs", rhs, _OPERANDS), ("the result", out, _RESULTS)):
-        if jnp.dtype(x.dtype).name not in known:
-            return f"triton_gpu has no kernels for {name} in {jnp.dtype(x.dtype).name}"
+    if why := lacking("triton_gpu", _KNOWN, lhs, rhs, sizes, out, precision):
+        return why
     capability = triton_tiling.chip(target.device).capability
     dtypes = {jnp.dtype(x.dtype).name for x in (lhs, rhs)}
     if capability < 80:
@@ -67,18 +78,10 @@ def lacks(kernel: str, lhs: Any, rhs: Any, sizes: tuple[Any, ...], out: Any, pre
     if capability < 89 and "float8_e4m3fn" in dtypes:
         unnamed = "" if target.device else " (for which code is where nothing names the GPU)"
         return f"GPUs of compute capability {capability / 10}{unnamed} can't convert float8_e4m3fn; 8.9 and later can"
-    if _precision(precision) is None:
-        return f"triton_gpu has no kernels for precision {precision}"
     most = max((x.shape[-1] for x in sizes), default=0)
     if most > _MOST_GROUPS:
         return f"triton_gpu has no kernels for {most} groups, more than {_MOST_GROUPS}"
     return ""
-
-
-def _precision(precision: Any) -> str | None:
-    precision = jax.config.jax_default_matmul_precision if precision is None else precision
-    both = precision if isinstance(precision, tuple) else (precision, precision)
-    return _PRECISIONS.get(str(both[0]).lower()) if both[0] == both[1] else None
 
 
 def grouped_matmul(
@@ -280,7 +283,7 @@ class _Dot(NamedTuple):
 
 
 def _dot(a: Any, b: Any, ways: tuple[str, str], precision: Any, chip: Chip) -> _Dot:
-    a, b, how = jnp.dtype(a), jnp.dtype(b), _precision(precision) or "tf32"
+    a, b, how = jnp.dtype(a), jnp.dtype(b), _PRECISIONS.get(precision_name(precision) or "", "tf32")
     if "tile" in ways:  # which scales, of float32, have been multiplied into
         return _Dot(jnp.dtype(jnp.float32), True, "tf32x3" if how == "tf32" else how, ways)
     if a.name in _FP8 and b.name in _FP8 and chip.capability >= 89:
