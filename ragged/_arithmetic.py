@@ -82,6 +82,7 @@ class Arithmetic(eqx.Module):
     def _filled(self, value: Any) -> Array:
         """The buffer, with `value` where it holds no element."""
         x = _tensor(self)
+        x.require_plain()
         data = jnp.asarray(x.data)
         return data if x.packed_axis is None else jnp.where(x.mask, data, jnp.asarray(value, data.dtype))
 
@@ -166,6 +167,7 @@ class Arithmetic(eqx.Module):
 
     def _reduce(self, axis: int | None, segment_fn: Any, dense_fn: Any, neutral: Any, empty: Any) -> Array:
         x = _tensor(self)
+        x.require_plain()
         if axis not in (None, -1, -2):
             raise ValueError(
                 "`GroupedTensor` reductions: `axis` must be None, -2 (the groups' first dim) or -1 (the last). "

@@ -24,6 +24,8 @@ def concat(tensors: Iterable[GroupedTensor] | Any) -> GroupedTensor:
             f"`ragged.concat`: needs a sequence of tensors.\nGot [{', '.join(map(describe, tensors))}].\n"
             "Pass at least one `GroupedTensor`, in a list."
         )
+    for tensor in tensors:
+        tensor.require_plain()
     head = tensors[0]
     free = None if head.packed_axis is None else -3 - head.packed_axis
     for i, other in enumerate(tensors):

@@ -9,7 +9,6 @@
 since swapping and transposing operands costs nothing but a name.
 """
 
-from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from jax.experimental.pallas.tpu import InterpretParams
 from jax.extend.core import InconclusiveDimensionOperation
 
 from ragged._layout import Product
-from ragged.kernels import Refused, Target, pallas_tpu, schedule, tpu_tiling, triton_gpu, triton_tiling, xla
+from ragged.kernels import Refused, Scales, Target, pallas_tpu, schedule, tpu_tiling, triton_gpu, triton_tiling, xla
 
 
 class Options(NamedTuple):
@@ -40,6 +39,9 @@ class Options(NamedTuple):
         return self.backend == "pallas_tpu" and bool(deep)
 
 
+Block = tuple[int | None, int | None]
+
+
 class Call(NamedTuple):
     """All that is static about one product."""
 
@@ -50,6 +52,8 @@ class Call(NamedTuple):
     out_batch: bool = False
     has_offset: bool = False
     has_existing: bool = False
+    lhs_block: Block | None = None  # of the operand's scales, along its buffer's last two axes, if it has any
+    rhs_block: Block | None = None
 
 
 class Operands(NamedTuple):
@@ -60,15 +64,19 @@ class Operands(NamedTuple):
     sizes: tuple[Any, ...]  # `(g,)` for each ragged letter, in the order m, k, n
     offset: Any = None
     existing: Any = None
+    lhs_scales: Any = None  # as `kernels.Scales.values`, float32
+    rhs_scales: Any = None
 
     def flat(self) -> list[Any]:
-        return [self.lhs, self.rhs, *self.sizes, *(x for x in (self.offset, self.existing) if x is not None)]
+        rest = (self.lhs_scales, self.rhs_scales, self.offset, self.existing)
+        return [self.lhs, self.rhs, *self.sizes, *(x for x in rest if x is not None)]
 
     def has_batch_axis(self, call: Call) -> list[bool]:
         """Which of the flat operands have a batch axis."""
         p = call.product
-        ndims = [p.ndim(p.lhs), p.ndim(p.rhs)] + [1] * len(self.sizes) + [0] * call.has_offset
-        ndims += [len(call.shape)] * call.has_existing
+        ndims = [p.ndim(p.lhs), p.ndim(p.rhs)] + [1] * len(self.sizes)
+        ndims += [ndims[0]] * (call.lhs_block is not None) + [ndims[1]] * (call.rhs_block is not None)
+        ndims += [0] * call.has_offset + [len(call.shape)] * call.has_existing
         return [x.ndim > ndim for x, ndim in zip(self.flat(), ndims, strict=True)]
 
     def batch_size(self, call: Call) -> Any:
@@ -76,6 +84,11 @@ class Operands(NamedTuple):
         sizes = {x.shape[0] for x, has in zip(self.flat(), self.has_batch_axis(call), strict=True) if has}
         (size,) = sizes or {None}
         return size
+
+    def scales(self, call: Call) -> dict[str, Scales]:
+        """Those of the operands that have any, by name of the argument."""
+        given = (("lhs", self.lhs_scales, call.lhs_block), ("rhs", self.rhs_scales, call.rhs_block))
+        return {f"{name}_scales": Scales(values, block) for name, values, block in given if block is not None}
 
 
 BACKENDS: dict[str, ModuleType | str] = {
@@ -162,17 +175,12 @@ def compute(platform: str, operands: Operands, call: Call, target: Target) -> Ar
     problem, mend = illegal_tiling(name, call, x.lhs, x.rhs)
     if problem:
         raise ValueError(f"`ragged.matmul`: {problem}\n{mend}")
-    options = {
-        "preferred_element_type": call.dtype,
-        "precision": call.options.precision,
-        "existing_out": existing,
-        "target": target,
-    }
+    x = _same_batch(x._replace(existing=existing), call)
     try:
         try:
-            return _run(kernel, partial(getattr(BACKENDS[name], kernel), **options), x, call)
+            return _run(name, x, call, target)
         except Refused:
-            return _run(kernel, partial(getattr(xla, kernel), **options), x, call)
+            return _run("xla", x, call, target)
     except InconclusiveDimensionOperation as error:
         raise NotImplementedError(
             "`ragged.matmul`: the extent of a ragged dim is symbolic, and may be smaller than a tile.\n"
@@ -182,7 +190,45 @@ def compute(platform: str, operands: Operands, call: Call, target: Target) -> Ar
         ) from error
 
 
-def _run(kernel: str, run: Callable[..., Array], x: Operands, call: Call) -> Array:
+def _same_batch(x: Operands, call: Call) -> Operands:
+    """Both of an operand and its scales have the batch axis, or neither has it."""
+    for name, scales in x.scales(call).items():
+        operand, values = getattr(x, name[:3]), scales.values
+        if operand.ndim > values.ndim:
+            values = jnp.broadcast_to(values, (operand.shape[0], *values.shape))
+        if values.ndim > operand.ndim:
+            operand = jnp.broadcast_to(operand, (values.shape[0], *operand.shape))
+        x = x._replace(**{name[:3]: operand, name: values})
+    return x
+
+
+def _dequantised(x: Operands, call: Call) -> tuple[Operands, Call]:
+    """The same product without scales, for XLA: operands times theirs."""
+    scales, p = x.scales(call), call.product
+    if not scales:
+        return x, call
+    # A float32 operand's bits all count, whatever the platform's default precision is.
+    precision = call.options.precision or jax.lax.Precision.HIGHEST
+    call = call._replace(options=call.options._replace(precision=precision), lhs_block=None, rhs_block=None)
+    wide = jnp.float64 if jnp.float64 in (x.lhs.dtype, x.rhs.dtype, call.dtype) else jnp.float32
+    of = dict(zip(p.ragged, x.sizes, strict=True))
+    for name, of_operand in scales.items():
+        operand, letters = getattr(x, name[:3]), getattr(p, name[:3])
+        x = x._replace(**{name[:3]: xla.dequantised(operand, of_operand, of.get(letters[0]), wide), name: None})
+    return x, call
+
+
+def _run(name: str, x: Operands, call: Call, target: Target) -> Array:
+    """The product by the kernels of the backend `name`."""
+    x, call = _dequantised(x, call) if name == "xla" else (x, call)
+    kernel, scales = kernel_name(call.product), x.scales(call)
+    run = partial(
+        getattr(BACKENDS[name], kernel),
+        preferred_element_type=call.dtype,
+        precision=call.options.precision,
+        existing_out=x.existing,
+        target=target,
+    )
     p, contracted = call.product, call.product.contracted
     tiles = None if call.options.tiling is None else dict(zip("mkn", call.options.tiling, strict=True))
 
@@ -191,13 +237,14 @@ def _run(kernel: str, run: Callable[..., Array], x: Operands, call: Call) -> Arr
 
     match kernel:
         case "batched_matmul":
-            return run(x.lhs, x.rhs, axes=(p.lhs, p.rhs, p.out), tiling=tiles)
+            return run(x.lhs, x.rhs, axes=(p.lhs, p.rhs, p.out), tiling=tiles, **scales)
         case "tiled_matmul":
             sizes = dict(zip(p.ragged, x.sizes, strict=True))
-            return run(x.lhs, x.rhs, sizes, axes=(p.lhs, p.rhs, p.out), shape=call.shape, tiling=tiles)
+            return run(x.lhs, x.rhs, sizes, axes=(p.lhs, p.rhs, p.out), shape=call.shape, tiling=tiles, **scales)
         case "grouped_matmul":
             # a [m, k] ragged, b [g, k, n] or [g, n, k] -> [m, n]
-            (a, _), (b, b_letters) = sorted(((x.lhs, p.lhs), (x.rhs, p.rhs)), key=lambda term: p.ragged not in term[1])
+            swap = p.ragged not in p.lhs
+            a, b, b_letters = (x.rhs, x.lhs, p.lhs) if swap else (x.lhs, x.rhs, p.rhs)
             return run(
                 a,
                 b,
@@ -205,10 +252,12 @@ def _run(kernel: str, run: Callable[..., Array], x: Operands, call: Call) -> Arr
                 group_offset=x.offset,
                 transpose_rhs=b_letters[0] != contracted,
                 tiling=tiling(p.ragged, contracted, b_letters.replace(contracted, "")),
+                **_renamed(scales, swap),
             )
         case _:
             # lhs [k, a], rhs [k, b] -> [g, a, b]
-            a, b = (x.lhs, x.rhs) if p.out[0] in p.lhs else (x.rhs, x.lhs)
+            swap = p.out[0] not in p.lhs
+            a, b = (x.rhs, x.lhs) if swap else (x.lhs, x.rhs)
             return run(
                 a.mT,
                 b,
@@ -217,7 +266,14 @@ def _run(kernel: str, run: Callable[..., Array], x: Operands, call: Call) -> Arr
                 num_actual_groups=call.shape[0],
                 sum_batch=not call.out_batch,
                 tiling=tiling(contracted, *p.out),
+                **_renamed(scales, swap),
             )
+
+
+def _renamed(scales: dict[str, Scales], swap: bool) -> dict[str, Scales]:
+    """The scales' names where the operands trade places."""
+    other = {"lhs_scales": "rhs_scales", "rhs_scales": "lhs_scales"}
+    return {other[name] if swap else name: each for name, each in scales.items()}
 
 
 def zero_tail(x: Array, sizes: tuple[Array, ...], product: Product) -> Array:

@@ -1,5 +1,6 @@
 """`matmul`: check the operands, infer the layout, bind the primitive."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -11,10 +12,11 @@ from ragged import _check
 from ragged._check import Site, Tiling
 from ragged._layout import Layout, Product, infer_layout
 from ragged._lowering import Call, Operands
-from ragged._primitive import bind
+from ragged._quantize import not_differentiable
+from ragged._recipe import Recipe, quantized_product
+from ragged._shared import product_with_shared
 from ragged._tensor import KINDS, GroupedTensor, as_int32, describe, is_arraylike, is_concrete
-from ragged.kernels import schedule
-from ragged.kernels.xla import batched_matmul
+from ragged.kernels import Scales
 
 
 def matmul(
@@ -31,6 +33,7 @@ def matmul(
     backend: str | Any = None,
     tiling: Tiling | Any = None,
     interpret: Any = False,
+    recipe: Recipe | str | Any = None,
 ) -> GroupedTensor:
     """Multiplies two sequences of matrices, group by group.
 
@@ -105,8 +108,10 @@ def matmul(
         backend=backend,
         tiling=tiling,
         interpret=interpret,
+        recipe=recipe,
     )
-    out = _bind_shared(plan.operands, plan.call)
+    run = None if plan.recipe is None else partial(quantized_product, plan.recipe)
+    out = product_with_shared(run, plan.operands, plan.call)
     return GroupedTensor(out.mT if plan.swapped else out, plan.first_dims, plan.last_dims)
 
 
@@ -119,6 +124,7 @@ class Plan(NamedTuple):
     swapped: bool  # the primitive's result is the transpose of the call's
     first_dims: Array | Any
     last_dims: Array | Any
+    recipe: Recipe | None
 
 
 def plan_matmul(
@@ -135,6 +141,7 @@ def plan_matmul(
     backend: Any = None,
     tiling: Any = None,
     interpret: Any = False,
+    recipe: Any = None,
 ) -> Plan:
     """Checks a call of `matmul`, and says what to bind. Arguments and errors are its."""
     site = Site("ragged.matmul(lhs, rhs)", {"lhs": lhs, "rhs": rhs})
@@ -147,7 +154,8 @@ def plan_matmul(
             ValueError, f"`num_actual_groups` is for a wgrad; this is the layout {layout.name!r}.", "Leave it out."
         )
     existing = _existing(site, layout, lhs, rhs, existing_out)
-    dtype = _check.result_dtype(site, lhs.dtype, rhs.dtype, preferred_element_type, existing)
+    recipe = None if recipe is None else _checked_recipe(site, lhs, rhs, recipe)
+    dtype = _check.result_dtype(site, _kind_of_dtype(lhs), _kind_of_dtype(rhs), preferred_element_type, existing)
     extents = (lhs.shape[-2], lhs.shape[-1], rhs.shape[-1])
     options = _check.check_options(site, backend, precision, tiling, interpret, extents)
     offset = _check.check_offset(site, group_offset)
@@ -164,25 +172,69 @@ def plan_matmul(
     product = Product(lhs_term.letters, rhs_term.letters, "nm" if swapped else "mn", layout.ragged)
     sizes = {"m": _dims(lhs, 0), "k": _dims(lhs, 1), "n": _dims(rhs, 1)}
     operands = Operands(
-        lhs_term.buffer, rhs_term.buffer, tuple(sizes[letter] for letter in layout.ragged), offset, existing
+        lhs_term.buffer,
+        rhs_term.buffer,
+        tuple(sizes[letter] for letter in layout.ragged),
+        offset,
+        existing,
+        lhs_scales=None if lhs_term.scales is None else lhs_term.scales.values,
+        rhs_scales=None if rhs_term.scales is None else rhs_term.scales.values,
     )
-    first_dims, last_dims = getattr(lhs, "first_dims", None), getattr(rhs, "last_dims", None)
-    call = Call(product, shape, dtype, options)
+    call = Call(
+        product,
+        shape,
+        dtype,
+        options,
+        lhs_block=None if lhs_term.scales is None else lhs_term.scales.block,
+        rhs_block=None if rhs_term.scales is None else rhs_term.scales.block,
+    )
     _check.check_tiling(site, call, operands.lhs, operands.rhs)
-    return Plan(layout, operands, call, swapped, first_dims, last_dims)
+    first_dims, last_dims = getattr(lhs, "first_dims", None), getattr(rhs, "last_dims", None)
+    return Plan(layout, operands, call, swapped, first_dims, last_dims, recipe)
 
 
 class _Term(NamedTuple):
     buffer: Array
     letters: str
+    scales: Scales | None = None
 
 
 def _stored(x: GroupedTensor | Array, letters: str) -> _Term:
-    """The buffer of `x` as it lies in memory, packed axis first, and the order of its letters."""
-    if not isinstance(x, GroupedTensor):
-        return _Term(x, letters)
-    flip = x.transposed if x.packed_axis is None else x.packed_axis == -1
-    return _Term(x.data.mT, letters[::-1]) if flip else _Term(jnp.asarray(x.data), letters)
+    """The buffer of `x` as it lies in memory, packed axis first, and the order of its letters; its scales."""
+    if isinstance(x, GroupedTensor):
+        data, scales = jnp.asarray(x.data), x.kernel_scales()
+        if x.is_flipped:
+            data, letters = data.mT, letters[::-1]
+    else:
+        data, scales = x, None
+    if scales is not None:
+        scales = scales._replace(values=not_differentiable("ragged.matmul", scales.values))
+    if jnp.issubdtype(data.dtype, jnp.floating) and jnp.dtype(data.dtype).itemsize == 1:
+        data = not_differentiable("ragged.matmul", data)
+    return _Term(data, letters, scales)
+
+
+def _kind_of_dtype(x: GroupedTensor | Array) -> Any:
+    """The dtype that decides on the result's: whatever stores it, a quantised operand counts as a float of 8 bits."""
+    return jnp.dtype(jnp.float8_e4m3fn) if _is_quantized(x) else x.dtype
+
+
+def _is_quantized(x: GroupedTensor | Array) -> bool:
+    return isinstance(x, GroupedTensor) and x.is_quantized
+
+
+def _checked_recipe(site: Site, lhs: GroupedTensor | Array, rhs: GroupedTensor | Array, recipe: Any) -> Recipe:
+    recipe = Recipe.of(recipe)
+    for name, x in (("lhs", lhs), ("rhs", rhs)):
+        if _is_quantized(x):
+            site.fail(TypeError, f"`recipe` with `{name}` quantised already.", "Pass one or the other.")
+        if not jnp.issubdtype(x.dtype, jnp.floating) or jnp.dtype(x.dtype).itemsize == 1:
+            site.fail(
+                TypeError,
+                f"`recipe` with `{name}` in {jnp.dtype(x.dtype).name}.",
+                "It quantises floats of 16 bits or more.",
+            )
+    return recipe
 
 
 def _dims(x: GroupedTensor | Array, which: int) -> Array | None:
@@ -276,6 +328,8 @@ def _existing(
     site, mend = site.also(existing_out=existing_out), "It must be a tensor like the result, or its buffer."
     if not isinstance(existing_out, GroupedTensor) or not is_arraylike(existing_out.data):
         site.fail(TypeError, "`existing_out` holds no array.", mend)
+    if existing_out.is_quantized:
+        site.fail(TypeError, "`existing_out` is quantised.", "Pass `existing_out.dequantize()`.")
     packed_last = existing_out.kind == "ragged both" and existing_out.packed_axis == -1
     if existing_out.kind != KINDS[layout.out] or packed_last:
         kind = existing_out.kind + (" packed along its columns" if packed_last else "")
@@ -335,24 +389,3 @@ def _result_shape(
     if len(out) == 2:
         return extent, n if max_last is None else max_last
     return (extent, n) if out[0] == "m" else (m, extent)
-
-
-def _bind_shared(operands: Operands, call: Call) -> Array:
-    """Binds the product. With a matrix that all groups share, the other operand's groups are as good as one."""
-    product, options = call.product, call.options
-    shared = [name for name in ("lhs", "rhs") if getattr(operands, name).ndim < product.ndim(getattr(product, name))]
-    if not shared:
-        return bind(operands, call)
-    (name,) = shared
-    if operands.sizes:
-        groups = operands.rhs if name == "lhs" else operands.lhs
-        total = schedule.group_offsets(operands.sizes[0], groups.shape[0])[-1:]
-        return bind(operands._replace(sizes=(total,), **{name: getattr(operands, name)[None]}), call)
-    return batched_matmul(
-        operands.lhs,
-        operands.rhs,
-        axes=(product.lhs, product.rhs, product.out),
-        preferred_element_type=call.dtype,
-        precision=options.precision,
-        existing_out=operands.existing,
-    )

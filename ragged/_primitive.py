@@ -1,8 +1,9 @@
 """The one JAX primitive under every grouped product: how it is typed, differentiated, batched and lowered.
 
 Its operands are plain arrays: `lhs`, `rhs`, then the sizes `(g,)` of each ragged letter in the order `m`, `k`, `n`,
-then `group_offset` and `existing_out` where there are any. `Call` holds all that is static. Any operand may have one
-more leading axis, a batch axis. `Call.out_batch` says whether the result keeps it or is summed over it.
+then the scales of `lhs` and `rhs`, `group_offset` and `existing_out` where there are any. `Call` holds all that is
+static. Any operand may have one more leading axis, a batch axis. `Call.out_batch` says whether the result keeps it or
+is summed over it.
 
     out[i] = existing_out[i] + lhs[i] @ rhs[i]        (bilinear in lhs and rhs, affine in existing_out)
 """
@@ -29,24 +30,27 @@ from ragged.kernels.tpu_tiling import DEFAULT_DEVICE
 
 def _unflatten(args: Sequence[Any], call: Call) -> Operands:
     sizes_end = 2 + len(call.product.ragged)
-    rest = list(args[sizes_end:])
-    offset = rest.pop(0) if call.has_offset else None
-    existing = rest.pop(0) if call.has_existing else None
-    return Operands(args[0], args[1], tuple(args[2:sizes_end]), offset, existing)
+    rest = iter(args[sizes_end:])
+    given = (call.lhs_block is not None, call.rhs_block is not None, call.has_offset, call.has_existing)
+    lhs_scales, rhs_scales, offset, existing = (next(rest) if each else None for each in given)
+    return Operands(args[0], args[1], tuple(args[2:sizes_end]), offset, existing, lhs_scales, rhs_scales)
 
 
 def bind(operands: Operands, call: Call) -> Array:
     """The product of `operands`. See the module's docstring."""
     call = call._replace(has_offset=operands.offset is not None, has_existing=operands.existing is not None)
-    args = [jnp.asarray(x) for x in operands.flat()]
-    # Inside `shard_map`, all operands must vary over the same mesh axes.
+    return ragged_matmul_p.bind(*vary_together(operands.flat()), call=call)
+
+
+def vary_together(args: Sequence[Any]) -> list[Array]:
+    """`args` as arrays that all vary over the same mesh axes, as operands inside `shard_map` must."""
+    args = [jnp.asarray(x) for x in args]
     varying = [jax.typeof(x).manual_axis_type.varying for x in args]
     everywhere = frozenset().union(*varying)
-    args = [
+    return [
         lax.pcast(x, tuple(sorted(everywhere - axes, key=str)), to="varying") if everywhere - axes else x
         for x, axes in zip(args, varying, strict=True)
     ]
-    return ragged_matmul_p.bind(*args, call=call)
 
 
 ragged_matmul_p = Primitive("ragged_matmul")
@@ -86,6 +90,12 @@ def _impl(*args: Array, call: Call) -> Array:
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> tuple[Any, Any]:
     """`d(lhs @ rhs) = dlhs @ rhs + lhs @ drhs`, and `existing_out`'s own tangent."""
+    if jnp.dtype(call.dtype).itemsize == 1:
+        raise TypeError(
+            f"`ragged.matmul`: the result is {jnp.dtype(call.dtype).name}, and so would its cotangent be.\n"
+            "Ask for `preferred_element_type=jnp.bfloat16` and cast what is not differentiated, "
+            "or pass `recipe=`, which quantises the gradient with scales of its own."
+        )
     out = bind(_unflatten(primals, call), call)
     x, dx = _unflatten(primals, call)._replace(existing=None), _unflatten(tangents, call)
     terms = []

@@ -23,7 +23,9 @@ from jax.core import Tracer
 from jaxtyping import Bool, Int, Shaped
 
 from ragged._arithmetic import Arithmetic
-from ragged.kernels import schedule
+from ragged._scaling import Scaling
+from ragged.kernels import Scales, schedule
+from ragged.kernels.xla import spread
 
 
 def is_arraylike(x: Any) -> bool:
@@ -75,14 +77,16 @@ class GroupedTensor(Arithmetic):
 
     - `data`: the buffer.
     - `first_dims`, `last_dims`: `(g,)` int32 (or uint32), the size of each group's first / last dim; None: not ragged.
+    - `scales`, `scaling`: of a quantised tensor, whose values are `data × scales`: one scale a block, float32 or
+      float8_e8m0fnu, and the static `Scaling` that says which elements make a block. `ragged.quantize` makes them.
     - `transposed`: static. Whether the buffer is seen through `mT`, that is, whether `data.mT` is what lies in memory.
       `mT` flips it. For a ragged-both tensor it says which axis is packed: with `transposed`, `data` is
       `[max_first, cols]` and group `i` is `data[:first_dims[i], o[i]:o[i+1]]`, where `o` are the offsets of
       `last_dims`.
 
     **Raises:** `TypeError` or `ValueError` for what can be seen without looking at values: ranks, numbers of groups,
-    dtypes of dims. `validate` checks the values. Leaves that are no arrays (None, specs, shapes, in_axes) are not
-    checked.
+    dtypes of dims, shape and dtype of scales. `validate` checks the values. Leaves that are no arrays (None, specs,
+    shapes, in_axes) are not checked.
 
     !!! example
         ```python
@@ -97,6 +101,8 @@ class GroupedTensor(Arithmetic):
     data: Array | Any
     first_dims: Int[Array, " g"] | Any = None
     last_dims: Int[Array, " g"] | Any = None
+    scales: Array | Any = None
+    scaling: Scaling | Any = eqx.field(static=True, default=None)
     transposed: bool = eqx.field(static=True, default=False, kw_only=True)
 
     def __check_init__(self) -> None:
@@ -139,6 +145,31 @@ class GroupedTensor(Arithmetic):
                 f"`GroupedTensor`: `data` must have {ndim} dims, but has {self.data.ndim}.\n"
                 f"Got data={describe(self.data)}, first_dims={describe(first)}, last_dims={describe(last)}.\n{mend}"
             )
+        if self.scaling is not None and not isinstance(self.scaling, Scaling):
+            raise TypeError(
+                f"`GroupedTensor`: `scaling` is {self.scaling!r}, not a `Scaling`.\n"
+                f"Pass `ragged.Scaling.of({self.scaling!r})`, or let `ragged.quantize` make the tensor."
+            )
+        if is_arraylike(self.scales):
+            self._check_scales()
+
+    def _check_scales(self) -> None:
+        got = f"Got scales={describe(self.scales)}, scaling={self.scaling}, data={describe(self.data)}.\n"
+        if self.scaling is None:
+            raise ValueError(f"`GroupedTensor`: `scales` without `scaling`.\n{got}Say which elements share a scale.")
+        if problem := self.scaling.illegal(self.packed_axis):
+            raise ValueError(f"`GroupedTensor`: {problem}.\n{got}Along a ragged dim a block is 1 or None.")
+        want = self.scaling.shape(self.shape, self.packed_axis, self.num_groups)
+        if self.scales.shape != want or self.scales.dtype != self.scaling.dtype:
+            raise ValueError(
+                f"`GroupedTensor`: scales of a {self.kind} tensor with the scaling {self.scaling} have shape {want} "
+                f"and dtype {self.scaling.dtype.name}.\n{got}`ragged.quantize` makes them."
+            )
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether it has scales."""
+        return self.scales is not None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -147,8 +178,13 @@ class GroupedTensor(Arithmetic):
 
     @property
     def dtype(self) -> Any:
-        """The buffer's dtype."""
+        """The buffer's dtype: of a quantised tensor, that of what is stored."""
         return self.data.dtype
+
+    @property
+    def logical_dtype(self) -> Any:
+        """The dtype of `dequantize()`: float32 for a quantised tensor, else `dtype`."""
+        return jnp.dtype(jnp.float32) if self.is_quantized else self.dtype
 
     @property
     def ndim(self) -> int:
@@ -221,9 +257,12 @@ class GroupedTensor(Arithmetic):
     def mT(self) -> "GroupedTensor":
         """Every group transposed. The dims trade places, and so do the buffer's last two axes.
 
-        Under `jit` no copy is made where the result goes into `ragged.matmul`. `x.mT.mT` is `x`.
+        Under `jit` no copy is made where the result goes into `ragged.matmul`. `x.mT.mT` is `x`. Scales move along.
         """
+        by_block = self.is_quantized and self.scaling.block not in (None, (None, None))
         return self._with(
+            scales=self.scales.mT if by_block else self.scales,
+            scaling=self.scaling and self.scaling.mT,
             data=self.data.mT,
             first_dims=self.last_dims,
             last_dims=self.first_dims,
@@ -246,6 +285,8 @@ class GroupedTensor(Arithmetic):
                 parts.append(f"{name}={np.asarray(dims).tolist()} ({total})")
             else:
                 parts.append(f"{name}={np.asarray(dims).tolist()}")
+        if self.is_quantized:
+            parts.append(f"scales={describe(self.scales)} by {self.scaling}")
         if self.transposed:
             parts.append("transposed")
         return f"GroupedTensor({', '.join(parts)})"
@@ -261,12 +302,47 @@ class GroupedTensor(Arithmetic):
     def _with(self, **fields: Any) -> "GroupedTensor":
         """A copy with other fields. Like unflattening, it checks nothing: stacked tensors have axes in front."""
         new = object.__new__(GroupedTensor)
-        for name in ("data", "first_dims", "last_dims", "transposed"):
+        for name in ("data", "first_dims", "last_dims", "scales", "scaling", "transposed"):
             object.__setattr__(new, name, fields.get(name, getattr(self, name)))
         return new
 
     def _replace_data(self, data: Array) -> "GroupedTensor":
         return self._with(data=data)
+
+    @property
+    def is_flipped(self) -> bool:
+        """Whether it is `data.mT` that lies in memory, its packed axis first."""
+        return self.transposed if self.packed_axis is None else self.packed_axis == -1
+
+    def kernel_scales(self) -> Scales | None:
+        """The scales as kernels take them, those of the buffer as it lies in memory; None if there are none."""
+        if not self.is_quantized:
+            return None
+        return self.scaling.for_kernels(self.scales, self.packed_axis, self.num_groups, self.is_flipped)
+
+    def element_scales(self) -> Array:
+        """Each element's scale, or what broadcasts to the buffer."""
+        scales = self.kernel_scales()
+        assert scales is not None
+        shape = (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.is_flipped else self.shape
+        values = spread(scales, shape, None if self.packed_axis is None else self.packed_dims)
+        return values.mT if self.is_flipped else values
+
+    def dequantize(self) -> "GroupedTensor":
+        """`data × scales` in float32, zeros in the tail. A tensor without scales is returned as it is."""
+        if not self.is_quantized:
+            return self
+        wide = jnp.asarray(self.data).astype(jnp.float32) * self.element_scales()
+        out = self._with(data=wide, scales=None, scaling=None)
+        return out._replace_data(out._filled(0))
+
+    def require_plain(self) -> None:
+        """Raises a `TypeError` if the tensor is quantised: without its scales the buffer means nothing."""
+        if self.is_quantized:
+            raise TypeError(
+                "`GroupedTensor`: a quantised tensor has no arithmetic, indexing, casts or padding.\n"
+                f"Got {self!r}.\nTake `x.dequantize()` first."
+            )
 
     def validate(self) -> "GroupedTensor":
         """Checks the sizes: none negative, none wider than the buffer, their sum within the capacity.
@@ -324,6 +400,7 @@ class GroupedTensor(Arithmetic):
             )
         if not -self.num_groups <= index < self.num_groups:
             raise IndexError(f"`GroupedTensor[{index}]`: there are {self.num_groups} groups.")
+        self.require_plain()
         index = index % self.num_groups
         if self.packed_axis is None:
             return self.data[index]
@@ -352,6 +429,7 @@ class GroupedTensor(Arithmetic):
 
     def astype(self, dtype: Any) -> "GroupedTensor":
         """The same tensor with its buffer cast to `dtype`."""
+        self.require_plain()
         return self._replace_data(jnp.asarray(self.data).astype(dtype))
 
     def to_padded(self, max_len: int | Any, fill_value: Any = 0) -> Shaped[Array, "g first last"]:
@@ -361,6 +439,7 @@ class GroupedTensor(Arithmetic):
         A group longer than `max_len` is cut off there. Where there is no element: `fill_value`.
         """
         axis = self._require_packed("to_padded")
+        self.require_plain()
         if not isinstance(max_len, int | np.integer) or max_len < 0:
             raise ValueError(f"`GroupedTensor.to_padded`: `max_len` must be an int, 0 or more. Got {max_len!r}.")
         if axis == -1:

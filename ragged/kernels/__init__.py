@@ -32,7 +32,7 @@ or three of the letters ragged.
 A backend but XLA's has one more function, `lacks(kernel, lhs, rhs, sizes, out, precision, target)`, which says why it
 has no kernel for a product (or ""). Then XLA's runs; and where a kernel raises `Refused`, for what only its tiles tell.
 
-All but XLA's take `lhs_scales` and `rhs_scales` too, see `Scales`.
+All but XLA's take `lhs_scales` and `rhs_scales` too, see `Scales`. For XLA operands are dequantised before.
 
 `existing_out` is added to in the accumulator, before rounding. Its tail is zero already; its other elements that no
 product reaches stay as they are. `tiling` is `(tile_m, tile_k, tile_n)` of the function's own product (by letter for
@@ -73,6 +73,11 @@ class Scales(NamedTuple):
 
     values: Array
     block: tuple[int | None, int | None]
+
+    @property
+    def mT(self) -> "Scales":
+        """Those of the transposed operand."""
+        return Scales(self.values.mT, (self.block[1], self.block[0]))
 
 
 class Known(NamedTuple):

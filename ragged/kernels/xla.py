@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Int, Shaped
 
-from ragged.kernels import ANY_TARGET, Target, schedule
+from ragged.kernels import ANY_TARGET, Scales, Target, schedule
 
 
 def promote(lhs: Any, rhs: Any) -> Any:
@@ -53,6 +53,37 @@ def compute_dtype(lhs: Any, rhs: Any) -> Any:
         return jnp.dtype(jnp.float64 if jnp.float64 in (lhs, rhs) else jnp.float32)
     common = rhs if lhs.itemsize == 1 else promote(lhs, rhs)
     return jnp.dtype(jnp.float32) if common == jnp.float16 else common
+
+
+def dequantised(x: Array, scales: Scales, packed_sizes: Array | None = None, dtype: Any = jnp.float32) -> Array:
+    """An operand times its scales: a copy in memory, which TPU and GPU kernels do without."""
+    return x.astype(dtype) * spread(scales, x.shape, packed_sizes).astype(dtype)
+
+
+def spread(scales: Scales, shape: tuple[int, ...], packed_sizes: Array | None = None) -> Array:
+    """Each element's scale, or what broadcasts to it, for an operand of this shape.
+
+    `packed_sizes`: of the groups that are packed along its rows, if any are. The scales have a batch axis in front if
+    the operand has one; the sizes may have it too.
+    """
+    values = scales.values
+    for axis, block in zip((-2, -1), scales.block, strict=True):
+        if axis == -2 and block is None and packed_sizes is not None:
+            values = by_row(values, packed_sizes, shape[-2])
+        elif block is not None and block > 1:
+            values = lax.slice_in_dim(jnp.repeat(values, block, axis), 0, shape[axis], axis=values.ndim + axis)
+    return values
+
+
+def by_row(values: Shaped[Array, "*batch g blocks"], sizes: Int[Array, "*b g"], rows: int) -> Shaped[Array, "..."]:
+    """The scales of each row's group, `[*batch, rows, blocks]`. Rows of the tail have the last group's."""
+
+    def of_rows(values: Array, sizes: Array) -> Array:
+        return values.at[schedule.group_ids(schedule.group_offsets(sizes, rows), rows)].get(mode="clip")
+
+    batched = values.ndim > 2 or sizes.ndim > 1
+    axes = (0 if values.ndim > 2 else None, 0 if sizes.ndim > 1 else None)
+    return (jax.vmap(of_rows, axes) if batched else of_rows)(values, sizes)
 
 
 def tiled_matmul(

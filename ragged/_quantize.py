@@ -1,0 +1,189 @@
+"""`quantize`: a tensor in 8 or 4 bits, with scales.
+
+A block's scale maps its largest absolute value (amax) to the largest that the dtype holds:
+
+    scale = amax / largest        data = round(value / scale)        value ≈ data × scale
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ragged._scaling import Scaling
+from ragged._tensor import GroupedTensor, describe, is_arraylike
+
+LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0, "int4": 7.0}
+"""The dtypes to quantise to, and the largest value of each. Integers are symmetric: -128 and -8 are not used."""
+
+
+def quantize(
+    x: GroupedTensor | Array | Any, dtype: Any, scaling: Any, *, power_of_two: bool | Any = False
+) -> GroupedTensor:
+    """Rounds a tensor to `dtype`, each block of it times a scale of its own.
+
+    Scales are `amax / largest`: the largest absolute value of a block's elements becomes the largest one of `dtype`.
+    The tail doesn't count, whatever it holds. A block of zeros has the scale 1.
+
+    **Arguments:**
+
+    - `x`: a `GroupedTensor`, or a uniform array `[g, first, last]`, of floats.
+    - `dtype`: float8_e4m3fn, float8_e5m2, int8 or int4.
+    - `scaling`: which elements share a scale: `"tensor"`, `"group"`, `"row"`, `"column"`, a block such as `(1, 128)`,
+      `"mx"` (blocks of 32 along the last dim with 8-bit power-of-two scales) or a `Scaling`. Where `matmul` contracts
+      `x`'s first dim, as it does `rhs`'s, quantise `x.mT` along its last dim and take the result's `mT`.
+    - `power_of_two`: rounds scales up to powers of two, which are exact to multiply with. Up, so that no element leaves
+      the dtype's range (as in NVIDIA's MXFP8 recipe, arXiv:2506.08027; the OCP specification rounds down).
+
+    With None for `dtype` or `scaling` nothing is quantised: `x` comes back as a plain `GroupedTensor`.
+
+    **Returns:** a `GroupedTensor` of `dtype` with `scales` and `scaling`, zeros in the tail. `x` is
+    `dequantize()` of it, but for an error of at most half a unit in the last place of `dtype`, times the scale.
+
+    Infinity and NaN never count toward a scale. float8_e5m2 keeps both; in float8_e4m3fn, which has no infinity, both
+    become NaN. Integers have neither: a block that holds one gets the scale NaN.
+
+    **Raises:** `TypeError` for what is no tensor of floats and for dtypes, `ValueError` for a scaling that `x` can't
+    have. Differentiating it raises a `TypeError`: see `recipe` in `ragged.matmul` for training.
+
+    !!! example
+        ```python
+        import jax, jax.numpy as jnp
+        import ragged
+        w = jax.random.normal(jax.random.key(0), (4, 256, 128))
+        q = ragged.quantize(w, jnp.float8_e4m3fn, (128, 128))
+        assert q.scales.shape == (4, 2, 1)
+        assert jnp.max(jnp.abs(q.dequantize().data - w)) < 0.2
+        ```
+    """
+    tensor = _operand(x)
+    if dtype is None or scaling is None:
+        return tensor
+    name = dtype_name(dtype, "ragged.quantize")
+    scaling = Scaling.of(scaling)
+    if tensor.is_quantized:
+        raise TypeError(
+            f"`ragged.quantize`: `x` is quantised already.\nGot {tensor!r}.\nTake `x.dequantize()` to quantise it anew."
+        )
+    if not jnp.issubdtype(tensor.dtype, jnp.floating) or jnp.dtype(tensor.dtype).itemsize == 1:
+        raise TypeError(
+            f"`ragged.quantize`: `x` has dtype {jnp.dtype(tensor.dtype).name}.\nGot {describe(tensor)}.\n"
+            "Cast it to a float dtype of 16 bits or more."
+        )
+    if problem := scaling.illegal(tensor.packed_axis):
+        raise ValueError(
+            f"`ragged.quantize`: {problem}.\nGot {describe(tensor)}, scaling={scaling}.\n"
+            "Along a ragged dim a block is 1 or None (all of the group): `(1, 128)`, `(None, 1)`."
+        )
+    if tensor.is_flipped:
+        return quantize(tensor.mT, name, scaling.mT, power_of_two=power_of_two).mT
+    tensor = tensor._replace_data(not_differentiable("ragged.quantize", jnp.asarray(tensor.data)))
+    scales = scale_of(amax(tensor, scaling, name), name, bool(power_of_two) or scaling.dtype != jnp.float32)
+    return cast(tensor, name, scaling, scales)
+
+
+def _operand(x: GroupedTensor | Array | Any) -> GroupedTensor:
+    if isinstance(x, GroupedTensor):
+        if is_arraylike(x.data):
+            return x
+        raise TypeError(f"`ragged.quantize`: `x` holds no array.\nGot {x!r}.\nPass a `GroupedTensor` of arrays.")
+    if not is_arraylike(x):
+        raise TypeError(
+            f"`ragged.quantize`: `x` is {describe(x)}, not an array.\nPass a `GroupedTensor` or an array of 3 dims."
+        )
+    if x.ndim != 3:
+        raise ValueError(
+            f"`ragged.quantize`: `x` is a plain array with {x.ndim} dims.\nGot {describe(x)}.\n"
+            "A plain array is uniform, `[g, first, last]`. A single matrix is one group: `x[None]`."
+        )
+    return GroupedTensor(jnp.asarray(x))
+
+
+def dtype_name(dtype: Any, call: str) -> str:
+    """The name of a dtype to quantise to."""
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = repr(dtype)
+    if name not in LARGEST:
+        raise TypeError(f"`{call}`: no quantising to {name}.\nPass one of {', '.join(LARGEST)}.")
+    return name
+
+
+def amax(x: GroupedTensor, scaling: Scaling, name: str) -> Array:
+    """The largest absolute value of each block of a tensor that isn't flipped, float32, in the shape of the scales.
+
+    Of finite elements; for integers infinity in a block that has others.
+    """
+    data = jnp.asarray(x.data)
+    other = jnp.inf if name.startswith("int") else 0
+    magnitude = jnp.where(jnp.isfinite(data), jnp.abs(data), jnp.asarray(other, data.dtype))
+    if x.packed_axis is not None:
+        magnitude = jnp.where(x.mask, magnitude, 0)
+    magnitude = magnitude.astype(jnp.float32)
+    if scaling.block is None:
+        return jnp.max(magnitude, initial=0)
+    first, last = scaling.block
+    out = _block_max(magnitude, last, -1)
+    if x.packed_axis is None:
+        out = _block_max(out, first, -2)
+    elif first is None:
+        ids, groups = x.group_ids, x.num_groups
+        out = jax.ops.segment_max(out, ids, groups, indices_are_sorted=True)
+        out = jnp.maximum(out, 0)  # an empty group's is -inf
+    return out.reshape(scaling.shape(x.shape, x.packed_axis, x.num_groups))
+
+
+def _block_max(x: Array, block: int | None, axis: int) -> Array:
+    """The largest of each block along an axis; the last block may be partial."""
+    if block is None:
+        return jnp.max(x, axis=axis, keepdims=True, initial=0)
+    count = -(-x.shape[axis] // block)
+    pad = [(0, 0)] * x.ndim
+    pad[axis] = (0, count * block - x.shape[axis])
+    shape = list(x.shape)
+    shape[axis : axis + 1 or None] = [count, block]
+    return jnp.max(jnp.pad(x, pad).reshape(shape), axis=axis, initial=0)
+
+
+def scale_of(amax: Array, name: str, power_of_two: bool) -> Array:
+    """`amax / largest`, or the next power of two; 1 where `amax` is 0, NaN where it is infinite. float32."""
+    scale = jnp.maximum(amax / LARGEST[name], jnp.finfo(jnp.float32).tiny)
+    if power_of_two:
+        mantissa, exponent = jnp.frexp(scale)  # the mantissa is in [0.5, 1)
+        scale = jnp.ldexp(jnp.float32(1), jnp.where(mantissa == 0.5, exponent - 1, exponent))
+    return jnp.where(jnp.isinf(amax), jnp.nan, jnp.where(amax > 0, scale, 1))
+
+
+def cast(x: GroupedTensor, name: str, scaling: Scaling, scales: Array) -> GroupedTensor:
+    """`x / scales` in the dtype `name`. What is out of its range becomes the largest value, unless it is infinite."""
+    quantized = x._with(scales=scales.astype(scaling.dtype), scaling=scaling)
+    data = jnp.asarray(x.data)
+    data = data.astype(jnp.promote_types(data.dtype, jnp.float32)) / quantized.element_scales()
+    if name.startswith("int"):
+        data = jnp.round(data)
+    data = jnp.where(jnp.isfinite(data), jnp.clip(data, -LARGEST[name], LARGEST[name]), data)
+    if x.packed_axis is not None:
+        data = jnp.where(x.mask, data, 0)
+    return quantized._replace_data(data.astype(name))
+
+
+def not_differentiable(call: str, x: Array) -> Array:
+    """`x`, with an error for whoever differentiates with respect to it."""
+    return _fixed(call, x)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _fixed(call: str, x: Array) -> Array:
+    return x
+
+
+@_fixed.defjvp
+def _no_derivative(call: str, primals: Any, tangents: Any) -> Any:
+    raise TypeError(
+        f"`{call}`: differentiated with respect to a quantised operand, {describe(primals[0])}.\n"
+        "Rounding has no useful derivative. To train, pass what isn't quantised to `ragged.matmul` with `recipe=`: its "
+        "gradient is straight-through. To hold it fixed, quantise `jax.lax.stop_gradient(x)`."
+    )

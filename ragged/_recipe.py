@@ -1,0 +1,309 @@
+"""`Recipe`: how a product and its two derivatives are quantised while training.
+
+    forward   y = x w      dgrad   dx = dy wᵀ      wgrad   dw = xᵀ dy
+
+Each of the three quantises its own two operands, from what isn't quantised, along the dim that it contracts. Rounding
+counts as the identity for the gradient (straight-through): the derivatives are those of the product that isn't
+quantised, computed from quantised operands.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.custom_batching import custom_vmap
+from jaxtyping import Float
+
+from ragged import _lowering
+from ragged._lowering import Call, Operands
+from ragged._primitive import bind, vary_together
+from ragged._quantize import amax, cast, dtype_name, quantize, scale_of
+from ragged._scaling import NAMED, Scaling
+from ragged._tensor import GroupedTensor
+
+
+@dataclass(frozen=True)
+class Cast:
+    """How one operand of one product is quantised.
+
+    - `dtype`: float8_e4m3fn, float8_e5m2, int8, int4; or None: it isn't.
+    - `scaling`: as for `ragged.quantize`, of the operand with the contracted dim last: `"row"` is one scale for all
+      that is contracted with each other, `(1, 128)` one for each 128 of it, `(128, 128)` one for 128 such rows too.
+      Along a ragged dim, where a block would straddle groups, an extent above 1 becomes the whole group if that dim is
+      contracted, and 1 if it isn't.
+    - `power_of_two`: rounds scales up to powers of two.
+
+    **Raises:** what `ragged.quantize` does, and `ValueError` for a scale for each element of the contracted dim, which
+    no tensor core could apply.
+    """
+
+    dtype: Any
+    scaling: Any = NAMED["tensor"]
+    power_of_two: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", dtype_name(self.dtype, "ragged.Cast"))
+        scaling = Scaling.of(self.scaling)
+        if scaling.block is not None and scaling.block[1] == 1:
+            raise ValueError(
+                f"`ragged.Cast`: the scaling {scaling} has a scale for each element of the dim that is contracted.\n"
+                "A block is (kept, contracted): `(1, None)` or `'row'` for one scale a row, in a wgrad too, "
+                "where the rows are features and what is contracted are tokens."
+            )
+        object.__setattr__(self, "scaling", scaling)
+
+    def scaling_for(self, kept: bool, contracted: bool) -> Scaling:
+        """The scaling for an operand that is ragged in these dims."""
+        if self.scaling.block is None:
+            return self.scaling
+        first, last = self.scaling.block
+        first = 1 if kept and first is not None else first
+        return Scaling((first, None if contracted else last), self.scaling.dtype)
+
+
+Pair = tuple[Cast, Cast]
+
+
+class Recipe(eqx.Module):
+    """How `matmul(x, w, recipe=recipe)` quantises: a pytree whose only leaf is the history of delayed scaling.
+
+    - `forward`: the casts of `x` and of `w`.
+    - `dgrad`: those of the result's cotangent and of `w`.
+    - `wgrad`: those of `x` and of the result's cotangent.
+    - `history`: None; or `(3, length)` float32, for delayed scaling: the largest absolute values that `x`, `w` and the
+      cotangent had in the last steps, newest first, 0 where there was none. Scales are those for the largest of them.
+    - `name`: what tables call it.
+
+    In a product from the left, of uniform and ragged columns, `x` is the ragged operand and `w` the uniform one. In all
+    others `x` is `lhs` and `w` is `rhs`, whatever they are.
+
+    `Recipe.preset` makes the well-known ones:
+
+    | name           | scales of `x`, gradient | of `w`    | gradient in | as in                                  |
+    |----------------|-------------------------|-----------|-------------|----------------------------------------|
+    | `"tensorwise"` | one                     | one       | e5m2        | torchao's tensorwise                   |
+    | `"rowwise"`    | one a row, powers of 2  | the same  | e4m3        | torchao's rowwise                      |
+    | `"blockwise"`  | 1 × 128                 | 128 × 128 | e4m3        | DeepSeek-V3 (arXiv:2412.19437)         |
+    | `"mxfp8"`      | 1 × 32, e8m0            | the same  | e4m3        | OCP MX v1.0, NVIDIA (arXiv:2506.08027) |
+    | `"delayed"`    | one, of past steps      | the same  | e5m2        | NVIDIA's Transformer Engine            |
+
+    All else is e4m3. A row runs along what is contracted; in a wgrad that are a group's tokens, whose blocks are whole
+    groups.
+
+    **Delayed scaling** carries its state explicitly: the "gradient" with respect to the recipe is the next recipe.
+    The first step, without a history, uses the operands' own largest values.
+
+        grads, recipe = jax.grad(loss, argnums=(0, 1))(params, recipe)
+
+    Each `matmul` needs a recipe of its own: cotangents of one that is used twice would add up. Under `vmap` and
+    `shard_map` one recipe for all elements or devices gets the largest values of all of them. A step without a gradient
+    doesn't change it. Values above the largest of the past saturate.
+    """
+
+    forward: Pair = eqx.field(static=True)
+    dgrad: Pair = eqx.field(static=True)
+    wgrad: Pair = eqx.field(static=True)
+    history: Float[Array, "3 length"] | Any = None
+    name: str = eqx.field(static=True, default="custom", kw_only=True)
+
+    def __check_init__(self) -> None:
+        for name in ("forward", "dgrad", "wgrad"):
+            pair = getattr(self, name)
+            if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(each, Cast) for each in pair)):
+                raise TypeError(
+                    f"`ragged.Recipe`: `{name}` is {pair!r}.\n"
+                    "It must be the `ragged.Cast`s of its two operands, a tuple."
+                )
+            if self.history is not None and any(each.dtype and each.scaling.block is not None for each in pair):
+                raise ValueError(
+                    f"`ragged.Recipe`: `history` with a scaling of `{name}` other than 'tensor'.\nGot {pair!r}.\n"
+                    "Delayed scaling knows one largest value of each tensor."
+                )
+
+    @classmethod
+    def preset(cls, name: str, *, gradients: Any = None, length: int = 16) -> "Recipe":
+        """A well-known recipe: `"tensorwise"`, `"rowwise"`, `"blockwise"`, `"mxfp8"` or `"delayed"`.
+
+        `gradients`: the dtype of cotangents, if not the usual one. `length`: of the history of `"delayed"`, in steps.
+        """
+        if name not in PRESETS:
+            raise ValueError(
+                f"`ragged.Recipe.preset`: {name!r} is no recipe.\nPass one of {', '.join(map(repr, PRESETS))}, "
+                "or build a `ragged.Recipe`."
+            )
+        activations, weights, power_of_two, usual = PRESETS[name]
+        x, w = (Cast("float8_e4m3fn", scaling, power_of_two) for scaling in (activations, weights))
+        dy = Cast(usual if gradients is None else gradients, activations, power_of_two)
+        history = jnp.zeros((3, length), jnp.float32) if name == "delayed" else None
+        return cls((x, w), (dy, w), (x, dy), history, name=name)
+
+    @classmethod
+    def of(cls, recipe: "str | Recipe | Any") -> "Recipe":
+        """The preset of a name; a `Recipe` as it is."""
+        if isinstance(recipe, Recipe):
+            return recipe
+        if not isinstance(recipe, str):
+            raise TypeError(
+                f"`ragged.Recipe`: {recipe!r} is no recipe.\nPass a `ragged.Recipe` or one of "
+                f"{', '.join(map(repr, PRESETS))}."
+            )
+        return cls.preset(recipe)
+
+
+PRESETS: dict[str, tuple[Any, Any, bool, str]] = {
+    "tensorwise": ("tensor", "tensor", False, "float8_e5m2"),
+    "rowwise": ("row", "row", True, "float8_e4m3fn"),
+    "blockwise": ((1, 128), (128, 128), False, "float8_e4m3fn"),
+    "mxfp8": ("mx", "mx", True, "float8_e4m3fn"),
+    "delayed": ("tensor", "tensor", False, "float8_e5m2"),
+}
+"""Scaling of activations and gradients, of weights, whether scales are powers of two, the gradients' dtype."""
+
+
+class Casts(NamedTuple):
+    """A product's two casts, and those of its derivatives, each in the order of its operands.
+
+    The derivative by `lhs` multiplies the cotangent, in place of `lhs`, with `rhs`.
+    """
+
+    forward: Pair
+    by_lhs: Pair
+    by_rhs: Pair
+
+    def derivative(self, wrt: str) -> "Casts":
+        """Those of the derivative, which is a product again: what it is of the three, and its own derivatives."""
+        if wrt == "lhs":
+            return Casts(self.by_lhs, self.forward, _swapped(self.by_rhs))
+        return Casts(self.by_rhs, _swapped(self.by_lhs), self.forward)
+
+
+def _swapped(pair: Pair) -> Pair:
+    return pair[1], pair[0]
+
+
+def casts_of(recipe: Recipe, call: Call) -> tuple[Casts, Any]:
+    """A recipe's casts and history in the order of a product's operands."""
+    casts, history = Casts(recipe.forward, recipe.dgrad, recipe.wgrad), recipe.history
+    if call.product.ragged != "n":
+        return casts, history
+    swapped = Casts(_swapped(casts.forward), _swapped(casts.by_rhs), _swapped(casts.by_lhs))
+    return swapped, None if history is None else history[jnp.array([1, 0, 2])]
+
+
+def derivative_of(wrt: str, operands: Operands, call: Call, ct: Array) -> tuple[Operands, Call]:
+    """The product that is the cotangent of `lhs` or `rhs`."""
+    of = getattr(operands, wrt)
+    call = call._replace(product=call.product.derivative(wrt), shape=of.shape, dtype=of.dtype)
+    return operands._replace(existing=None, **{wrt: ct}), call
+
+
+def quantized_product(recipe: Recipe, operands: Operands, call: Call) -> Array:
+    """The product of `operands`, quantised, with straight-through derivatives. The primitive's operands and result."""
+    casts, history = casts_of(recipe, call)
+    leaves, tree = jax.tree.flatten(operands)
+    operands = jax.tree.unflatten(tree, vary_together(leaves))
+    return _product(casts, call, operands, history)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _product(casts: Casts, call: Call, operands: Operands, history: Array | None) -> Array:
+    return bind(*quantized(casts.forward, operands, call, history))
+
+
+def _forward(casts: Casts, call: Call, operands: Operands, history: Array | None) -> tuple[Array, Any]:
+    return _product(casts, call, operands, history), (operands, history)
+
+
+def _backward(casts: Casts, call: Call, residuals: tuple[Operands, Any], ct: Array) -> tuple[Operands, Any]:
+    operands, history = residuals
+    cotangents = {}
+    for wrt, slots in (("lhs", [2, 1, 0]), ("rhs", [0, 2, 1])):
+        past = None if history is None else history[jnp.array(slots)]
+        of_operands, of_call = derivative_of(wrt, operands, call, ct)
+        cotangents[wrt] = _product(casts.derivative(wrt), of_call, of_operands, past)
+    existing = operands.existing
+    if existing is not None:
+        existing = _lowering.zero_tail(ct, operands.sizes, call.product).astype(existing.dtype)
+    zeros = Operands(cotangents["lhs"], cotangents["rhs"], tuple(None for _ in operands.sizes), None, existing)
+    return zeros, None if history is None else _next(history, operands, call, ct)
+
+
+_product.defvjp(_forward, _backward)
+
+
+def quantized(casts: Pair, operands: Operands, call: Call, history: Array | None = None) -> tuple[Operands, Call]:
+    """The same product of quantised operands. Operands of whole matrices are stored with the contracted dim last, the
+    one order in which Hopper's tensor cores multiply 8 bits."""
+    product = call.product
+    for i, (name, how) in enumerate(zip(("lhs", "rhs"), casts, strict=True)):
+        if how.dtype is None:
+            continue
+        x, letters = as_tensor(name, operands, call)
+        q = quantize_operand(x, how, None if history is None else history[i])
+        stored = q if x.packed_axis is None or not x.is_flipped else q.mT
+        letters = letters if stored is q else letters[::-1]
+        scales = stored.kernel_scales()
+        assert scales is not None
+        operands = operands._replace(**{name: stored.data, f"{name}_scales": scales.values})
+        product = product._replace(**{name: letters})
+        call = call._replace(**{f"{name}_block": scales.block})
+    return operands, call._replace(product=product)
+
+
+def as_tensor(name: str, operands: Operands, call: Call) -> tuple[GroupedTensor, str]:
+    """An operand of the primitive as a tensor with the contracted dim last, and its letters."""
+    buffer, letters = getattr(operands, name), getattr(call.product, name)
+    of = dict(zip(call.product.ragged, operands.sizes, strict=True))
+    x = GroupedTensor(buffer, of.get(letters[0]), of.get(letters[1]))
+    if letters[1] == call.product.contracted:
+        return x, letters
+    return (GroupedTensor(buffer.mT) if x.packed_axis is None else x.mT), letters[::-1]
+
+
+def quantize_operand(x: GroupedTensor, how: Cast, past: Array | None) -> GroupedTensor:
+    """`past`: the operand's largest values in past steps, `(length,)`, for delayed scaling."""
+    scaling = how.scaling_for(*x.ragged)
+    if past is None:
+        return quantize(x, how.dtype, scaling, power_of_two=how.power_of_two)
+    own = _common_amax(x, past)
+    before = jnp.max(past, initial=0)
+    scale = scale_of(jnp.where(before > 0, before, own), how.dtype, how.power_of_two)
+    return cast(x, how.dtype, scaling, scale)
+
+
+def _next(history: Array, operands: Operands, call: Call, ct: Array) -> Array:
+    """The history one step later: `[3, length]`."""
+    result = operands._replace(lhs=ct)
+    tensors = [
+        as_tensor("lhs", operands, call)[0],
+        as_tensor("rhs", operands, call)[0],
+        as_tensor("lhs", result, call._replace(product=call.product.derivative("lhs")))[0],
+    ]
+    newest = jnp.stack([_common_amax(x, past) for x, past in zip(tensors, history, strict=True)])
+    return jnp.concatenate([newest[:, None], history[:, :-1]], axis=1)
+
+
+def _common_amax(x: GroupedTensor, past: Array) -> Array:
+    """The largest absolute value, over all devices and all elements of a `vmap` that share the history."""
+    x = x.mT if x.is_flipped else x
+    own = amax(lax.stop_gradient(x), NAMED["tensor"], "float8_e5m2")
+    axes = jax.typeof(own).manual_axis_type.varying - jax.typeof(past).manual_axis_type.varying
+    return _over_batch(lax.pmax(own, tuple(sorted(axes, key=str))) if axes else own, past)
+
+
+@custom_vmap
+def _over_batch(own: Array, past: Array) -> Array:
+    return own
+
+
+@_over_batch.def_vmap
+def _(axis_size: int, batched: Sequence[bool], own: Array, past: Array) -> tuple[Array, bool]:
+    if batched[1]:  # each element has a history of its own
+        return own if batched[0] else jnp.broadcast_to(own, (axis_size,)), True
+    return _over_batch(jnp.max(own, axis=0) if batched[0] else own, past), False
