@@ -102,9 +102,8 @@ def cross_entropy(logits: Float[Array, "tokens vocabulary"], target: Int[Array, 
     return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), target[:, None], axis=1))
 
 
-@partial(jax.jit, donate_argnums=(0, 1, 2))
-def train_step(model: Model, mean: Model, square: Model, step: Array, steps: Array, text: Array) -> tuple:
-    """One step of Adam on `BATCH` random windows. `mean` and `square` are the gradient's running averages."""
+def gradient(model: Model, step: Array, text: Array) -> tuple[Model, Array]:
+    """The gradient and the loss on `BATCH` random windows."""
     key = jax.random.fold_in(jax.random.key(1), step)
     context, target = windows(text, jax.random.randint(key, (BATCH,), 0, len(text) - CONTEXT))
 
@@ -113,7 +112,11 @@ def train_step(model: Model, mean: Model, square: Model, step: Array, steps: Arr
         loss = cross_entropy(logits, target)
         return loss + 0.005 * balance, loss
 
-    grads, loss = jax.grad(objective, has_aux=True)(model)
+    return jax.grad(objective, has_aux=True)(model)
+
+
+def adam(model: Model, mean: Model, square: Model, grads: Model, step: Array, steps: Array) -> tuple:
+    """`mean` and `square` are the gradient's running averages."""
     mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, mean, grads)
     square = jax.tree.map(lambda s, g: 0.99 * s + 0.01 * g**2, square, grads)
     rate = 3e-3 * jnp.minimum((step + 1) / 50, 1 - step / steps)
@@ -122,7 +125,27 @@ def train_step(model: Model, mean: Model, square: Model, step: Array, steps: Arr
         m, s = m / (1 - 0.9 ** (step + 1)), s / (1 - 0.99 ** (step + 1))
         return p - rate * m / (jnp.sqrt(s) + 1e-8)
 
-    return jax.tree.map(update, model, mean, square), mean, square, loss
+    return jax.tree.map(update, model, mean, square), mean, square
+
+
+@partial(jax.jit, donate_argnums=(0, 1, 2))
+def train_step(model: Model, mean: Model, square: Model, step: Array, steps: Array, text: Array) -> tuple:
+    grads, loss = gradient(model, step, text)
+    return *adam(model, mean, square, grads, step, steps), loss
+
+
+def read_text() -> tuple[np.ndarray, np.ndarray, int]:
+    """Characters as numbers: nine in ten topics to train on, the tenth held out; and how many characters there are."""
+    names = sorted(topics)
+    held_names = names[::10]
+    alphabet = {c: i for i, c in enumerate(sorted(set("".join(topics.values()))))}
+    train, held_out = (
+        np.array([alphabet[c] for name in names if (name in held_names) == held for c in topics[name]])
+        for held in (False, True)
+    )
+    print(f"text: {len(names) - len(held_names)} topics of Python's help, {len(train):,} characters")
+    print(f"held out: {len(held_names)} more topics, {len(held_out):,} characters")
+    return train, held_out, len(alphabet)
 
 
 @jax.jit
@@ -130,6 +153,14 @@ def evaluate(model: Model, text: Array, starts: Array) -> tuple[Array, list[Rout
     context, target = windows(text, starts)
     logits, routes, _ = model(context)
     return cross_entropy(logits, target), routes
+
+
+def held_out_loss(model: Model, held_out: np.ndarray) -> tuple[float, list[Route], int]:
+    """The mean loss, the last batch's routes, and how many characters were predicted."""
+    text = jnp.asarray(held_out, jnp.int32)
+    batches = [np.arange(i, i + BATCH) for i in range(0, len(held_out) - CONTEXT - BATCH + 1, BATCH)]
+    results = [evaluate(model, text, starts) for starts in batches]
+    return float(np.mean([loss for loss, _ in results])), results[-1][1], len(batches) * BATCH
 
 
 def counting_losses(train: np.ndarray, held_out: np.ndarray, vocabulary: int) -> tuple[float, float]:
@@ -171,16 +202,8 @@ def main() -> None:
     steps = parser.parse_args().steps
     began = time.perf_counter()
 
-    names = sorted(topics)
-    held_names = names[::10]
-    alphabet = {c: i for i, c in enumerate(sorted(set("".join(topics.values()))))}
-    train, held_out = (
-        np.array([alphabet[c] for name in names if (name in held_names) == held for c in topics[name]])
-        for held in (False, True)
-    )
-    print(f"text: {len(names) - len(held_names)} topics of Python's help, {len(train):,} characters")
-    print(f"held out: {len(held_names)} more topics, {len(held_out):,} characters")
-    model = Model(len(alphabet), jax.random.key(0))
+    train, held_out, vocabulary = read_text()
+    model = Model(vocabulary, jax.random.key(0))
     size = sum(leaf.size for leaf in jax.tree.leaves(model))
     print(f"model: {len(model.layers)} layers of {EXPERTS} experts, {TOP_K} for each character; {size:,} parameters\n")
 
@@ -195,11 +218,8 @@ def main() -> None:
             average = np.mean(losses[-100:])
             print(f"{shown - began:6.1f} s   step {step + 1:5,}   training loss {average:.3f} nats", flush=True)
 
-    text = jnp.asarray(held_out, jnp.int32)
-    batches = [np.arange(i, i + BATCH) for i in range(0, len(held_out) - CONTEXT - BATCH + 1, BATCH)]
-    results = [evaluate(model, text, starts) for starts in batches]
-    mixture, routes = np.mean([loss for loss, _ in results]), results[-1][1]
-    unigram, bigram = counting_losses(train, held_out[: len(batches) * BATCH + CONTEXT], len(alphabet))
+    mixture, routes, count = held_out_loss(model, held_out)
+    unigram, bigram = counting_losses(train, held_out[: count + CONTEXT], vocabulary)
     print("\nheld-out loss            nats  bits a character")
     for name, loss in (("unigram", unigram), ("bigram", bigram), ("mixture of experts", mixture)):
         print(f"    {name:<19}{loss:6.3f}{loss / np.log(2):18.3f}")

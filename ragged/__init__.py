@@ -3,6 +3,8 @@
 from ragged._arithmetic import per_group as per_group
 from ragged._arithmetic import per_row as per_row
 from ragged._concat import concat as concat
+from ragged._error_table import ErrorTable as ErrorTable
+from ragged._error_table import error_table as error_table
 from ragged._explain import explain as explain
 from ragged._grouped import grouped_matmul as grouped_matmul
 from ragged._grouped import transposed_grouped_matmul as transposed_grouped_matmul

@@ -1,0 +1,92 @@
+"""Trains the quickstart's model in float32, in bfloat16 and under each FP8 recipe, on the same data from the same seed.
+
+    python examples/fp8_recipes.py               about ten minutes on two CPU cores
+    python examples/fp8_recipes.py --steps 40    a quick look
+
+With a recipe, `matmul` quantises what it multiplies: in the forward pass, and again in each of its two derivatives. On
+a CPU that is arithmetic to experiment with, not speed.
+"""
+
+import argparse
+import time
+from functools import partial
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+from quickstart import BATCH, CONTEXT, D, Model, adam, gradient, held_out_loss, normalize, read_text
+
+from ragged import GroupedTensor, Recipe, error_table, matmul
+
+RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8", "delayed")
+
+
+class QuantizedExperts(eqx.Module):
+    """The quickstart's experts, each of whose two products has a recipe: delayed scaling's holds its own history."""
+
+    up: Float[Array, "experts d hidden"]
+    down: Float[Array, "experts hidden d"]
+    recipes: tuple[Recipe | None, Recipe | None]
+    dtype: str = eqx.field(static=True)
+
+    def __call__(self, x: Float[GroupedTensor, "rows d"]) -> Float[GroupedTensor, "rows d"]:
+        up, down = (w.astype(self.dtype) for w in (self.up, self.down))
+        hidden = matmul(x.astype(self.dtype), up, recipe=self.recipes[0]).map(jax.nn.gelu)
+        return matmul(hidden, down, recipe=self.recipes[1]).astype(x.dtype)
+
+
+def all_recipes(model: Model) -> list[tuple[Recipe | None, Recipe | None]]:
+    return [layer.experts.recipes for layer in model.layers]
+
+
+@partial(jax.jit, donate_argnums=(0, 1, 2))
+def train_step(model: Model, mean: Model, square: Model, step: Array, steps: Array, text: Array) -> tuple:
+    grads, loss = gradient(model, step, text)
+    model, mean, square = adam(model, mean, square, grads, step, steps)
+    # The "gradient" of a recipe is the next recipe.
+    return eqx.tree_at(all_recipes, model, all_recipes(grads), is_leaf=lambda x: x is None), mean, square, loss
+
+
+def train(name: str, steps: int, text: Array, vocabulary: int) -> Model:
+    recipe = Recipe.preset(name) if name in RECIPES else None
+    dtype = "float32" if name == "float32" else "bfloat16"
+    model = Model(vocabulary, jax.random.key(0))
+    experts = [
+        QuantizedExperts(layer.experts.up, layer.experts.down, (recipe, recipe), dtype) for layer in model.layers
+    ]
+    model = eqx.tree_at(lambda m: [layer.experts for layer in m.layers], model, experts)
+    model = jax.tree.map(jnp.copy, model)  # both recipes of a layer have arrays of their own, which steps may reuse
+    mean, square = (jax.tree.map(jnp.zeros_like, model) for _ in range(2))
+    for step in range(steps):
+        model, mean, square, _ = train_step(model, mean, square, step, steps, text)
+    return model
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=400, help="training steps of each run (default: %(default)s)")
+    steps = parser.parse_args().steps
+
+    text, held_out, vocabulary = read_text()
+    print(f"\nheld-out loss after {steps} steps (nats)")
+    losses, models = {}, {}
+    for name in ("float32", "bfloat16", *RECIPES):
+        began = time.perf_counter()
+        models[name] = train(name, steps, jnp.asarray(text, jnp.int32), vocabulary)
+        losses[name], *_ = held_out_loss(models[name], held_out)
+        change = f"{losses[name] / losses['bfloat16'] - 1:+8.2%}" if "bfloat16" in losses else " " * 8
+        print(f"    {name:<11}{losses[name]:7.4f} {change}   {time.perf_counter() - began:4.0f} s", flush=True)
+
+    model = models["bfloat16"]
+    windows = np.arange(BATCH)[:, None] + np.arange(CONTEXT)
+    inputs = normalize(model.embedding[held_out[windows]].reshape(BATCH, -1) @ model.mix)
+    layer = model.layers[0]
+    _, to_experts, _ = layer(inputs)
+    print(f"\nerrors of layer 0's first product, [{D} -> hidden], on held-out text\n")
+    print(error_table(to_experts.dispatch(inputs), layer.experts.up, RECIPES))
+
+
+if __name__ == "__main__":
+    main()
