@@ -161,7 +161,8 @@ def cast(x: GroupedTensor, name: str, scaling: Scaling, scales: Array) -> Groupe
     """`x / scales` in the dtype `name`. What is out of its range becomes the largest value, unless it is infinite."""
     quantized = x._with(scales=scales.astype(scaling.dtype), scaling=scaling)
     data = jnp.asarray(x.data)
-    data = data.astype(jnp.promote_types(data.dtype, jnp.float32)) / quantized.element_scales()
+    wide = jnp.float64 if data.dtype == jnp.float64 else jnp.float32
+    data = data.astype(wide) / quantized.element_scales().astype(wide)
     if name.startswith("int"):
         data = jnp.round(data)
     data = jnp.where(jnp.isfinite(data), jnp.clip(data, -LARGEST[name], LARGEST[name]), data)

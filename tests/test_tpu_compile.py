@@ -14,6 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 import ragged
 from ragged import GroupedTensor
+from ragged._matmul import plan_matmul
+from ragged._primitive import bind
+from ragged._recipe import derivative_of
 from ragged.kernels import Scales, Target, pallas_tpu, tpu_tiling
 from ragged.kernels.tpu_tiling import Problem
 
@@ -43,15 +46,23 @@ def product(layout: str, shape: Shape, dtype: Any, **options: Any) -> tuple[Any,
     if layout in ("outer", "ragged"):
         options["max_last"] = min(512, rows)
 
-    def value(lhs: Array, rhs: Array, dims: dict[str, Array]) -> Array:
-        out = ragged.matmul(
-            GroupedTensor(lhs, dims.get("m"), dims.get("k")),
-            GroupedTensor(rhs, dims.get("k"), dims.get("n")),
-            **options,
-        )
-        return jnp.sum(out.data.astype(jnp.float32) ** 2)
+    def operands(lhs: Array, rhs: Array, dims: dict[str, Array]) -> list[GroupedTensor]:
+        return [GroupedTensor(lhs, dims.get("m"), dims.get("k")), GroupedTensor(rhs, dims.get("k"), dims.get("n"))]
 
-    function = value if jnp.issubdtype(dtype, jnp.integer) else jax.value_and_grad(value, argnums=(0, 1))
+    def value(lhs: Array, rhs: Array, dims: dict[str, Array]) -> Array:
+        return jnp.sum(ragged.matmul(*operands(lhs, rhs, dims), **options).data.astype(jnp.float32) ** 2)
+
+    def three(lhs: Array, rhs: Array, dims: dict[str, Array]) -> list[Array]:
+        """fp8 has no gradient: the same three products, each of fp8."""
+        _, x, call, *_ = plan_matmul(*operands(lhs, rhs, dims), **options)
+        out = bind(x, call)
+        by = [derivative_of(wrt, x, call, out.astype(dtype)) for wrt in ("lhs", "rhs")]
+        return [out, *(bind(terms, of._replace(dtype=jnp.bfloat16)) for terms, of in by)]
+
+    if jnp.issubdtype(dtype, jnp.integer):
+        function = value
+    else:
+        function = three if jnp.dtype(dtype).itemsize == 1 else jax.value_and_grad(value, argnums=(0, 1))
     return function, (aval("mk"), aval("kn"), dict.fromkeys(letters, sizes))
 
 
