@@ -11,6 +11,7 @@ from ragged._check import Site, Tiling
 from ragged._layout import Product
 from ragged._lowering import Call, Operands
 from ragged._primitive import bind
+from ragged._quantize import eight_bits_fixed
 from ragged._tensor import as_int32, is_arraylike
 
 
@@ -165,4 +166,5 @@ def _bind(
     sizes = (as_int32(group_sizes),)
     call = Call(product, shape, dtype, options)
     _check.check_tiling(site, call, lhs, rhs)
+    lhs, rhs = (eight_bits_fixed(site.call, x) for x in (lhs, rhs))
     return bind(Operands(lhs, rhs, sizes, offset, existing_out), call)

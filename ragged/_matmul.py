@@ -12,7 +12,7 @@ from ragged import _check
 from ragged._check import Site, Tiling
 from ragged._layout import Layout, Product, infer_layout
 from ragged._lowering import Call, Operands
-from ragged._quantize import not_differentiable
+from ragged._quantize import eight_bits_fixed, not_differentiable
 from ragged._recipe import Recipe, quantized_product
 from ragged._shared import product_with_shared
 from ragged._tensor import KINDS, GroupedTensor, as_int32, describe, is_arraylike, is_concrete
@@ -209,9 +209,7 @@ def _stored(x: GroupedTensor | Array, letters: str) -> _Term:
         data, scales = x, None
     if scales is not None:
         scales = scales._replace(values=not_differentiable("ragged.matmul", scales.values))
-    if jnp.issubdtype(data.dtype, jnp.floating) and jnp.dtype(data.dtype).itemsize == 1:
-        data = not_differentiable("ragged.matmul", data)
-    return _Term(data, letters, scales)
+    return _Term(eight_bits_fixed("ragged.matmul", data), letters, scales)
 
 
 def _kind_of_dtype(x: GroupedTensor | Array) -> Any:

@@ -18,7 +18,7 @@ those of ragged rows, with `k` the columns of the buffer.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -30,10 +30,14 @@ from ragged.kernels import Scales
 SCALE_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.float8_e8m0fnu))
 
 
-class Float8e8m0fnu(AbstractDtype):
-    """Annotates arrays of power-of-two scales, as `Float8e8m0fnu[Array, "m blocks"]`. jaxtyping has none."""
+if TYPE_CHECKING:
+    from typing import Annotated as Float8e8m0fnu
+else:
 
-    dtypes = ["float8_e8m0fnu"]  # noqa: RUF012
+    class Float8e8m0fnu(AbstractDtype):
+        """Annotates arrays of power-of-two scales, as `Float8e8m0fnu[Array, "m blocks"]`. jaxtyping has none."""
+
+        dtypes = ["float8_e8m0fnu"]  # noqa: RUF012
 
 
 @dataclass(frozen=True)

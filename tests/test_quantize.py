@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from beartype import beartype
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import Array
@@ -263,7 +264,7 @@ def test_under_transformations() -> None:
 def test_annotations() -> None:
     """jaxtyping reads the stored dtype; `Float8e8m0fnu` is here, jaxtyping has none."""
 
-    @jaxtyped(typechecker=__import__("beartype").beartype)
+    @jaxtyped(typechecker=beartype)
     def f(x: Float8e4m3fn[GroupedTensor, "m k"], scales: Float8e8m0fnu[Array, "m blocks"]) -> None:
         pass
 
@@ -273,7 +274,12 @@ def test_annotations() -> None:
         f(q, q.scales.astype(jnp.float32))
     with pytest.raises(TypeCheckError):
         f(q._with(data=q.data.astype(jnp.float8_e5m2)), q.scales)
-    assert isinstance(quantize(jnp.ones((1, 2, 3)), jnp.int4, "row"), Int4[GroupedTensor, "g m k"])
+
+    @jaxtyped(typechecker=beartype)
+    def g(x: Int4[GroupedTensor, "g m k"]) -> None:
+        pass
+
+    g(quantize(jnp.ones((1, 2, 3)), jnp.int4, "row"))
 
 
 X = GroupedTensor(jnp.ones((8, 64)), jnp.array([3, 5], jnp.int32))

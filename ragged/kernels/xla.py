@@ -57,7 +57,9 @@ def compute_dtype(lhs: Any, rhs: Any) -> Any:
 
 def dequantised(x: Array, scales: Scales, packed_sizes: Array | None = None, dtype: Any = jnp.float32) -> Array:
     """An operand times its scales: a copy in memory, which TPU and GPU kernels do without."""
-    return x.astype(dtype) * spread(scales, x.shape, packed_sizes).astype(dtype)
+    values = spread(scales, x.shape, packed_sizes).astype(dtype)
+    x = x if x.ndim == values.ndim else x[None]  # sizes of its own alone give each batch element scales of its own
+    return x.astype(dtype) * values
 
 
 def spread(scales: Scales, shape: tuple[int, ...], packed_sizes: Array | None = None) -> Array:
