@@ -90,12 +90,7 @@ def _impl(*args: Array, call: Call) -> Array:
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> tuple[Any, Any]:
     """`d(lhs @ rhs) = dlhs @ rhs + lhs @ drhs`, and `existing_out`'s own tangent."""
-    if jnp.dtype(call.dtype).itemsize == 1:
-        raise TypeError(
-            f"`ragged.matmul`: the result is {jnp.dtype(call.dtype).name}, and so would its cotangent be.\n"
-            "Ask for `preferred_element_type=jnp.bfloat16` and cast what is not differentiated, "
-            "or pass `recipe=`, which quantises the gradient with scales of its own."
-        )
+    check_cotangent(call)
     out = bind(_unflatten(primals, call), call)
     x, dx = _unflatten(primals, call)._replace(existing=None), _unflatten(tangents, call)
     terms = []
@@ -108,6 +103,15 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> tupl
     if not terms:
         return out, ad.Zero(jax.typeof(out).to_tangent_aval())
     return out, sum(terms[1:], terms[0])
+
+
+def check_cotangent(call: Call) -> None:
+    """Raises a `TypeError` if the cotangent of a product's result would have 8 bits: too few without scales."""
+    if jnp.dtype(call.dtype).itemsize == 1:
+        raise TypeError(
+            f"`ragged.matmul`: the result is {jnp.dtype(call.dtype).name}, and so would its cotangent be.\n"
+            "Ask for `preferred_element_type=jnp.bfloat16`, and quantise or cast what comes of it."
+        )
 
 
 def _transpose(ct: Any, *args: Any, call: Call) -> list[Any]:

@@ -21,7 +21,7 @@ from jaxtyping import Float
 
 from ragged import _lowering
 from ragged._lowering import Call, Operands
-from ragged._primitive import bind, vary_together
+from ragged._primitive import bind, check_cotangent, vary_together
 from ragged._quantize import amax, cast, dtype_name, quantize, scale_of
 from ragged._scaling import NAMED, Scaling
 from ragged._tensor import GroupedTensor
@@ -106,9 +106,9 @@ class Recipe(eqx.Module):
     doesn't change it. Values above the largest of the past saturate.
     """
 
-    forward: Pair = eqx.field(static=True)
-    dgrad: Pair = eqx.field(static=True)
-    wgrad: Pair = eqx.field(static=True)
+    forward: Pair | Any = eqx.field(static=True)
+    dgrad: Pair | Any = eqx.field(static=True)
+    wgrad: Pair | Any = eqx.field(static=True)
     history: Float[Array, "3 length"] | Any = None
     name: str = eqx.field(static=True, default="custom", kw_only=True)
 
@@ -217,6 +217,7 @@ def _product(casts: Casts, call: Call, operands: Operands, history: Array | None
 
 
 def _forward(casts: Casts, call: Call, operands: Operands, history: Array | None) -> tuple[Array, Any]:
+    check_cotangent(call)
     return _product(casts, call, operands, history), (operands, history)
 
 

@@ -2,6 +2,7 @@
 
 import math
 import re
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ragged
-from ragged import GroupedTensor
+from ragged import GroupedTensor, Recipe, quantize
 from ragged._matmul import plan_matmul
 from ragged._primitive import bind
 from ragged._recipe import derivative_of
@@ -181,6 +182,60 @@ def test_compiles_tiled_with_scales(generation: str) -> None:
     compiled = tpu.compile_for(generation, both, x, x, sizes, by_group, by_row, by_block)
     assert len(compiled.kernels) == 2
     assert max(compiled.vmem) <= 12
+
+
+def train(recipe: Any, x: Array, w: Array, dy: Array, sizes: Array) -> Any:
+    """A forward, a dgrad and a wgrad, all quantised."""
+    out, pull = jax.vjp(lambda x, w: ragged.matmul(GroupedTensor(x, sizes), w, recipe=recipe).data, x, w)
+    return out, pull(dy)
+
+
+def trained_avals(shape: Shape) -> tuple[Any, ...]:
+    rows, k, n, groups = shape
+    dims = (rows, k), (groups, k, n), (rows, n)
+    return *(Aval(each, jnp.bfloat16) for each in dims), Aval((groups,), jnp.int32)
+
+
+def dequantised(text: str, size: int) -> list[str]:
+    """What is converted from 8 bits outside of kernels, in arrays as large as an operand."""
+    found = re.findall(r"= (?:bf16|f32|f16)\[([\d,]+)\]\S* convert\(f8\w+\[", text)
+    return [dims for dims in found if math.prod(map(int, dims.split(","))) >= size]
+
+
+@pytest.mark.parametrize(
+    "generation, recipe",
+    [("v5e", "rowwise"), ("v6e", "blockwise"), ("v6e", "mxfp8"), ("tpu7x", "blockwise"), ("tpu7x", "delayed")],
+)
+def test_recipes(generation: str, recipe: str) -> None:
+    """T7: three kernels of 8-bit operands, none of them dequantised in memory."""
+    compiled = tpu.compile_for(generation, partial(train, Recipe.preset(recipe)), *trained_avals((2048, 1024, 512, 8)))
+    assert len(compiled.kernels) == 3
+    assert not dequantised(compiled.text, 512 * 1024)
+
+
+@pytest.mark.parametrize("generation", ["v5e", "v6e", "tpu7x"])
+def test_quantised_operands(generation: str) -> None:
+    """T7: by every layout's kernel, the mixed operands with scales on either side or on one."""
+    sizes = Aval((8,), jnp.int32)
+
+    def all_layouts(x: Array, w: Array, sizes: Array) -> list[Array]:
+        rows, whole = GroupedTensor(x, sizes), GroupedTensor(w)
+        by_row, by_block = quantize(rows, jnp.float8_e4m3fn, "row"), quantize(rows, jnp.int8, (1, 128))
+        weights = quantize(whole, jnp.float8_e4m3fn, (128, 128))
+        pairs = [
+            (by_row, weights),
+            (by_block.mT, by_row),
+            (quantize(whole.mT, jnp.float8_e4m3fn, "mx"), weights),
+            (by_row, whole),
+            (by_row, by_block.mT),
+        ]
+        return [ragged.matmul(*pair, **({"max_last": 512} if i == 4 else {})).data for i, pair in enumerate(pairs)]
+
+    compiled = tpu.compile_for(
+        generation, all_layouts, Aval((1024, 512), jnp.bfloat16), Aval((8, 512, 256), jnp.bfloat16), sizes
+    )
+    assert len(compiled.kernels) == 5
+    assert not dequantised(compiled.text, 512 * 1024)
 
 
 @pytest.mark.parametrize("buffers, k", [(1, 500), (3, 512), (3, 500)])

@@ -2,6 +2,7 @@
 
 import math
 import re
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,11 +11,23 @@ import pytest
 from jax import Array
 
 import ragged
+from ragged import Recipe
 from ragged.kernels import Scales, Target, triton_gpu
 
 from . import gpu
 from .cases import NAMES
-from .test_tpu_compile import DEEP, LARGE, MANY, ODD, TINY, Shape, product
+from .test_tpu_compile import (
+    DEEP,
+    LARGE,
+    MANY,
+    ODD,
+    TINY,
+    Shape,
+    dequantised,
+    product,
+    train,
+    trained_avals,
+)
 
 gpu.needs_triton()
 
@@ -115,6 +128,25 @@ def test_scales_are_applied_in_the_kernel() -> None:
     assert len(found) == 2
     for kernel in found:
         assert kernel.sass_counts["QGMMA"] and kernel.spill_bytes == 0
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8", "delayed"])
+def test_recipes(recipe: str) -> None:
+    """T7, O3: forward, dgrad and wgrad of fp8 by Hopper's fp8 instructions, without spills."""
+    found = gpu.compile_for(H200, partial(train, Recipe.preset(recipe)), *trained_avals((8192, 2048, 1024, 8)))
+    assert len(found) == 3
+    for kernel in found:
+        assert kernel.sass_counts["QGMMA"] and kernel.spill_bytes == 0
+    # Operands of both are stored along what is contracted; a wgrad's can't be.
+    assert not [remark for kernel in found[:2] for remark in kernel.remarks if "serialized" in remark]
+
+
+def test_no_operand_is_dequantised_in_memory() -> None:
+    """T7: as XLA compiles it for an H200: kernels take 8 bits."""
+    compiled = gpu.compile_whole(partial(train, Recipe.preset("blockwise")), *trained_avals((2048, 1024, 512, 8)))
+    text = compiled.as_text()
+    assert text.count('custom_call_target="triton_kernel_call_ffi"') == 3
+    assert not dequantised(text, 512 * 1024)
 
 
 @pytest.mark.parametrize("layout", NAMES)

@@ -1,0 +1,488 @@
+"""Recipes: each product quantised on its own, straight-through gradients, delayed scaling, and the table of errors."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import ragged
+from ragged import Cast, GroupedTensor, Recipe, Scaling, error_table, matmul, quantize
+from ragged._recipe import PRESETS
+
+from . import cases, oracle
+from .cases import NAMES
+from .test_quantized_matmul import BACKENDS, groups_of
+
+F32 = {"preferred_element_type": jnp.float32}
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+# Six casts, no two alike: one in another's place changes the result.
+MIXED = Recipe(
+    (Cast(E4M3, "row"), Cast(E5M2, (2, 4))),
+    (Cast(E5M2, (1, 4)), Cast(jnp.int8, "group")),
+    (Cast(jnp.int8, "row", True), Cast(E4M3, "tensor")),
+)
+
+
+def through(x: GroupedTensor, firsts: Any, lasts: Any, how: Cast, contracted: int) -> oracle.Groups:
+    """The groups of `x`, quantised along its contracted axis, in float64."""
+    if how.dtype is None:
+        return groups_of(x, firsts, lasts)
+    block = how.scaling.block
+    if block is not None:
+        kept, along = block
+        is_ragged = x.ragged if contracted == -1 else x.ragged[::-1]
+        kept = 1 if is_ragged[0] and kept is not None else kept
+        block = (kept, None if is_ragged[1] else along)
+        block = block if contracted == -1 else block[::-1]
+    q = quantize(x, how.dtype, Scaling(block, how.scaling.dtype), power_of_two=how.power_of_two)
+    return groups_of(q, firsts, lasts)
+
+
+def transposed(groups: oracle.Groups) -> oracle.Groups:
+    return [g.T for g in groups]
+
+
+def check_recipe(case: cases.Case, recipe: Recipe, **options: Any) -> None:
+    """Value and both gradients, against products of what each operand of each becomes."""
+    m, k, n = (case.sizes[letter] for letter in "mkn")
+    x, w = case.lhs, case.rhs
+    left = case.layout == "forward_left"
+    (xf, wf), (yd, wd), (xw, yw) = recipe.forward, recipe.dgrad, recipe.wgrad
+
+    out, pull = jax.vjp(
+        lambda x_, w_: matmul(x._replace_data(x_), w._replace_data(w_), recipe=recipe, **F32, **options), x.data, w.data
+    )
+    dy = out._replace_data(jnp.where(out.mask, jax.random.normal(jax.random.key(0), out.shape), 0))
+    dx, dw = pull(jax.tree.map(lambda d: d if d.dtype == jnp.float32 else np.zeros(d.shape, jax.dtypes.float0), dy))
+
+    lhs, rhs = (wf, xf) if left else (xf, wf)
+    want = oracle.matmul(through(x, m, k, lhs, -1), through(w, k, n, rhs, -2))
+    oracle.assert_close(case.unpack(np.asarray(out.data)), want, max=1e-5)
+    case.assert_tail_zero(out)
+
+    ct, rhs = (yw, xw) if left else (yd, wd)
+    want = oracle.matmul(through(dy, m, n, ct, -1), transposed(through(w, k, n, rhs, -1)))
+    oracle.assert_close(groups_of(x._replace_data(dx), m, k), want, max=1e-5)
+    lhs, ct = (wd, yd) if left else (xw, yw)
+    want = oracle.matmul(transposed(through(x, m, k, lhs, -2)), through(dy, m, n, ct, -2))
+    oracle.assert_close(groups_of(w._replace_data(dw), k, n), want, max=1e-5)
+    for gradient, like in ((dx, x), (dw, w)):
+        tail = np.asarray(gradient)[~np.asarray(like.mask)]
+        assert np.array_equal(tail, np.zeros_like(tail))
+
+
+@pytest.mark.parametrize("recipe", [*PRESETS, MIXED], ids=lambda x: getattr(x, "name", x))
+@pytest.mark.parametrize("layout", NAMES)
+def test_each_product_is_quantised_on_its_own(layout: str, recipe: Any) -> None:
+    """T7, T8: along what it contracts; straight-through; NaN tails; empty groups."""
+    check_recipe(cases.make(layout, g=3, kind="half_empty", capacity=40, uniform=(6, 9, 5)), Recipe.of(recipe))
+
+
+@pytest.mark.parametrize("packed", [(True, False), (False, True)])
+@pytest.mark.parametrize("layout", ["inner_rows", "inner_columns", "ragged"])
+def test_packed_along_the_other_axis(layout: str, packed: tuple[bool, bool]) -> None:
+    if (layout == "inner_rows" and packed[1]) or (layout == "inner_columns" and packed[0]):
+        pytest.skip("that operand is ragged in one dim")
+    case = cases.make(layout, g=3, capacity=40, lhs_packed_last=packed[0], rhs_packed_last=packed[1])
+    out = matmul(case.lhs, case.rhs, recipe=MIXED, **F32)
+    m, k, n = (case.sizes[letter] for letter in "mkn")
+    want = oracle.matmul(through(case.lhs, m, k, MIXED.forward[0], -1), through(case.rhs, k, n, MIXED.forward[1], -2))
+    oracle.assert_close(case.unpack(np.asarray(out.data)), want, max=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["pallas_tpu", "triton_gpu"])
+@pytest.mark.parametrize("preset", ["blockwise", "mxfp8"])
+def test_by_kernels(preset: str, backend: str) -> None:
+    """K23: blocks of 128 and of 32, the last one partial."""
+    case = cases.make("forward", g=3, kind="half_empty", capacity=100, uniform=(0, 160, 140))
+    check_recipe(case, Recipe.of(preset), **BACKENDS[backend])
+
+
+@pytest.mark.parametrize("one_side", [0, 1])
+def test_one_side_only(one_side: int) -> None:
+    """A cast without a dtype leaves its operand as it is."""
+    none, e4m3 = Cast(None), Cast(E4M3, "row")
+    pair = (none, e4m3) if one_side else (e4m3, none)
+    check_recipe(cases.make("forward", capacity=40), Recipe(pair, pair, pair))
+    check_recipe(cases.make("forward", capacity=40), Recipe((none, none), (none, none), (none, none)))
+
+
+def gaussian(outliers: bool) -> tuple[GroupedTensor, Array]:
+    """Outliers: in one row of 8, one feature of 512 is 300 000 times as large."""
+    x, w = jax.random.normal(jax.random.key(0), (256, 4096)), jax.random.normal(jax.random.key(1), (2, 4096, 64))
+    if outliers:
+        x = x.at[::8, ::512].multiply(3e5)
+        w = w.at[:, ::512].multiply(1 / 3e5)
+    return GroupedTensor(x, jnp.array([100, 156], jnp.int32)), w
+
+
+def test_sqnr_of_gaussian_operands() -> None:
+    """e4m3 on both sides: 27 dB; with e5m2 gradients 24 dB."""
+    x, w = gaussian(False)
+    table = error_table(x, w, [Recipe.preset(name, gradients=E4M3) for name in PRESETS])
+    assert table.sqnr.min() >= 27
+    table = error_table(x, w, [Recipe.preset(name, gradients=E5M2) for name in PRESETS])
+    assert table.sqnr[:, 0].min() >= 27
+    assert table.sqnr[:, 1:].min() >= 24 and table.sqnr[:, 1:].max() <= 26
+    assert table.overflow.max() == 0
+
+
+def test_outliers() -> None:
+    """One scale for all loses what is small beside an outlier; one a row, or a block, does not."""
+    table = error_table(*gaussian(True), ["tensorwise", "rowwise", "blockwise", "mxfp8"])
+    tensorwise, rowwise, blockwise, mxfp8 = table.sqnr[:, 0]
+    assert tensorwise + 1 < rowwise < blockwise < mxfp8
+    assert table.underflow[0, 0] > 10 * table.underflow[2, 0]
+
+
+def training(recipe: Any, x: GroupedTensor, w: Array) -> Array:
+    return jnp.mean(jnp.tanh(matmul(x, w, recipe=recipe).data) ** 2)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_under_transformations(preset: str) -> None:
+    """T1-T6: jit, vmap, scan, remat: all the same as a loop of plain calls."""
+    case = cases.make("forward", g=3, capacity=20, uniform=(0, 9, 5), fill=0.0)
+    recipe, (x, w) = Recipe.preset(preset), (case.lhs, case.rhs.data)
+    grad = jax.grad(lambda x, w, r: training(r, x._replace_data(x.data), w), argnums=(1, 2))
+    want = grad(x, w, recipe)
+
+    def same(got: Any, want: Any) -> None:
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+    same(jax.jit(grad)(x, w, recipe), want)
+    remat = jax.grad(lambda w, r: jax.checkpoint(training, static_argnums=())(r, x, w), argnums=(0, 1))
+    same(remat(w, recipe), want)
+    # A scan over layers, each with weights and a recipe of its own.
+    square = jax.random.normal(jax.random.key(2), (2, 3, 9, 9)) / 3
+    recipes = jax.tree.map(lambda z: jnp.stack([z, z]), recipe)
+
+    def layers(square: Array, recipes: Recipe) -> Array:
+        def layer(x: GroupedTensor, each: Any) -> Any:
+            return matmul(x, each[0], recipe=each[1]).map(jnp.tanh), None
+
+        return jnp.mean(jax.lax.scan(layer, x, (square, recipes))[0].data ** 2)
+
+    def unrolled(square: Array, recipes: list[Recipe]) -> Array:
+        y = x
+        for i, each in enumerate(recipes):
+            y = matmul(y, square[i], recipe=each).map(jnp.tanh)
+        return jnp.mean(y.data**2)
+
+    got = jax.grad(layers, argnums=(0, 1))(square, recipes)
+    one, both = jax.grad(unrolled, argnums=(0, 1))(square, [recipe, recipe])
+    same(got, (one, jax.tree.map(lambda *z: jnp.stack(z), *both)))
+    # Elements of a map, each with its own recipe.
+    xs = x._with(data=jnp.stack([x.data, 3 * x.data]), first_dims=jnp.stack([x.first_dims] * 2))
+    got = jax.vmap(grad, in_axes=(0, None, 0))(xs, w, recipes)
+    for i in range(2):
+        element = jax.tree.map(lambda leaf, i=i: leaf[i], xs)
+        same(jax.tree.map(lambda leaf, i=i: leaf[i], got), grad(element, w, recipe))
+
+
+@pytest.mark.parametrize("recipe", [MIXED, "delayed"], ids=lambda x: getattr(x, "name", x))
+@pytest.mark.parametrize("layout", NAMES)
+def test_second_derivatives(layout: str, recipe: Any) -> None:
+    """T3: reverse over reverse: a dgrad is a product too, and its derivative by `rhs` is the wgrad of its cotangent."""
+    case = cases.make(layout, g=2, capacity=16, uniform=(5, 6, 4), fill=0.0)
+
+    def pull(lhs: Array, rhs: Array, ct: Array) -> tuple[Array, Array]:
+        def value(lhs: Array, rhs: Array) -> Array:
+            return matmul(case.lhs._replace_data(lhs), case.rhs._replace_data(rhs), recipe=recipe).data
+
+        return jax.vjp(value, lhs, rhs)[1](ct)
+
+    x, w = case.lhs.data, case.rhs.data
+    out = matmul(case.lhs, case.rhs)
+    ct = jnp.where(out.mask, jax.random.normal(jax.random.key(0), out.shape), 0)
+    v = jnp.where(case.lhs.mask, jax.random.normal(jax.random.key(1), x.shape), 0)
+    by_rhs = jax.grad(lambda w: jnp.vdot(v, pull(x, w, ct)[0]))(w)
+    np.testing.assert_allclose(by_rhs, pull(v, w, ct)[1], rtol=1e-5, atol=1e-5)
+    by_ct = jax.grad(lambda ct: jnp.vdot(v, pull(x, w, ct)[0]))(ct)
+    forward = matmul(case.lhs._replace_data(v), case.rhs, recipe=recipe)
+    np.testing.assert_allclose(by_ct, forward.data, rtol=1e-5, atol=1e-5)
+
+
+def test_over_a_mesh() -> None:
+    """X1: experts sharded over devices, each device scaling its own shard; they share a history."""
+    mesh = Mesh(np.array(jax.devices()[:4]), ("experts",))
+    case = cases.make("forward", g=8, kind="even", capacity=64, uniform=(0, 9, 5), fill=0.0)
+    x, w = case.lhs, case.rhs.data
+
+    def local(x: GroupedTensor, w: Array, recipe: Recipe) -> Array:
+        first = jax.lax.axis_index("experts").astype(jnp.int32) * 2
+        y = matmul(x, w, group_offset=first, recipe=recipe)
+        return jax.lax.psum(jnp.sum(y.data**2), "experts")
+
+    specs = (jax.tree.map(lambda _: P(), x), P("experts"), P())
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())
+
+    def whole(x: GroupedTensor, w: Array, recipe: Recipe) -> Array:
+        return jnp.sum(matmul(x, w, recipe=recipe).data ** 2)
+
+    for preset in ("rowwise", "delayed"):
+        recipe = Recipe.preset(preset)
+        arguments = (x.data, w, recipe)
+        got, want = (
+            jax.jit(jax.grad(lambda d, w, r, f=f: f(x._replace_data(d), w, r), argnums=(0, 1, 2)))(*arguments)
+            for f in (sharded, whole)
+        )
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_delayed_scaling() -> None:
+    """The history moves by a step; scales are those of its largest value; what is above it saturates."""
+    case = cases.make("forward", g=2, kind="even", capacity=16, slack=False, uniform=(0, 6, 4))
+    x, w = case.lhs, case.rhs.data
+    recipe = Recipe.preset("delayed", length=3)
+
+    def step(recipe: Recipe, factor: float) -> tuple[Array, Recipe]:
+        def loss(recipe: Recipe) -> tuple[Array, Array]:
+            y = matmul(x * factor, w, recipe=recipe)
+            return 7.0 * jnp.sum(y.data), y.data
+
+        grads, y = jax.grad(loss, has_aux=True)(recipe)
+        return y, grads
+
+    largest = np.array([np.abs(x.data).max(), np.abs(w).max(), 7.0])
+    y, first = step(recipe, 1.0)
+    np.testing.assert_array_equal(y, matmul(x, w, recipe="tensorwise").data)
+    np.testing.assert_allclose(first.history[:, 0], largest, rtol=1e-6)
+    np.testing.assert_array_equal(first.history[:, 1:], np.zeros((3, 2)))
+    y, second = step(first, 4.0)
+    np.testing.assert_allclose(second.history[:, :2], np.stack([largest * [4, 1, 1], largest], axis=1), rtol=1e-6)
+    # Scaled for the past's largest value: four times as large saturates there.
+    scale = largest[0] / 448
+    held = np.clip(np.asarray(x.data, np.float64) * 4 / scale, -448, 448).astype(np.float32).astype(E4M3)
+    weights = quantize(w, E4M3, "tensor").dequantize().data
+    exact = matmul(x._replace_data(jnp.asarray(held.astype(np.float32) * np.float32(scale))), weights)
+    np.testing.assert_allclose(y, exact.data, rtol=1e-5, atol=1e-5)
+    y, third = step(second, 1.0)
+    np.testing.assert_allclose(third.history[0], largest[0] * np.array([1, 4, 1]), rtol=1e-6)
+    y, fourth = step(third, 1.0)
+    np.testing.assert_allclose(fourth.history[0], largest[0] * np.array([1, 1, 4]), rtol=1e-6)
+    assert error_table(x * 4, w, [first]).overflow[0, 0] > 0
+
+
+def test_a_history_that_a_map_shares() -> None:
+    """Under `vmap` one history gets the largest value of all elements; it is not added up."""
+    case = cases.make("forward", g=2, kind="even", capacity=16, slack=False, uniform=(0, 6, 4))
+    factors = jnp.array([1.0, 5.0, 2.0])
+
+    def loss(recipe: Recipe) -> Array:
+        return jnp.sum(jax.vmap(lambda f: matmul(case.lhs * f, case.rhs.data, recipe=recipe).data)(factors))
+
+    history = jax.grad(loss)(Recipe.preset("delayed", length=2)).history
+    largest = [5 * np.abs(case.lhs.data).max(), np.abs(case.rhs.data).max(), 1.0]
+    np.testing.assert_allclose(history[:, 0], largest, rtol=1e-6)
+
+
+@pytest.mark.parametrize("recipe", [MIXED, "blockwise", "delayed"], ids=lambda x: getattr(x, "name", x))
+@pytest.mark.parametrize("layout", ["batched", "forward", "forward_left"])
+def test_with_one_matrix_for_all_groups(layout: str, recipe: Any) -> None:
+    """O1: all groups are one for scales too, as the sum over them in a wgrad needs."""
+    case = cases.make(layout, g=3, capacity=24, uniform=(6, 8, 5), fill=0.0)
+    x = case.lhs if layout != "forward_left" else case.rhs.mT
+    total = jnp.sum(x.first_dims)[None] if layout != "batched" else None
+    one = GroupedTensor(x.data.reshape(-1, 8)[None] if total is None else x.data, total)
+    shared = jax.random.normal(jax.random.key(0), (8, 5))
+
+    def of_groups(d: Array, w: Array) -> Array:
+        y = x._replace_data(d)
+        return matmul(y, w, recipe=recipe).data if layout != "forward_left" else matmul(w.T, y.mT, recipe=recipe).data.T
+
+    def of_one(d: Array, w: Array) -> Array:
+        return matmul(one._replace_data(d.reshape(one.shape)), w[None], recipe=recipe).data
+
+    out, pull = jax.vjp(of_groups, x.data, shared)
+    want, pull_one = jax.vjp(of_one, x.data, shared)
+    np.testing.assert_allclose(out, want.reshape(out.shape), rtol=1e-6, atol=1e-6)
+    ct = jax.random.normal(jax.random.key(1), out.shape) * jnp.where(x.mask[..., :1], 1, 0)
+    for got, expected in zip(pull(ct), pull_one(ct.reshape(want.shape)), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
+    if layout == "forward":
+        assert error_table(x, shared, [recipe]).group_sqnr.shape == (1, 3, 1)
+
+
+def test_options_reach_the_quantised_products() -> None:
+    """O6, O7, O9: existing_out has its gradient; dtype, tiling and offset are what they are without a recipe."""
+    case = cases.make("forward", g=4, kind="even", capacity=40, uniform=(0, 9, 5), fill=0.0)
+    bare = matmul(case.lhs, case.rhs.data[1:3], group_offset=jnp.int32(1), recipe="rowwise")
+    existing = jax.random.normal(jax.random.key(0), bare.shape)
+
+    def loss(existing: Array, w: Array) -> Array:
+        return jnp.sum(
+            matmul(
+                case.lhs, w, group_offset=jnp.int32(1), recipe="rowwise", existing_out=existing, tiling=(16, 8, 8)
+            ).data
+        )
+
+    by_existing, by_w = jax.grad(loss, argnums=(0, 1))(existing, case.rhs.data[1:3])
+    np.testing.assert_array_equal(by_existing, np.where(np.asarray(case.lhs.mask)[:, :5], 1.0, 0.0))
+    assert by_w.shape == (2, 9, 5)
+    inside = np.asarray(bare.mask)
+    total = matmul(case.lhs, case.rhs.data[1:3], group_offset=jnp.int32(1), recipe="rowwise", existing_out=existing)
+    np.testing.assert_allclose(total.data[inside], (bare.data + existing)[inside], rtol=1e-5, atol=1e-6)
+    half = matmul(case.lhs.astype(jnp.bfloat16), case.rhs.astype(jnp.bfloat16), recipe="mxfp8")
+    assert half.dtype == jnp.bfloat16
+    assert "on tpu: grouped_matmul of pallas_tpu" in ragged.explain(case.lhs, case.rhs, recipe="rowwise")
+
+
+def test_error_table() -> None:
+    """Its figures are those of the definition; it prints, and a group without a signal has none."""
+    x = GroupedTensor(jax.random.normal(jax.random.key(0), (20, 64)), jnp.array([8, 0, 9], jnp.int32))
+    x = x._replace_data(x.data.at[8:17].multiply(jnp.exp2(-jnp.arange(9.0) * 2)[:, None]))
+    w = jax.random.normal(jax.random.key(1), (3, 64, 16))
+    dy = matmul(x, w)
+    table = error_table(x, w, ["tensorwise", MIXED], dy=dy)
+    exact, got = (
+        np.asarray(matmul(x, w, precision="highest", recipe=r).data, np.float64) for r in (None, "tensorwise")
+    )
+    noise = got - exact
+    np.testing.assert_allclose(table.relative_error[0, 0], np.linalg.norm(noise) / np.linalg.norm(exact), rtol=1e-4)
+    np.testing.assert_allclose(table.sqnr, -20 * np.log10(table.relative_error))
+    by_group = [20 * np.log10(np.linalg.norm(exact[s]) / np.linalg.norm(noise[s])) for s in (np.s_[:8], np.s_[8:17])]
+    np.testing.assert_allclose(table.group_sqnr[0, 0, [0, 2]], by_group, rtol=1e-3)
+    assert np.isnan(table.group_sqnr[0, :, 1]).all()
+    assert table.worst_group[0, 0] == 2
+    q = quantize(x, E4M3, "tensor").data[:17], quantize(w, E4M3, "tensor").data
+    lost = sum(int(jnp.sum(z.astype(jnp.float32) == 0)) for z in q)
+    np.testing.assert_allclose(table.underflow[0, 0], 100 * lost / (17 * 64 + w.size), rtol=1e-5)
+    wgrad = matmul(x.mT, dy, precision="highest").data
+    quantised = matmul(quantize(x.mT, E4M3, "tensor"), quantize(dy, E5M2, "tensor"), **F32).data
+    np.testing.assert_allclose(
+        table.relative_error[0, 2], jnp.linalg.norm(quantised - wgrad) / jnp.linalg.norm(wgrad), rtol=1e-4
+    )
+    text = str(table)
+    assert len(text.splitlines()) == 7
+    assert all(name in text for name in ("recipe", "forward", "dgrad", "wgrad", "tensorwise", "custom", "SQNR (dB)"))
+    left = error_table(w.mT, x.mT, ["tensorwise", MIXED], dy=dy.mT)
+    np.testing.assert_allclose(left.sqnr, table.sqnr, rtol=1e-4)
+    zero = error_table(x * 0, w, ["rowwise"], dy=dy)
+    assert zero.worst_group[0, 0] == -1 and "none" in str(zero)
+
+
+def test_a_heat_map() -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    x, w = GroupedTensor(jnp.ones((8, 16)), jnp.array([3, 5], jnp.int32)), jnp.ones((2, 16, 4)) / 3
+    table = error_table(x, w, ["tensorwise", "rowwise"])
+    ax = table.plot("wgrad")
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["tensorwise", "rowwise"]
+    np.testing.assert_array_equal(ax.images[0].get_array(), table.group_sqnr[:, 2])
+    assert table.plot(ax=ax) is ax
+    with pytest.raises(ValueError, match="'fgrad' is no product"):
+        table.plot("fgrad")
+
+
+def test_a_heat_map_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    x, w = GroupedTensor(jnp.ones((8, 16)), jnp.array([3, 5], jnp.int32)), jnp.ones((2, 16, 4))
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        error_table(x, w, "rowwise").plot()
+
+
+X = GroupedTensor(jax.random.normal(jax.random.key(0), (8, 64)), jnp.array([3, 5], jnp.int32))
+W = jax.random.normal(jax.random.key(1), (2, 64, 16))
+ROW = (Cast(E4M3, "row"), Cast(E4M3, "row"))
+ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
+    "unknown": (lambda: matmul(X, W, recipe="fp8"), ValueError, "'fp8' is no recipe"),
+    "no recipe": (lambda: matmul(X, W, recipe=3), TypeError, "3 is no recipe"),
+    "quantised already": (
+        lambda: matmul(quantize(X, E4M3, "row"), W, recipe="rowwise"),
+        TypeError,
+        "`recipe` with `lhs` quantised already",
+    ),
+    "integers": (lambda: matmul(X, W.astype(jnp.int8), recipe="rowwise"), TypeError, "`recipe` with `rhs` in int8"),
+    "wgrad along the wrong dim": (
+        lambda: Recipe(ROW, ROW, (Cast(E4M3, "column"), Cast(E4M3, "row"))),
+        ValueError,
+        "column has a scale for each element of the dim that is contracted",
+    ),
+    "wgrad in blocks of tokens": (
+        lambda: matmul(quantize(X.mT, E4M3, (1, 128)), quantize(X, E4M3, "column")),
+        ValueError,
+        "a block of 128 along the last dim, which is ragged, would straddle two groups",
+    ),
+    "dtype of a cast": (lambda: Cast(jnp.bfloat16), TypeError, "`ragged.Cast`: no quantising to bfloat16"),
+    "no casts": (lambda: Recipe("row", ROW, ROW), TypeError, "`forward` is 'row'"),
+    "delayed by row": (
+        lambda: Recipe(ROW, ROW, ROW, jnp.zeros((3, 4))),
+        ValueError,
+        "`history` with a scaling of `forward` other than 'tensor'",
+    ),
+    "fp8 result": (
+        lambda: jax.grad(
+            lambda w: matmul(X, w, recipe="rowwise", preferred_element_type=E4M3).data.astype(jnp.float32).sum()
+        )(W),
+        TypeError,
+        "the result is float8_e4m3fn, and so would its cotangent be",
+    ),
+    "no recipes": (lambda: error_table(X, W, []), ValueError, "no recipes"),
+    "dy": (lambda: error_table(X, W, "rowwise", dy=jnp.ones((3, 3))), ValueError, "`dy` has shape (3, 3)"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_error(name: str) -> None:
+    """O2, T7: at the call, as text."""
+    call, error, text = ERRORS[name]
+    with pytest.raises(error) as caught:
+        call()
+    assert text in str(caught.value)
+
+
+def example() -> Any:
+    folder = str(Path(__file__).parent.parent / "examples")
+    sys.path.insert(0, folder)
+    try:
+        import fp8_recipes  # pyright: ignore[reportMissingImports]
+
+        return fp8_recipes
+    finally:
+        sys.path.remove(folder)
+
+
+def trained(names: tuple[str, ...], steps: int) -> dict[str, float]:
+    fp8_recipes = example()
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        text, held_out, vocabulary = fp8_recipes.read_text()
+        models = {name: fp8_recipes.train(name, steps, jnp.asarray(text, jnp.int32), vocabulary) for name in names}
+        return {name: fp8_recipes.held_out_loss(model, held_out)[0] for name, model in models.items()}
+
+
+def test_the_example_trains() -> None:
+    """The recipes' history moves on, and the loss falls as it does in bfloat16."""
+    losses = trained(("bfloat16", "blockwise", "delayed"), 12)
+    assert losses["bfloat16"] < 4.4
+    for name in ("blockwise", "delayed"):
+        assert losses[name] == pytest.approx(losses["bfloat16"], rel=0.02)
+
+
+@pytest.mark.slow
+def test_held_out_losses() -> None:
+    """Every recipe's loss is within 2 % of bfloat16's."""
+    losses = trained(("bfloat16", *PRESETS), 400)
+    assert losses["bfloat16"] < 2.2
+    for name in PRESETS:
+        assert losses[name] == pytest.approx(losses["bfloat16"], rel=0.02)
+
+
+def test_recipes_are_pytrees() -> None:
+    """T1: presets have no leaves but delayed scaling's history; static parts compare and hash."""
+    for name in PRESETS:
+        recipe = Recipe.preset(name)
+        assert len(jax.tree.leaves(recipe)) == (name == "delayed")
+        assert jax.tree.structure(recipe) == jax.tree.structure(Recipe.preset(name))
+        assert eqx.tree_equal(Recipe.of(recipe), recipe)
+        hash(recipe.forward)
