@@ -54,11 +54,12 @@ def matmul(
 
     **Arguments:**
 
-    - `lhs`, `rhs`: a `GroupedTensor`, or a plain array: 3-D is uniform, 2-D is one matrix shared by all groups of the
-      other operand. The inner dims are both ragged or both not; where they are ragged, `lhs.last_dims` and
-      `rhs.first_dims` must be equal (checked where both are known; those of `lhs` count).
+    - `lhs`, `rhs`: a `GroupedTensor`, quantised (see `ragged.quantize`) or not, or a plain array: 3-D is uniform, 2-D is
+      one matrix shared by all groups of the other operand. The inner dims are both ragged or both not; where they are
+      ragged, `lhs.last_dims` and `rhs.first_dims` must be equal (checked where both are known; those of `lhs` count).
     - `preferred_element_type`: the dtype of the result. By default that of `existing_out`; else the operands' common
-      dtype; int32 for integers of fewer bits; bfloat16 where both operands have 8 bits and at least one is a float.
+      dtype; int32 for integers of fewer bits; bfloat16 where both operands have 8 bits and at least one is a float. A
+      quantised operand counts as a float of 8 bits, whatever stores it.
     - `precision`: as in `jax.lax.dot_general`.
     - `existing_out`: added to the product before it is rounded. A tensor like the result, or its buffer.
     - `group_offset`: `()` int array. The uniform operand (in a wgrad, the result) holds only the groups `group_offset`,
@@ -77,6 +78,10 @@ def matmul(
       of 128, and one that VMEM can't hold is halved.
     - `interpret`: run a Pallas or Triton kernel's body on the CPU; True, or `pltpu.InterpretParams` for TPU kernels.
       XLA has nothing to interpret.
+    - `recipe`: a `ragged.Recipe` or the name of a preset, for operands that aren't quantised: quantises them, and those
+      of both derivatives, each along what it contracts. The gradient is straight-through, and by reverse mode only.
+
+    Floats of 8 bits, quantised or not, and a result of them have no gradient: asking for one is a `TypeError`.
 
     **Returns:** a `GroupedTensor` with the dims of the operands and zeros in the tail, stored row-major.
 
