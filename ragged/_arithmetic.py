@@ -147,6 +147,7 @@ class Arithmetic(eqx.Module):
     def mean(self, axis: int | None = None, *, empty: Any = 0) -> Shaped[Array, "..."]:
         """Mean of each group. Arguments as for `sum`."""
         x = _tensor(self)
+        x.require_plain()
         dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.dtype(jnp.float32)
         wide = accumulator_dtype(dtype)
         count = x._replace_data(jnp.ones(x.shape, jnp.int32)).sum(axis).astype(wide)

@@ -14,9 +14,19 @@ from ragged._lowering import Call, Operands
 from ragged._matmul import plan_matmul
 from ragged._primitive import bind
 from ragged._quantize import LARGEST
-from ragged._recipe import PRESETS, Recipe, as_tensor, casts_of, derivative_of, quantize_operand, quantized
+from ragged._recipe import (
+    PRESETS,
+    Cast,
+    Recipe,
+    as_tensor,
+    casts_of,
+    derivative_of,
+    past_of,
+    quantize_operand,
+    quantized,
+)
 from ragged._shared import product_with_shared
-from ragged._tensor import GroupedTensor
+from ragged._tensor import GroupedTensor, describe, is_concrete
 
 PRODUCTS = ("forward", "dgrad", "wgrad")
 
@@ -91,11 +101,13 @@ def error_table(
 
     - `x`, `w`: as for `matmul`. If all groups share a matrix, they count as one.
     - `recipes`: names of presets, or `ragged.Recipe`s.
-    - `dy`: the result's cotangent, like the result; standard normal noise by default.
+    - `dy`: the result's cotangent, a tensor like the result (checked as `matmul`'s `existing_out`); standard normal noise
+      by default.
 
     **Returns:** an `ErrorTable`, of NumPy arrays. Needs concrete arrays.
 
-    **Raises:** what `matmul` does; `ValueError` without recipes or for a `dy` that isn't like the result.
+    **Raises:** what `matmul` does, also for a `dy` that isn't like the result; `ValueError` without recipes,
+    `TypeError` where values aren't known.
 
     !!! example
         ```python
@@ -110,47 +122,52 @@ def error_table(
         assert table.sqnr.min() > 20
         ```
     """
-    recipes = [Recipe.of(each) for each in ([recipes] if isinstance(recipes, str | Recipe) else recipes)]
-    if not recipes:
-        raise ValueError("`ragged.error_table`: no recipes.\nPass at least one: `recipes=['tensorwise']`.")
-    plan = plan_matmul(x, w, preferred_element_type=jnp.float32, precision="highest", recipe=recipes[0])
+    if isinstance(recipes, str | Recipe):
+        recipes = [recipes]
+    if not isinstance(recipes, Sequence) or not recipes:
+        raise ValueError(f"`ragged.error_table`: `recipes` is {recipes!r}.\nPass at least one: `['tensorwise']`.")
+    recipes = [Recipe.of(each) for each in recipes]
+    if not is_concrete(*(leaf for leaf in jax.tree.leaves((x, w, dy)))):
+        raise TypeError(
+            "`ragged.error_table`: it measures values, which aren't known here.\n"
+            f"Got x={describe(x)}, w={describe(w)}.\nPass arrays, outside of `jit`."
+        )
+    if dy is not None:
+        dy = dy.dequantize().astype(jnp.float32) if isinstance(dy, GroupedTensor) else jnp.asarray(dy, jnp.float32)
+    # Any recipe will do: it only says that operands must be floats.
+    plan = plan_matmul(
+        x, w, preferred_element_type=jnp.float32, precision="highest", existing_out=dy, recipe=recipes[0]
+    )
     products: list[tuple[Operands, Call]] = []
 
     def run(operands: Operands, call: Call) -> Array:
         products.append((operands, call))
         return jnp.zeros(call.shape, call.dtype)
 
-    shape = product_with_shared(run, plan.operands, plan.call).shape
+    product_with_shared(run, plan.operands, plan.call)
     (operands, call), *_ = products
-    if dy is None:
-        ct = jax.random.normal(jax.random.key(0), call.shape)
-    else:
-        ct = jnp.asarray(dy.data if isinstance(dy, GroupedTensor) else dy)
-        ct = ct.mT if plan.swapped else ct
-        if ct.shape != shape:
-            raise ValueError(
-                f"`ragged.error_table`: `dy` has shape {ct.shape} but the result has {shape}.\nPass a tensor like it."
-            )
-        # To where the product's own result lies, if a matrix is shared.
-        zeros = jnp.zeros(call.shape, call.dtype)
-        back = jax.vjp(lambda z: product_with_shared(lambda *_: z, plan.operands, plan.call), zeros)[1]
-        (ct,) = back(ct.astype(jnp.float32))
-    found = [jax.device_get(_measure(recipe, operands, ct, call)) for recipe in recipes]
-    groups = max(len(signal) for each in found for signal, *_ in each)
-    table = np.zeros((5, len(recipes), len(PRODUCTS)))
-    group_sqnr = np.full((len(recipes), len(PRODUCTS), groups), np.nan)
-    for i, each in enumerate(found):
-        for j, (signal, noise, lost, nonzero, over, count) in enumerate(each):
+    ct = jax.random.normal(jax.random.key(0), call.shape) if dy is None else operands.existing
+    operands = operands._replace(existing=None)
+    error, sqnr, underflow, overflow = (np.zeros((len(recipes), len(PRODUCTS))) for _ in range(4))
+    worst_group = np.full(error.shape, -1)
+    group_sqnr = np.full((*error.shape, _num_groups(operands)), np.nan)
+    for i, recipe in enumerate(recipes):
+        for j, (signal, noise, lost, nonzero, over, count) in enumerate(
+            jax.device_get(_measure(recipe, operands, ct, call))
+        ):
             with np.errstate(divide="ignore", invalid="ignore"):
-                by_group = np.where(signal > 0, 10 * np.log10(signal / noise), np.nan)
-                error = np.sqrt(noise.sum() / signal.sum())
-                table[:5, i, j] = error, -20 * np.log10(error), 100 * lost / nonzero, 100 * over / count, -1
-            group_sqnr[i, j, : len(by_group)] = by_group
-            if not np.isnan(by_group).all():
-                table[4, i, j] = np.nanargmin(by_group)
-    error, sqnr, underflow, overflow, worst = table
+                group_sqnr[i, j] = np.where(signal > 0, 10 * np.log10(signal / noise), np.nan)
+                error[i, j] = np.sqrt(noise.sum() / signal.sum())
+                sqnr[i, j] = -20 * np.log10(error[i, j])
+                underflow[i, j], overflow[i, j] = 100 * lost / nonzero, 100 * over / count
+            if not np.isnan(group_sqnr[i, j]).all():
+                worst_group[i, j] = np.nanargmin(group_sqnr[i, j])
     names = tuple(recipe.name for recipe in recipes)
-    return ErrorTable(names, error, sqnr, underflow, overflow, worst.astype(np.int64), group_sqnr)
+    return ErrorTable(names, error, sqnr, underflow, overflow, worst_group, group_sqnr)
+
+
+def _num_groups(operands: Operands) -> int:
+    return operands.sizes[0].shape[0] if operands.sizes else operands.lhs.shape[0]
 
 
 @jax.jit(static_argnames="call")
@@ -160,7 +177,6 @@ def _measure(recipe: Recipe, operands: Operands, ct: Array, call: Call) -> list[
     casts, history = casts_of(recipe, call)
     left = call.product.ragged == "n"  # then `lhs` is the weight
     dgrad, wgrad = ("rhs", "lhs") if left else ("lhs", "rhs")
-    slots = {"lhs": [2, 1, 0], "rhs": [0, 2, 1]}
     out = []
     for wrt in (None, dgrad, wgrad):
         if wrt is None:
@@ -168,7 +184,7 @@ def _measure(recipe: Recipe, operands: Operands, ct: Array, call: Call) -> list[
         else:
             x, c = derivative_of(wrt, operands, call, ct)
             how = casts.derivative(wrt).forward
-            past = None if history is None else history[jnp.array(slots[wrt])]
+            past = past_of(wrt, history)
             c = c._replace(dtype=jnp.float32)
         exact, got = bind(x, c), bind(*quantized(how, x, c, past))
         of = dict(zip(c.product.ragged, x.sizes, strict=True))
@@ -182,7 +198,7 @@ def _measure(recipe: Recipe, operands: Operands, ct: Array, call: Call) -> list[
     return out
 
 
-def _counts(x: GroupedTensor, how: Any, past: Array | None) -> tuple[Array, ...]:
+def _counts(x: GroupedTensor, how: Cast, past: Array | None) -> tuple[Array, ...]:
     """Elements that become zero, that aren't zero, that saturate, and all."""
     data = jnp.where(x.mask, jnp.asarray(x.data).astype(jnp.float32), 0)
     nonzero, count = jnp.sum(data != 0), jnp.sum(x.mask)

@@ -4,10 +4,14 @@ import inspect
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from ragged import _lowering
-from ragged._matmul import matmul, plan_matmul
+from ragged._lowering import Call, Operands
+from ragged._matmul import Plan, matmul, plan_matmul
+from ragged._recipe import casts_of, quantized
+from ragged._shared import product_with_shared
 from ragged._tensor import KINDS, GroupedTensor, describe
 from ragged.kernels import Target
 
@@ -34,22 +38,38 @@ def explain(lhs: GroupedTensor | Array | Any, rhs: GroupedTensor | Array | Any, 
         ```
     """
     inspect.signature(matmul).bind(lhs, rhs, **options)
-    plans = []
+    plans: list[Plan] = []
+    products: list[tuple[Operands, Call]] = []
 
     def trace(lhs: Any, rhs: Any) -> None:
-        plans.append(plan_matmul(lhs, rhs, **options))
+        plan = plan_matmul(lhs, rhs, **options)
+        plans.append(plan)
+        if plan.recipe is None:
+            products.append((plan.operands, plan.call))
+            return
+
+        def run(operands: Operands, call: Call) -> Array:
+            casts, history = casts_of(recipe, call)
+            products.append(quantized(casts.forward, operands, call, history))
+            return jnp.zeros(call.shape, call.dtype)
+
+        recipe = plan.recipe
+        product_with_shared(run, plan.operands, plan.call)
 
     jax.eval_shape(trace, lhs, rhs)
-    (plan,) = plans
+    (plan,), ((operands, product),) = plans, products
     layout, call = plan.layout, plan.call
     shape = (*call.shape[:-2], call.shape[-1], call.shape[-2]) if plan.swapped else call.shape
     result = describe(jax.ShapeDtypeStruct(shape, call.dtype))
     lines = [
         f"{layout.name}: {KINDS[layout.lhs]} × {KINDS[layout.rhs]} -> {KINDS[layout.out]}, {result}",
-        f"derivatives: by lhs {layout.dlhs}, by rhs {layout.drhs}",
+        f"derivatives: by lhs {'none' if call.lhs_block else layout.dlhs}, "
+        f"by rhs {'none' if call.rhs_block else layout.drhs}",
     ]
-    kernel = _lowering.kernel_name(call.product)
+    if plan.recipe is not None:
+        lines.append(f"quantised by {plan.recipe.name}, each product on its own")
+    kernel = _lowering.kernel_name(product.product)
     for platform in _lowering.PLATFORMS:
-        backend, why = _lowering.chosen_backend(platform, plan.operands, call, Target())
+        backend, why = _lowering.chosen_backend(platform, operands, product, Target())
         lines.append(f"on {platform}: {kernel} of {backend}" + (f" ({why})" if why else ""))
     return "\n".join(lines)

@@ -11,7 +11,7 @@ from ragged._check import Site, Tiling
 from ragged._layout import Product
 from ragged._lowering import Call, Operands
 from ragged._primitive import bind
-from ragged._quantize import eight_bits_fixed
+from ragged._scaling import eight_bits_fixed
 from ragged._tensor import as_int32, is_arraylike
 
 

@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -12,8 +13,8 @@ from ragged import _check
 from ragged._check import Site, Tiling
 from ragged._layout import Layout, Product, infer_layout
 from ragged._lowering import Call, Operands
-from ragged._quantize import eight_bits_fixed, not_differentiable
-from ragged._recipe import Recipe, quantized_product
+from ragged._recipe import Recipe, casts_of, quantized_product
+from ragged._scaling import eight_bits_fixed, not_differentiable
 from ragged._shared import product_with_shared
 from ragged._tensor import KINDS, GroupedTensor, as_int32, describe, is_arraylike, is_concrete
 from ragged.kernels import Scales
@@ -54,9 +55,10 @@ def matmul(
 
     **Arguments:**
 
-    - `lhs`, `rhs`: a `GroupedTensor`, quantised (see `ragged.quantize`) or not, or a plain array: 3-D is uniform, 2-D is
-      one matrix shared by all groups of the other operand. The inner dims are both ragged or both not; where they are
-      ragged, `lhs.last_dims` and `rhs.first_dims` must be equal (checked where both are known; those of `lhs` count).
+    - `lhs`, `rhs`: a `GroupedTensor`, quantised (see `ragged.quantize`) or not, or a plain array: 3-D is uniform, 2-D
+      is one matrix shared by all groups of the other operand. The inner dims are both ragged or both not; where they
+      are ragged, `lhs.last_dims` and `rhs.first_dims` must be equal (checked where both are known; those of `lhs`
+      count).
     - `preferred_element_type`: the dtype of the result. By default that of `existing_out`; else the operands' common
       dtype; int32 for integers of fewer bits; bfloat16 where both operands have 8 bits and at least one is a float. A
       quantised operand counts as a float of 8 bits, whatever stores it.
@@ -193,7 +195,12 @@ def plan_matmul(
         lhs_block=None if lhs_term.scales is None else lhs_term.scales.block,
         rhs_block=None if rhs_term.scales is None else rhs_term.scales.block,
     )
-    _check.check_tiling(site, call, operands.lhs, operands.rhs)
+    narrow = (None, None) if recipe is None else [each.dtype for each in casts_of(recipe, call)[0].forward]
+    avals = [
+        jax.ShapeDtypeStruct(x.shape, how or x.dtype)
+        for x, how in zip((operands.lhs, operands.rhs), narrow, strict=True)
+    ]
+    _check.check_tiling(site, call, *avals)
     first_dims, last_dims = getattr(lhs, "first_dims", None), getattr(rhs, "last_dims", None)
     return Plan(layout, operands, call, swapped, first_dims, last_dims, recipe)
 
@@ -228,6 +235,7 @@ def _is_quantized(x: GroupedTensor | Array) -> bool:
 
 def _checked_recipe(site: Site, lhs: GroupedTensor | Array, rhs: GroupedTensor | Array, recipe: Any) -> Recipe:
     recipe = Recipe.of(recipe)
+    recipe.check_history()
     for name, x in (("lhs", lhs), ("rhs", rhs)):
         if _is_quantized(x):
             site.fail(TypeError, f"`recipe` with `{name}` quantised already.", "Pass one or the other.")

@@ -42,11 +42,11 @@ def bind(operands: Operands, call: Call) -> Array:
     return ragged_matmul_p.bind(*vary_together(operands.flat()), call=call)
 
 
-def vary_together(args: Sequence[Any]) -> list[Array]:
-    """`args` as arrays that all vary over the same mesh axes, as operands inside `shard_map` must."""
+def vary_together(args: Sequence[Any], like: Sequence[Any] = ()) -> list[Array]:
+    """`args` as arrays that all vary over the same mesh axes, as a `shard_map`'s operands must; `like`'s too."""
     args = [jnp.asarray(x) for x in args]
     varying = [jax.typeof(x).manual_axis_type.varying for x in args]
-    everywhere = frozenset().union(*varying)
+    everywhere = frozenset().union(*varying, *(jax.typeof(x).manual_axis_type.varying for x in like))
     return [
         lax.pcast(x, tuple(sorted(everywhere - axes, key=str)), to="varying") if everywhere - axes else x
         for x, axes in zip(args, varying, strict=True)

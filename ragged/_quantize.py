@@ -5,14 +5,13 @@ A block's scale maps its largest absolute value (amax) to the largest that the d
     scale = amax / largest        data = round(value / scale)        value ≈ data × scale
 """
 
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ragged._scaling import Scaling
+from ragged._scaling import Scaling, not_differentiable
 from ragged._tensor import GroupedTensor, describe, is_arraylike
 
 LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0, "int4": 7.0}
@@ -42,8 +41,9 @@ def quantize(
     **Returns:** a `GroupedTensor` of `dtype` with `scales` and `scaling`, zeros in the tail. `x` is
     `dequantize()` of it, but for an error of at most half a unit in the last place of `dtype`, times the scale.
 
-    Infinity and NaN never count toward a scale. float8_e5m2 keeps both; in float8_e4m3fn, which has no infinity, both
-    become NaN. Integers have neither: a block that holds one gets the scale NaN.
+    Only finite elements count toward a scale. Infinity and NaN stay what they are in float8_e5m2; in float8_e4m3fn,
+    which has no infinity, both are NaN. Integers have neither: all of a block that holds one becomes NaN, by its scale,
+    which with `"tensor"` are all groups.
 
     **Raises:** `TypeError` for what is no tensor of floats and for dtypes, `ValueError` for a scaling that `x` can't
     have. Differentiating it raises a `TypeError`: see `recipe` in `ragged.matmul` for training.
@@ -72,23 +72,30 @@ def quantize(
             f"`ragged.quantize`: `x` has dtype {jnp.dtype(tensor.dtype).name}.\nGot {describe(tensor)}.\n"
             "Cast it to a float dtype of 16 bits or more."
         )
-    if problem := scaling.illegal(tensor.packed_axis):
+    if problem := scaling.problem(tensor.packed_axis):
         raise ValueError(
             f"`ragged.quantize`: {problem}.\nGot {describe(tensor)}, scaling={scaling}.\n"
             "Along a ragged dim a block is 1 or None (all of the group): `(1, 128)`, `(None, 1)`."
         )
+    if not isinstance(power_of_two, bool):
+        raise TypeError(f"`ragged.quantize`: `power_of_two` is {power_of_two!r}.\nPass True or False.")
     if tensor.is_flipped:
         return quantize(tensor.mT, name, scaling.mT, power_of_two=power_of_two).mT
     tensor = tensor._replace_data(not_differentiable("ragged.quantize", jnp.asarray(tensor.data)))
-    scales = scale_of(amax(tensor, scaling, name), name, bool(power_of_two) or scaling.dtype != jnp.float32)
+    scales = scale_of(amax(tensor, scaling), name, power_of_two or scaling.dtype != jnp.float32)
     return cast(tensor, name, scaling, scales)
 
 
 def _operand(x: GroupedTensor | Array | Any) -> GroupedTensor:
     if isinstance(x, GroupedTensor):
-        if is_arraylike(x.data):
-            return x
-        raise TypeError(f"`ragged.quantize`: `x` holds no array.\nGot {x!r}.\nPass a `GroupedTensor` of arrays.")
+        if not all(is_arraylike(leaf) for leaf in jax.tree.leaves(x)) or x.data is None:
+            raise TypeError(f"`ragged.quantize`: `x` holds no array.\nGot {x!r}.\nPass a `GroupedTensor` of arrays.")
+        if x.ndim != (3 if x.packed_axis is None else 2):
+            raise ValueError(
+                f"`ragged.quantize`: `x` has a batch axis.\nGot {x!r}.\n"
+                "Map over it: `jax.vmap(lambda x: ragged.quantize(x, dtype, scaling))(x)`."
+            )
+        return x
     if not is_arraylike(x):
         raise TypeError(
             f"`ragged.quantize`: `x` is {describe(x)}, not an array.\nPass a `GroupedTensor` or an array of 3 dims."
@@ -112,14 +119,14 @@ def dtype_name(dtype: Any, call: str) -> str:
     return name
 
 
-def amax(x: GroupedTensor, scaling: Scaling, name: str) -> Array:
-    """The largest absolute value of each block of a tensor that isn't flipped, float32, in the shape of the scales.
+def amax(x: GroupedTensor, scaling: Scaling) -> Array:
+    """The largest absolute value of each block's finite elements, float32, in the shape of the scales.
 
-    Of finite elements; for integers infinity in a block that has others.
+    Blocks of several rows or columns only of a tensor that isn't flipped.
     """
     data = jnp.asarray(x.data)
-    other = jnp.inf if name.startswith("int") else 0
-    magnitude = jnp.where(jnp.isfinite(data), jnp.abs(data), jnp.asarray(other, data.dtype))
+    # float64 may hold more than float32's largest.
+    magnitude = jnp.minimum(jnp.where(jnp.isfinite(data), jnp.abs(data), 0), jnp.finfo(jnp.float32).max)
     if x.packed_axis is not None:
         magnitude = jnp.where(x.mask, magnitude, 0)
     magnitude = magnitude.astype(jnp.float32)
@@ -148,19 +155,23 @@ def _block_max(x: Array, block: int | None, axis: int) -> Array:
     return jnp.max(jnp.pad(x, pad).reshape(shape), axis=axis, initial=0)
 
 
-def scale_of(amax: Array, name: str, power_of_two: bool) -> Array:
-    """`amax / largest`, or the next power of two; 1 where `amax` is 0, NaN where it is infinite. float32."""
-    scale = jnp.maximum(amax / LARGEST[name], jnp.finfo(jnp.float32).tiny)
+def scale_of(largest: Array, name: str, power_of_two: bool) -> Array:
+    """The scale of blocks with these largest absolute values, or the next power of two; 1 for 0. float32."""
+    scale = jnp.maximum(largest / LARGEST[name], jnp.finfo(jnp.float32).tiny)
     if power_of_two:
         mantissa, exponent = jnp.frexp(scale)  # the mantissa is in [0.5, 1)
         scale = jnp.ldexp(jnp.float32(1), jnp.where(mantissa == 0.5, exponent - 1, exponent))
-    return jnp.where(jnp.isinf(amax), jnp.nan, jnp.where(amax > 0, scale, 1))
+    return jnp.where(largest > 0, scale, 1)
 
 
 def cast(x: GroupedTensor, name: str, scaling: Scaling, scales: Array) -> GroupedTensor:
     """`x / scales` in the dtype `name`. What is out of its range becomes the largest value, unless it is infinite."""
-    quantized = x._with(scales=scales.astype(scaling.dtype), scaling=scaling)
     data = jnp.asarray(x.data)
+    if name.startswith("int"):  # which can't hold NaN; its scale can
+        scales = jnp.where(
+            amax(x._replace_data(1 - jnp.isfinite(data).astype(jnp.float32)), scaling) > 0, jnp.nan, scales
+        )
+    quantized = x._with(scales=scales.astype(scaling.dtype), scaling=scaling)
     wide = jnp.float64 if data.dtype == jnp.float64 else jnp.float32
     data = data.astype(wide) / quantized.element_scales().astype(wide)
     if name.startswith("int"):
@@ -169,28 +180,3 @@ def cast(x: GroupedTensor, name: str, scaling: Scaling, scales: Array) -> Groupe
     if x.packed_axis is not None:
         data = jnp.where(x.mask, data, 0)
     return quantized._replace_data(data.astype(name))
-
-
-def not_differentiable(call: str, x: Array) -> Array:
-    """`x`, with an error for whoever differentiates with respect to it."""
-    return _fixed(call, x)
-
-
-def eight_bits_fixed(call: str, x: Any) -> Array:
-    """`x`; if it holds floats of 8 bits, whose cotangent would have 8 bits too, with an error for who asks for one."""
-    x = jnp.asarray(x)
-    return _fixed(call, x) if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 1 else x
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _fixed(call: str, x: Array) -> Array:
-    return x
-
-
-@_fixed.defjvp
-def _no_derivative(call: str, primals: Any, tangents: Any) -> Any:
-    raise TypeError(
-        f"`{call}`: differentiated with respect to a quantised operand, {describe(primals[0])}.\n"
-        "Rounding has no useful derivative. To train, pass what isn't quantised to `ragged.matmul` with `recipe=`: its "
-        "gradient is straight-through. To hold it fixed, quantise `jax.lax.stop_gradient(x)`."
-    )

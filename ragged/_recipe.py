@@ -24,7 +24,7 @@ from ragged._lowering import Call, Operands
 from ragged._primitive import bind, check_cotangent, vary_together
 from ragged._quantize import amax, cast, dtype_name, quantize, scale_of
 from ragged._scaling import NAMED, Scaling
-from ragged._tensor import GroupedTensor
+from ragged._tensor import GroupedTensor, describe, is_arraylike
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,10 @@ class Cast:
                 "A block is (kept, contracted): `(1, None)` or `'row'` for one scale a row, in a wgrad too, "
                 "where the rows are features and what is contracted are tokens."
             )
+        if not isinstance(self.power_of_two, bool):
+            raise TypeError(f"`ragged.Cast`: `power_of_two` is {self.power_of_two!r}.\nPass True or False.")
         object.__setattr__(self, "scaling", scaling)
+        object.__setattr__(self, "power_of_two", self.power_of_two or scaling.dtype != jnp.float32)
 
     def scaling_for(self, kept: bool, contracted: bool) -> Scaling:
         """The scaling for an operand that is ragged in these dims."""
@@ -102,8 +105,11 @@ class Recipe(eqx.Module):
         grads, recipe = jax.grad(loss, argnums=(0, 1))(params, recipe)
 
     Each `matmul` needs a recipe of its own: cotangents of one that is used twice would add up. Under `vmap` and
-    `shard_map` one recipe for all elements or devices gets the largest values of all of them. A step without a gradient
-    doesn't change it. Values above the largest of the past saturate.
+    `shard_map` one recipe for all elements or devices gets the largest values of all of them. Where the loss doesn't
+    depend on a product, the next recipe is zeros, as its gradient is: the step after that begins anew. Values above the
+    largest of the past saturate. The name `"delayed"` alone stands for a history that is always empty.
+
+    A matrix that all groups share makes them one group, for scales too.
     """
 
     forward: Pair | Any = eqx.field(static=True)
@@ -125,6 +131,23 @@ class Recipe(eqx.Module):
                     f"`ragged.Recipe`: `history` with a scaling of `{name}` other than 'tensor'.\nGot {pair!r}.\n"
                     "Delayed scaling knows one largest value of each tensor."
                 )
+        if is_arraylike(self.history):
+            self.check_history()
+
+    def check_history(self) -> None:
+        """Raises unless `history` is None or an array `(3, length)`, float32."""
+        if self.history is None:
+            return
+        if not is_arraylike(self.history) or self.history.dtype != jnp.float32:
+            raise TypeError(
+                f"`ragged.Recipe`: `history` is {describe(self.history)}.\n"
+                "It must be a float32 array: `Recipe.preset('delayed').history`."
+            )
+        if self.history.ndim != 2 or self.history.shape[0] != 3 or not self.history.shape[1]:
+            raise ValueError(
+                f"`ragged.Recipe`: `history` is {describe(self.history)}.\n"
+                "It must be (3, length), a row each for `x`, `w` and the cotangent. One a call: map or scan over it."
+            )
 
     @classmethod
     def preset(cls, name: str, *, gradients: Any = None, length: int = 16) -> "Recipe":
@@ -132,7 +155,9 @@ class Recipe(eqx.Module):
 
         `gradients`: the dtype of cotangents, if not the usual one. `length`: of the history of `"delayed"`, in steps.
         """
-        if name not in PRESETS:
+        if not isinstance(length, int) or length < 1:
+            raise ValueError(f"`ragged.Recipe.preset`: `length` is {length!r}.\nIt must be a positive int, in steps.")
+        if not isinstance(name, str) or name not in PRESETS:
             raise ValueError(
                 f"`ragged.Recipe.preset`: {name!r} is no recipe.\nPass one of {', '.join(map(repr, PRESETS))}, "
                 "or build a `ragged.Recipe`."
@@ -188,12 +213,23 @@ def _swapped(pair: Pair) -> Pair:
 
 
 def casts_of(recipe: Recipe, call: Call) -> tuple[Casts, Any]:
-    """A recipe's casts and history in the order of a product's operands."""
+    """A recipe's casts and history in the order of a product's operands: for `w x`, from the left, exchanged."""
     casts, history = Casts(recipe.forward, recipe.dgrad, recipe.wgrad), recipe.history
     if call.product.ragged != "n":
         return casts, history
     swapped = Casts(_swapped(casts.forward), _swapped(casts.by_rhs), _swapped(casts.by_lhs))
-    return swapped, None if history is None else history[jnp.array([1, 0, 2])]
+    return swapped, None if history is None else _rows(history, 1, 0, 2)
+
+
+def past_of(wrt: str, history: Array | None) -> Array | None:
+    """The history in the order of a derivative's operands."""
+    if history is None:
+        return None
+    return _rows(history, 2, 1, 0) if wrt == "lhs" else _rows(history, 0, 2, 1)
+
+
+def _rows(history: Array, *order: int) -> Array:
+    return jnp.stack([history[i] for i in order])
 
 
 def derivative_of(wrt: str, operands: Operands, call: Call, ct: Array) -> tuple[Operands, Call]:
@@ -207,7 +243,9 @@ def quantized_product(recipe: Recipe, operands: Operands, call: Call) -> Array:
     """The product of `operands`, quantised, with straight-through derivatives. The primitive's operands and result."""
     casts, history = casts_of(recipe, call)
     leaves, tree = jax.tree.flatten(operands)
-    operands = jax.tree.unflatten(tree, vary_together(leaves))
+    operands = jax.tree.unflatten(tree, vary_together(leaves, like=jax.tree.leaves(history)))
+    if history is not None:
+        _check_axes_are_tracked()
     return _product(casts, call, operands, history)
 
 
@@ -223,11 +261,11 @@ def _forward(casts: Casts, call: Call, operands: Operands, history: Array | None
 
 def _backward(casts: Casts, call: Call, residuals: tuple[Operands, Any], ct: Array) -> tuple[Operands, Any]:
     operands, history = residuals
+    history = lax.stop_gradient(history)
     cotangents = {}
-    for wrt, slots in (("lhs", [2, 1, 0]), ("rhs", [0, 2, 1])):
-        past = None if history is None else history[jnp.array(slots)]
+    for wrt in ("lhs", "rhs"):
         of_operands, of_call = derivative_of(wrt, operands, call, ct)
-        cotangents[wrt] = _product(casts.derivative(wrt), of_call, of_operands, past)
+        cotangents[wrt] = _product(casts.derivative(wrt), of_call, of_operands, past_of(wrt, history))
     existing = operands.existing
     if existing is not None:
         existing = _lowering.zero_tail(ct, operands.sizes, call.product).astype(existing.dtype)
@@ -280,7 +318,7 @@ def quantize_operand(x: GroupedTensor, how: Cast, past: Array | None) -> Grouped
 
 def _next(history: Array, operands: Operands, call: Call, ct: Array) -> Array:
     """The history one step later: `[3, length]`."""
-    result = operands._replace(lhs=ct)
+    result = operands._replace(lhs=ct)  # the cotangent is stored as the operand of a dgrad
     tensors = [
         as_tensor("lhs", operands, call)[0],
         as_tensor("rhs", operands, call)[0],
@@ -292,10 +330,20 @@ def _next(history: Array, operands: Operands, call: Call, ct: Array) -> Array:
 
 def _common_amax(x: GroupedTensor, past: Array) -> Array:
     """The largest absolute value, over all devices and all elements of a `vmap` that share the history."""
-    x = x.mT if x.is_flipped else x
-    own = amax(lax.stop_gradient(x), NAMED["tensor"], "float8_e5m2")
+    own = amax(lax.stop_gradient(x), NAMED["tensor"])
     axes = jax.typeof(own).manual_axis_type.varying - jax.typeof(past).manual_axis_type.varying
     return _over_batch(lax.pmax(own, tuple(sorted(axes, key=str))) if axes else own, past)
+
+
+def _check_axes_are_tracked() -> None:
+    """Raises a `NotImplementedError` in a `shard_map` that doesn't know what varies over its axes, and so would add up
+    the devices' next histories."""
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    if axes and not jax.typeof(lax.axis_index(axes[0])).manual_axis_type.varying:
+        raise NotImplementedError(
+            "`ragged.matmul`: delayed scaling in a `jax.shard_map` with `check_vma=False`.\n"
+            "The next history is a cotangent, which would be added up over devices. Pass `check_vma=True`."
+        )
 
 
 @custom_vmap

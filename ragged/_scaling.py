@@ -18,8 +18,10 @@ those of ragged rows, with `k` the columns of the buffer.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -58,27 +60,24 @@ class Scaling:
     dtype: Any = jnp.float32
 
     def __post_init__(self) -> None:
-        block = self.block
-        if isinstance(block, Sequence) and not isinstance(block, str) and len(block) == 2:
-            sound = all(b is None or (isinstance(b, int | np.integer) and not isinstance(b, bool)) for b in block)
-            block = tuple(None if b is None else int(b) for b in block) if sound else ()
-        elif block is not None:
-            block = ()
-        if block == () or (block and any(b is not None and b < 1 for b in block)):
+        block, dtype = self.block, self.dtype
+        pair = isinstance(block, Sequence) and not isinstance(block, str) and len(block) == 2
+        if block is not None and not (pair and all(b is None or _is_extent(b) for b in block)):
             raise ValueError(
-                f"`ragged.Scaling`: `block` is {self.block!r}.\n"
+                f"`ragged.Scaling`: `block` is {block!r}.\n"
                 "It must be two extents, each a positive int, or None for a group's whole extent: `(1, 128)`, "
                 "`(1, None)`. Or None for one scale for all groups."
             )
         try:
-            dtype = jnp.dtype(self.dtype)
+            dtype = jnp.dtype(dtype)
         except TypeError:
             dtype = None
         if dtype not in SCALE_DTYPES:
             raise TypeError(
                 f"`ragged.Scaling`: scales of dtype {self.dtype!r}.\nThey are float32, or float8_e8m0fnu (powers of 2)."
             )
-        object.__setattr__(self, "block", block)
+        if block is not None:
+            object.__setattr__(self, "block", tuple(None if b is None else int(b) for b in block))
         object.__setattr__(self, "dtype", dtype)
 
     @classmethod
@@ -106,7 +105,7 @@ class Scaling:
                 return name
         return f"{self.block}" if self.dtype == jnp.float32 else f"{self.block} of {self.dtype.name}"
 
-    def illegal(self, packed_axis: int | None) -> str:
+    def problem(self, packed_axis: int | None) -> str:
         """Why groups that are packed along `packed_axis` can't have such scales; "" if they can."""
         extent = None if packed_axis is None or self.block is None else self.block[packed_axis]
         if extent in (None, 1):
@@ -139,6 +138,10 @@ class Scaling:
         return given.mT if flipped else given
 
 
+def _is_extent(b: Any) -> bool:
+    return isinstance(b, int | np.integer) and not isinstance(b, bool) and bool(b > 0)
+
+
 NAMED = {
     "tensor": Scaling(None),
     "group": Scaling((None, None)),
@@ -146,3 +149,25 @@ NAMED = {
     "column": Scaling((None, 1)),
     "mx": Scaling((1, 32), jnp.float8_e8m0fnu),
 }
+
+
+def eight_bits_fixed(call: str, x: Any) -> Array:
+    """`x`; if it holds floats of 8 bits, whose cotangent would have 8 bits too, with an error for who asks for one."""
+    x = jnp.asarray(x)
+    return not_differentiable(call, x) if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 1 else x
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def not_differentiable(call: str, x: Array) -> Array:
+    """`x`, with an error for whoever differentiates with respect to it."""
+    return x
+
+
+@not_differentiable.defjvp
+def _no_derivative(call: str, primals: Any, tangents: Any) -> Any:
+    (x,) = primals
+    raise TypeError(
+        f"`{call}`: differentiated with respect to a quantised operand, {x.dtype.name}{list(x.shape)}.\n"
+        "Rounding has no useful derivative. To train, pass what isn't quantised to `ragged.matmul` with `recipe=`: its "
+        "gradient is straight-through. To hold it fixed, quantise `jax.lax.stop_gradient(x)`."
+    )

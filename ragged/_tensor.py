@@ -23,7 +23,7 @@ from jax.core import Tracer
 from jaxtyping import Bool, Int, Shaped
 
 from ragged._arithmetic import Arithmetic
-from ragged._scaling import Scaling
+from ragged._scaling import Scaling, eight_bits_fixed, not_differentiable
 from ragged.kernels import Scales, schedule
 from ragged.kernels.xla import spread
 
@@ -155,9 +155,11 @@ class GroupedTensor(Arithmetic):
 
     def _check_scales(self) -> None:
         got = f"Got scales={describe(self.scales)}, scaling={self.scaling}, data={describe(self.data)}.\n"
+        if not is_arraylike(self.scales):
+            raise TypeError(f"`GroupedTensor`: `scaling` without an array of scales.\n{got}Pass both, or neither.")
         if self.scaling is None:
             raise ValueError(f"`GroupedTensor`: `scales` without `scaling`.\n{got}Say which elements share a scale.")
-        if problem := self.scaling.illegal(self.packed_axis):
+        if problem := self.scaling.problem(self.packed_axis):
             raise ValueError(f"`GroupedTensor`: {problem}.\n{got}Along a ragged dim a block is 1 or None.")
         want = self.scaling.shape(self.shape, self.packed_axis, self.num_groups)
         if self.scales.shape != want or self.scales.dtype != self.scaling.dtype:
@@ -168,8 +170,8 @@ class GroupedTensor(Arithmetic):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether it has scales."""
-        return self.scales is not None
+        """Whether its values are `data × scales`."""
+        return self.scaling is not None or self.scales is not None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -318,6 +320,7 @@ class GroupedTensor(Arithmetic):
         """The scales as kernels take them, those of the buffer as it lies in memory; None if there are none."""
         if not self.is_quantized:
             return None
+        self._check_scales()  # what `tree_map`, `tree_at` or `partition` made was never checked
         return self.scaling.for_kernels(self.scales, self.packed_axis, self.num_groups, self.is_flipped)
 
     def element_scales(self) -> Array:
@@ -332,7 +335,9 @@ class GroupedTensor(Arithmetic):
         """`data × scales` in float32, zeros in the tail. A tensor without scales is returned as it is."""
         if not self.is_quantized:
             return self
-        wide = jnp.asarray(self.data).astype(jnp.float32) * self.element_scales()
+        data = eight_bits_fixed("GroupedTensor.dequantize", self.data)
+        scales = not_differentiable("GroupedTensor.dequantize", self.element_scales())
+        wide = data.astype(jnp.float32) * scales
         out = self._with(data=wide, scales=None, scaling=None)
         return out._replace_data(out._filled(0))
 

@@ -216,6 +216,27 @@ def test_tiny_and_huge_values() -> None:
                 np.testing.assert_allclose(back, value, rtol=0.08)
 
 
+def test_no_groups_and_no_elements() -> None:
+    for scaling in SCALINGS:
+        for x in (
+            GroupedTensor(jnp.ones((4, 3)), jnp.zeros((0,), jnp.int32)),
+            GroupedTensor(jnp.ones((0, 3)), jnp.zeros((2,), jnp.int32)),
+            GroupedTensor(jnp.ones((2, 0, 3))),
+        ):
+            q = quantize(x, jnp.float8_e4m3fn, scaling)
+            np.testing.assert_array_equal(q.dequantize().data, jnp.zeros(x.shape))
+
+
+def test_float64_beyond_float32() -> None:
+    """The element saturates; the others keep their place."""
+    with jax.enable_x64(True):
+        x = jnp.ones((2, 3, 4), jnp.float64).at[0, 0, 0].set(1e300)
+        back = np.asarray(quantize(x, jnp.float8_e4m3fn, "row").dequantize().data)
+    assert back[0, 0, 0] > 3e38
+    np.testing.assert_array_equal(back[:, 1:], np.ones((2, 2, 4)))
+    np.testing.assert_array_equal(back[1], np.ones((3, 4)))
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite(bad: float) -> None:
     """NaN and infinity stay where they are in floats, and mark their block in integers; never another group."""
@@ -311,6 +332,22 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
     ),
     "no array": (lambda: quantize("x", jnp.int8, "row"), TypeError, "`x` is a str, not an array"),
     "no data": (lambda: quantize(GroupedTensor(None), jnp.int8, "row"), TypeError, "holds no array"),
+    "batch axis": (
+        lambda: quantize(jax.tree.map(lambda z: jnp.stack([z, z]), X), jnp.int8, "row"),
+        ValueError,
+        "`x` has a batch axis",
+    ),
+    "power of two": (lambda: quantize(X, jnp.int8, "row", power_of_two="no"), TypeError, "`power_of_two` is 'no'"),
+    "gradient of dequantize": (
+        lambda: eqx.filter_grad(lambda q: q.dequantize().data.sum())(Q),
+        TypeError,
+        "`GroupedTensor.dequantize`: differentiated with respect to a quantised operand",
+    ),
+    "lost scales": (
+        lambda: eqx.partition(quantize(X, jnp.int8, "row"), eqx.is_inexact_array)[1].dequantize(),
+        TypeError,
+        "`scaling` without an array of scales",
+    ),
     "gradient": (
         lambda: jax.grad(lambda d: quantize(d, jnp.float8_e4m3fn, "row").dequantize().data.sum())(jnp.ones((1, 2, 3))),
         TypeError,

@@ -49,7 +49,7 @@ def along(x: GroupedTensor, scaling: Any, dtype: Any) -> GroupedTensor:
     if scaling is None:
         return x
     scaling = Scaling.of(scaling)
-    return quantize(x, dtype, scaling.mT if scaling.illegal(x.packed_axis) else scaling)
+    return quantize(x, dtype, scaling.mT if scaling.problem(x.packed_axis) else scaling)
 
 
 def check(case: cases.Case, lhs: GroupedTensor, rhs: GroupedTensor, **options: Any) -> None:
@@ -343,7 +343,7 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
     "by quantised data": (
         lambda: jax.grad(lambda d: matmul(QX._with(data=d), W).data.sum())(QX.data),
         TypeError,
-        "`ragged.matmul`: differentiated with respect to a quantised operand, f8_e4m3fn[8,64]",
+        "`ragged.matmul`: differentiated with respect to a quantised operand, float8_e4m3fn[8, 64]",
     ),
     "by scales": (
         lambda: jax.grad(lambda s: matmul(X, QW._with(scales=s)).data.sum())(QW.scales),
@@ -385,6 +385,16 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
         TypeError,
         "`preferred_element_type`",
     ),
+    "scales of another shape": (
+        lambda: matmul(eqx.tree_at(lambda q: q.scales, QX, jnp.ones((1, 1))), W),
+        ValueError,
+        "have shape (8, 1) and dtype float32",
+    ),
+    "no scales": (
+        lambda: matmul(eqx.partition(quantize(X, jnp.int8, "row"), eqx.is_inexact_array)[1], W),
+        TypeError,
+        "`scaling` without an array of scales",
+    ),
     "batch axis": (
         lambda: matmul(jax.tree.map(lambda z: jnp.stack([z, z]), QX), W),
         ValueError,
@@ -410,5 +420,6 @@ def test_a_fixed_operand_may_be_quantised_inside() -> None:
 
 def test_explain() -> None:
     text = ragged.explain(QX, QW)
+    assert "derivatives: by lhs none, by rhs none" in text
     assert "forward: ragged rows × uniform -> ragged rows, bf16[8,16]" in text
     assert "on tpu: grouped_matmul of pallas_tpu" in text

@@ -335,7 +335,9 @@ def test_options_reach_the_quantised_products() -> None:
     np.testing.assert_allclose(total.data[inside], (bare.data + existing)[inside], rtol=1e-5, atol=1e-6)
     half = matmul(case.lhs.astype(jnp.bfloat16), case.rhs.astype(jnp.bfloat16), recipe="mxfp8")
     assert half.dtype == jnp.bfloat16
-    assert "on tpu: grouped_matmul of pallas_tpu" in ragged.explain(case.lhs, case.rhs, recipe="rowwise")
+    text = ragged.explain(case.lhs.astype(jnp.float16), case.rhs, recipe="rowwise")
+    assert "quantised by rowwise" in text and "on tpu: grouped_matmul of pallas_tpu" in text  # of fp8, not of float16
+    assert "on tpu: grouped_matmul of pallas_tpu" in ragged.explain(case.lhs, case.rhs.data[0], recipe="rowwise")
 
 
 def test_error_table() -> None:
@@ -368,6 +370,9 @@ def test_error_table() -> None:
     assert all(name in text for name in ("recipe", "forward", "dgrad", "wgrad", "tensorwise", "custom", "SQNR (dB)"))
     left = error_table(w.mT, x.mT, ["tensorwise", MIXED], dy=dy.mT)
     np.testing.assert_allclose(left.sqnr, table.sqnr, rtol=1e-4)
+    rounded = quantize(dy, E4M3, "row")
+    same = [error_table(x, w, "rowwise", dy=d).sqnr for d in (rounded, rounded.dequantize())]
+    np.testing.assert_array_equal(*same)
     zero = error_table(x * 0, w, ["rowwise"], dy=dy)
     assert zero.worst_group[0, 0] == -1 and "none" in str(zero)
 
@@ -395,6 +400,64 @@ def test_a_heat_map_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
 X = GroupedTensor(jax.random.normal(jax.random.key(0), (8, 64)), jnp.array([3, 5], jnp.int32))
 W = jax.random.normal(jax.random.key(1), (2, 64, 16))
 ROW = (Cast(E4M3, "row"), Cast(E4M3, "row"))
+ONE = (Cast(E4M3), Cast(E4M3))
+
+
+def over_two_devices(check_vma: bool, by_device: bool = False) -> Any:
+    """A loss of a recipe whose product is sharded over two devices, and whose history is shared or not."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
+
+    def local(recipe: Recipe) -> Array:
+        if by_device:
+            recipe = jax.tree.map(lambda h: h[0], recipe)
+            return jax.lax.psum(matmul(X, W, recipe=recipe).data.sum(), "d")
+        factor = 1 + jax.lax.axis_index("d").astype(jnp.float32)
+        return jax.lax.psum(matmul(X * factor, W, recipe=recipe).data.sum(), "d")
+
+    return jax.shard_map(local, mesh=mesh, in_specs=P("d") if by_device else P(), out_specs=P(), check_vma=check_vma)
+
+
+def test_histories_on_several_devices() -> None:
+    """X1: the largest value of all devices where they share the history; each its own where they don't."""
+    largest = np.array([np.abs(X.data).max(), np.abs(W).max(), 1.0])
+    shared = jax.grad(over_two_devices(True))(Recipe.preset("delayed", length=2))
+    np.testing.assert_allclose(shared.history[:, 0], largest * [2, 1, 1], rtol=1e-6)
+    again = jax.grad(over_two_devices(True))(shared)
+    np.testing.assert_allclose(again.history[:, 1], shared.history[:, 0])
+    own = jax.tree.map(lambda h: jnp.stack([h, h]), Recipe.preset("delayed", length=2))
+    np.testing.assert_allclose(jax.grad(over_two_devices(True, True))(own).history[:, :, 0], [largest] * 2, rtol=1e-6)
+
+
+def test_integers_and_delayed_scaling() -> None:
+    """What isn't finite is lost in integers, and says so; it never enters the history."""
+    recipe = Recipe((Cast(jnp.int8),) * 2, (Cast(jnp.int8),) * 2, (Cast(jnp.int8),) * 2, jnp.zeros((3, 2)))
+    for bad in (jnp.nan, jnp.inf):
+        x = X._replace_data(X.data.at[0, 0].set(bad))
+        assert np.isnan(matmul(x, W, recipe=recipe).data).all()
+        step = jax.grad(lambda r, x=x: matmul(x, W, recipe=r).data.sum())(recipe)
+        assert np.isfinite(step.history).all()
+        dw = jax.grad(lambda w, bad=bad: bad * matmul(X, w, recipe=recipe).data.sum())(W)
+        assert np.isnan(dw).all()
+
+
+def test_power_of_two_scales_of_delayed_scaling() -> None:
+    """float8_e8m0fnu scales are rounded up with a history as without: nothing saturates."""
+    how = (Cast(E4M3, Scaling(None, jnp.float8_e8m0fnu)),) * 2
+    x, w = GroupedTensor(jnp.full((8, 6), 448 * 1.2), X.first_dims), jnp.ones((2, 6, 5))
+    for history in (None, jnp.zeros((3, 4))):
+        assert float(matmul(x, w, recipe=Recipe(how, how, how, history)).data[0, 0]) == 512 * 6
+
+
+def test_second_derivatives_by_the_recipe() -> None:
+    """Only the product that the loss was made of moves the history on, not the products of its derivatives."""
+
+    def penalty(recipe: Recipe) -> Array:
+        return jnp.sum(jax.grad(lambda d: jnp.sum(matmul(X._replace_data(d), W, recipe=recipe).data ** 2))(X.data) ** 2)
+
+    history = jax.jit(jax.grad(penalty))(Recipe.preset("delayed", length=2)).history
+    np.testing.assert_allclose(history[:2, 0], [np.abs(X.data).max(), np.abs(W).max()], rtol=1e-6)
+
+
 ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
     "unknown": (lambda: matmul(X, W, recipe="fp8"), ValueError, "'fp8' is no recipe"),
     "no recipe": (lambda: matmul(X, W, recipe=3), TypeError, "3 is no recipe"),
@@ -428,8 +491,48 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
         TypeError,
         "the result is float8_e4m3fn, and so would its cotangent be",
     ),
-    "no recipes": (lambda: error_table(X, W, []), ValueError, "no recipes"),
-    "dy": (lambda: error_table(X, W, "rowwise", dy=jnp.ones((3, 3))), ValueError, "`dy` has shape (3, 3)"),
+    "no recipes": (lambda: error_table(X, W, []), ValueError, "`recipes` is []"),
+    "recipes": (lambda: error_table(X, W, 5), ValueError, "`recipes` is 5"),
+    "dy": (
+        lambda: error_table(X, W, "rowwise", dy=jnp.ones((3, 3))),
+        ValueError,
+        "has shape (3, 3) but the result has (8, 16)",
+    ),
+    "dy of other dims": (
+        lambda: error_table(X, W, "rowwise", dy=GroupedTensor(jnp.ones((8, 16)), jnp.array([8, 0], jnp.int32))),
+        ValueError,
+        "has first_dims=[8, 0] but the result has [3, 5]",
+    ),
+    "traced": (
+        lambda: jax.jit(lambda x: error_table(x, W, "rowwise").sqnr)(X),
+        TypeError,
+        "it measures values, which aren't known here",
+    ),
+    "power of two": (lambda: Cast(E4M3, "row", "no"), TypeError, "`power_of_two` is 'no'"),
+    "length": (lambda: Recipe.preset("delayed", length=0), ValueError, "`length` is 0"),
+    "preset": (lambda: Recipe.preset(["a"]), ValueError, "['a'] is no recipe"),
+    **{
+        f"history {i}": (lambda h=history: matmul(X, W, recipe=Recipe(ONE, ONE, ONE, h)), error, "`history` is")
+        for i, (history, error) in enumerate(
+            [
+                (jnp.zeros((16,)), ValueError),
+                (jnp.zeros((2, 4)), ValueError),
+                (jnp.zeros((3, 0)), ValueError),
+                (jnp.zeros((3, 4), jnp.int32), TypeError),
+                ("a", TypeError),
+            ]
+        )
+    },
+    "axes that aren't tracked": (
+        lambda: over_two_devices(False)(Recipe.preset("delayed")),
+        NotImplementedError,
+        "delayed scaling in a `jax.shard_map` with `check_vma=False`",
+    ),
+    "tiling": (
+        lambda: matmul(X, W, backend="pallas_tpu", tiling=(8, 64, 128), interpret=True, recipe="rowwise"),
+        ValueError,
+        "must be a multiple of 32 (the sublanes of float8_e4m3fn",
+    ),
 }
 
 

@@ -79,6 +79,8 @@ def spread(scales: Scales, shape: tuple[int, ...], packed_sizes: Array | None = 
 
 def by_row(values: Shaped[Array, "*batch g blocks"], sizes: Int[Array, "*b g"], rows: int) -> Shaped[Array, "..."]:
     """The scales of each row's group, `[*batch, rows, blocks]`. Rows of the tail have the last group's."""
+    if not values.shape[-2]:  # no groups: all is tail
+        return jnp.ones((*values.shape[:-2], rows, values.shape[-1]), values.dtype)
 
     def of_rows(values: Array, sizes: Array) -> Array:
         return values.at[schedule.group_ids(schedule.group_offsets(sizes, rows), rows)].get(mode="clip")
