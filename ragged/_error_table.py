@@ -101,8 +101,8 @@ def error_table(
 
     - `x`, `w`: as for `matmul`. If all groups share a matrix, they count as one.
     - `recipes`: names of presets, or `ragged.Recipe`s.
-    - `dy`: the result's cotangent, a tensor like the result (checked as `matmul`'s `existing_out`); standard normal noise
-      by default.
+    - `dy`: the result's cotangent, a tensor like the result (checked as `matmul`'s `existing_out`); standard normal
+      noise by default.
 
     **Returns:** an `ErrorTable`, of NumPy arrays. Needs concrete arrays.
 

@@ -125,8 +125,9 @@ def amax(x: GroupedTensor, scaling: Scaling) -> Array:
     Blocks of several rows or columns only of a tensor that isn't flipped.
     """
     data = jnp.asarray(x.data)
-    # float64 may hold more than float32's largest.
-    magnitude = jnp.minimum(jnp.where(jnp.isfinite(data), jnp.abs(data), 0), jnp.finfo(jnp.float32).max)
+    magnitude = jnp.where(jnp.isfinite(data), jnp.abs(data), 0)
+    if data.dtype == jnp.float64:  # which may hold more than float32's largest
+        magnitude = jnp.minimum(magnitude, float(jnp.finfo(jnp.float32).max))
     if x.packed_axis is not None:
         magnitude = jnp.where(x.mask, magnitude, 0)
     magnitude = magnitude.astype(jnp.float32)
@@ -168,9 +169,8 @@ def cast(x: GroupedTensor, name: str, scaling: Scaling, scales: Array) -> Groupe
     """`x / scales` in the dtype `name`. What is out of its range becomes the largest value, unless it is infinite."""
     data = jnp.asarray(x.data)
     if name.startswith("int"):  # which can't hold NaN; its scale can
-        scales = jnp.where(
-            amax(x._replace_data(1 - jnp.isfinite(data).astype(jnp.float32)), scaling) > 0, jnp.nan, scales
-        )
+        lost = amax(x._replace_data((~jnp.isfinite(data)).astype(jnp.float32)), scaling)
+        scales = jnp.where(lost > 0, jnp.nan, scales)
     quantized = x._with(scales=scales.astype(scaling.dtype), scaling=scaling)
     wide = jnp.float64 if data.dtype == jnp.float64 else jnp.float32
     data = data.astype(wide) / quantized.element_scales().astype(wide)

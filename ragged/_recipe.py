@@ -44,7 +44,7 @@ class Cast:
 
     dtype: Any
     scaling: Any = NAMED["tensor"]
-    power_of_two: bool = False
+    power_of_two: bool | Any = False
 
     def __post_init__(self) -> None:
         if self.dtype is not None:
@@ -150,7 +150,7 @@ class Recipe(eqx.Module):
             )
 
     @classmethod
-    def preset(cls, name: str, *, gradients: Any = None, length: int = 16) -> "Recipe":
+    def preset(cls, name: str | Any, *, gradients: Any = None, length: int | Any = 16) -> "Recipe":
         """A well-known recipe: `"tensorwise"`, `"rowwise"`, `"blockwise"`, `"mxfp8"` or `"delayed"`.
 
         `gradients`: the dtype of cotangents, if not the usual one. `length`: of the history of `"delayed"`, in steps.

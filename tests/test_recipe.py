@@ -117,7 +117,7 @@ def test_one_side_only(one_side: int) -> None:
 
 def gaussian(outliers: bool) -> tuple[GroupedTensor, Array]:
     """Outliers: in one row of 8, one feature of 512 is 300 000 times as large."""
-    x, w = jax.random.normal(jax.random.key(0), (256, 4096)), jax.random.normal(jax.random.key(1), (2, 4096, 64))
+    x, w = jax.random.normal(jax.random.key(0), (256, 4096)), jax.random.normal(jax.random.key(1), (2, 4096, 32))
     if outliers:
         x = x.at[::8, ::512].multiply(3e5)
         w = w.at[:, ::512].multiply(1 / 3e5)
@@ -127,11 +127,11 @@ def gaussian(outliers: bool) -> tuple[GroupedTensor, Array]:
 def test_sqnr_of_gaussian_operands() -> None:
     """e4m3 on both sides: 27 dB; with e5m2 gradients 24 dB."""
     x, w = gaussian(False)
-    table = error_table(x, w, [Recipe.preset(name, gradients=E4M3) for name in PRESETS])
-    assert table.sqnr.min() >= 27
-    table = error_table(x, w, [Recipe.preset(name, gradients=E5M2) for name in PRESETS])
+    table = error_table(x, w, [*PRESETS, Recipe.preset("blockwise", gradients=E5M2)])
+    e5m2 = np.array([*(usual == "float8_e5m2" for *_, usual in PRESETS.values()), True])
     assert table.sqnr[:, 0].min() >= 27
-    assert table.sqnr[:, 1:].min() >= 24 and table.sqnr[:, 1:].max() <= 26
+    assert table.sqnr[~e5m2].min() >= 27
+    assert table.sqnr[e5m2, 1:].min() >= 24 and table.sqnr[e5m2, 1:].max() <= 26
     assert table.overflow.max() == 0
 
 
@@ -371,8 +371,8 @@ def test_error_table() -> None:
     left = error_table(w.mT, x.mT, ["tensorwise", MIXED], dy=dy.mT)
     np.testing.assert_allclose(left.sqnr, table.sqnr, rtol=1e-4)
     rounded = quantize(dy, E4M3, "row")
-    same = [error_table(x, w, "rowwise", dy=d).sqnr for d in (rounded, rounded.dequantize())]
-    np.testing.assert_array_equal(*same)
+    same = [error_table(x, w, "tensorwise", dy=d).sqnr for d in (rounded, rounded.dequantize())]
+    np.testing.assert_array_equal(same[0], same[1])
     zero = error_table(x * 0, w, ["rowwise"], dy=dy)
     assert zero.worst_group[0, 0] == -1 and "none" in str(zero)
 
@@ -401,6 +401,7 @@ X = GroupedTensor(jax.random.normal(jax.random.key(0), (8, 64)), jnp.array([3, 5
 W = jax.random.normal(jax.random.key(1), (2, 64, 16))
 ROW = (Cast(E4M3, "row"), Cast(E4M3, "row"))
 ONE = (Cast(E4M3), Cast(E4M3))
+TILES: dict[str, Any] = {"backend": "pallas_tpu", "tiling": (8, 64, 128), "interpret": True}  # too low for 8 bits
 
 
 def over_two_devices(check_vma: bool, by_device: bool = False) -> Any:
@@ -420,12 +421,14 @@ def over_two_devices(check_vma: bool, by_device: bool = False) -> Any:
 def test_histories_on_several_devices() -> None:
     """X1: the largest value of all devices where they share the history; each its own where they don't."""
     largest = np.array([np.abs(X.data).max(), np.abs(W).max(), 1.0])
-    shared = jax.grad(over_two_devices(True))(Recipe.preset("delayed", length=2))
+    step = jax.jit(jax.grad(over_two_devices(True)))
+    shared = step(Recipe.preset("delayed", length=2))
     np.testing.assert_allclose(shared.history[:, 0], largest * [2, 1, 1], rtol=1e-6)
-    again = jax.grad(over_two_devices(True))(shared)
+    again = step(shared)
     np.testing.assert_allclose(again.history[:, 1], shared.history[:, 0])
     own = jax.tree.map(lambda h: jnp.stack([h, h]), Recipe.preset("delayed", length=2))
-    np.testing.assert_allclose(jax.grad(over_two_devices(True, True))(own).history[:, :, 0], [largest] * 2, rtol=1e-6)
+    own = jax.jit(jax.grad(over_two_devices(True, True)))(own)
+    np.testing.assert_allclose(own.history[:, :, 0], [largest] * 2, rtol=1e-6)
 
 
 def test_integers_and_delayed_scaling() -> None:
@@ -529,7 +532,7 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
         "delayed scaling in a `jax.shard_map` with `check_vma=False`",
     ),
     "tiling": (
-        lambda: matmul(X, W, backend="pallas_tpu", tiling=(8, 64, 128), interpret=True, recipe="rowwise"),
+        lambda: matmul(GroupedTensor(jnp.ones((96, 64)), X.first_dims), W, **TILES, recipe="rowwise"),
         ValueError,
         "must be a multiple of 32 (the sublanes of float8_e4m3fn",
     ),
@@ -566,10 +569,9 @@ def trained(names: tuple[str, ...], steps: int) -> dict[str, float]:
 
 def test_the_example_trains() -> None:
     """The recipes' history moves on, and the loss falls as it does in bfloat16."""
-    losses = trained(("bfloat16", "blockwise", "delayed"), 12)
+    losses = trained(("bfloat16", "delayed"), 12)
     assert losses["bfloat16"] < 4.4
-    for name in ("blockwise", "delayed"):
-        assert losses[name] == pytest.approx(losses["bfloat16"], rel=0.02)
+    assert losses["delayed"] == pytest.approx(losses["bfloat16"], rel=0.02)
 
 
 @pytest.mark.slow
