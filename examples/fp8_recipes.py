@@ -1,6 +1,6 @@
 """Trains the quickstart's model in float32, in bfloat16 and under each FP8 recipe, on the same data from the same seed.
 
-    python examples/fp8_recipes.py               about ten minutes on two CPU cores
+    python examples/fp8_recipes.py               about three minutes on two CPU cores
     python examples/fp8_recipes.py --steps 40    a quick look
 
 With a recipe, `matmul` quantises what it multiplies: in the forward pass, and again in each of its two derivatives. On

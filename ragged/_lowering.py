@@ -202,7 +202,7 @@ def _same_batch(x: Operands, call: Call) -> Operands:
     return x
 
 
-def _dequantised(x: Operands, call: Call) -> tuple[Operands, Call]:
+def _dequantized(x: Operands, call: Call) -> tuple[Operands, Call]:
     """The same product without scales, for XLA: operands times theirs."""
     scales, p = x.scales(call), call.product
     if not scales:
@@ -214,13 +214,13 @@ def _dequantised(x: Operands, call: Call) -> tuple[Operands, Call]:
     of = dict(zip(p.ragged, x.sizes, strict=True))
     for name, of_operand in scales.items():
         operand, letters = getattr(x, name[:3]), getattr(p, name[:3])
-        x = x._replace(**{name[:3]: xla.dequantised(operand, of_operand, of.get(letters[0]), wide), name: None})
+        x = x._replace(**{name[:3]: xla.dequantized(operand, of_operand, of.get(letters[0]), wide), name: None})
     return x, call
 
 
 def _run(name: str, x: Operands, call: Call, target: Target) -> Array:
     """The product by the kernels of the backend `name`."""
-    x, call = _dequantised(x, call) if name == "xla" else (x, call)
+    x, call = _dequantized(x, call) if name == "xla" else (x, call)
     kernel, scales = kernel_name(call.product), x.scales(call)
     run = partial(
         getattr(BACKENDS[name], kernel),

@@ -84,11 +84,15 @@ def compile_for(chip: str, function: Callable[..., Any], *avals: Any) -> list[Ke
     Fails for what couldn't be launched: PTX too new for XLA, too much shared memory, another number of threads than
     the code is for.
     """
+    payloads = _payloads(lower_for(chip, function, *avals).compiler_ir("stablehlo"))
+    return [_kernel(chip, payload) for payload in payloads]
+
+
+def lower_for(chip: str, function: Callable[..., Any], *avals: Any) -> Any:
+    """`function` as it is lowered for `chip`: a `jax.stages.Lowered`."""
     needs_triton()
     with _pretend(chip):
-        lowered = jax.jit(function).trace(*avals).lower(lowering_platforms=("cuda",))
-    payloads = _payloads(lowered.compiler_ir("stablehlo"))
-    return [_kernel(chip, payload) for payload in payloads]
+        return jax.jit(function).trace(*avals).lower(lowering_platforms=("cuda",))
 
 
 def compile_whole(function: Callable[..., Any], *avals: Any) -> Any:

@@ -18,6 +18,7 @@ import pytest
 from jax import Array, lax
 
 import ragged
+from ragged._recipe import PRESETS
 from ragged.kernels import Scales, Target, triton_call, triton_gpu
 
 from . import cases, gpu, oracle, test_grouped, test_matmul, test_options, test_scales
@@ -217,6 +218,27 @@ def test_scaled(test: Any, blocks: tuple[Any, ...], device: Any, monkeypatch: py
     monkeypatch.setattr(test_scales, "TARGET", Target(device=device))
     monkeypatch.setattr(test_scales, "check", check_scales)
     test(triton_gpu, *blocks)
+
+
+@pytest.mark.parametrize("recipe", PRESETS)
+@pytest.mark.parametrize("layout", ["forward", "wgrad", "outer"])
+def test_recipes(layout: str, recipe: str, launches: list[str]) -> None:
+    """T7: value and gradients of a quantised product, against XLA's on the operands dequantised in float32."""
+    case = cases.make(layout, **ALIGNED)
+
+    def products(lhs: Array, rhs: Array, backend: str | None) -> Any:
+        def value(lhs: Array, rhs: Array) -> Array:
+            pair = case.lhs._replace_data(lhs), case.rhs._replace_data(rhs)
+            return ragged.matmul(*pair, recipe=recipe, backend=backend, **WIDE).data
+
+        out, pull = jax.vjp(value, lhs, rhs)
+        return out, *pull(jnp.where(jnp.isfinite(out), jnp.cos(out), 0))
+
+    run = jax.jit(products, static_argnames="backend")
+    got = run(case.lhs.data, case.rhs.data, None)
+    assert len(launches) == 3, "XLA's kernels ran, not Triton's"
+    for x, want in zip(got, run(case.lhs.data, case.rhs.data, "xla"), strict=True):
+        check_scales(x, np.asarray(want, np.float64))
 
 
 def test_scales_by_row_at_size(device: Any) -> None:

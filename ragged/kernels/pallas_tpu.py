@@ -83,7 +83,7 @@ def grouped_matmul(
         tpu_scales.arrange(lhs_scales, 0, m, first=True, ndim=3 if by_row else 4),
         tpu_scales.arrange(rhs_scales, 0 if transpose_rhs else 1, n, first=False, ndim=4),
     )
-    dtypes = dtypes_of(lhs, rhs, preferred_element_type, tpu_scales.dequantised(*scales))
+    dtypes = dtypes_of(lhs, rhs, preferred_element_type, tpu_scales.dequantized(*scales))
     starts, ends = jnp.atleast_2d(starts), jnp.atleast_2d(ends)
     elements = starts.shape[0]
     problem = Problem("rows", m, k, n, held, *dtypes, target.input_buffer_count, existing_out is not None, elements)
@@ -426,7 +426,7 @@ def batched_matmul(
         extent[contracted],
         extent[column],
         elements * groups,
-        *dtypes_of(x, y, preferred_element_type, tpu_scales.dequantised(*scales)),
+        *dtypes_of(x, y, preferred_element_type, tpu_scales.dequantized(*scales)),
         target.input_buffer_count,
         existing_out is not None,
     )

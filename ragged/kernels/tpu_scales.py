@@ -67,7 +67,7 @@ def by_lanes(*operands: Blocks | None) -> int | None:
     return math.gcd(*varying) if varying and all(extent % LANES == 0 for extent in varying) else None
 
 
-def dequantised(*operands: Blocks | None) -> bool:
+def dequantized(*operands: Blocks | None) -> bool:
     """Whether scales are multiplied into tiles: they change along the contracted axis, and not in blocks of lanes."""
     return by_lanes(*operands) is None and any(s is not None and s.extent is not None for s in operands)
 

@@ -55,7 +55,7 @@ def compute_dtype(lhs: Any, rhs: Any) -> Any:
     return jnp.dtype(jnp.float32) if common == jnp.float16 else common
 
 
-def dequantised(x: Array, scales: Scales, packed_sizes: Array | None = None, dtype: Any = jnp.float32) -> Array:
+def dequantized(x: Array, scales: Scales, packed_sizes: Array | None = None, dtype: Any = jnp.float32) -> Array:
     """An operand times its scales: a copy in memory, which TPU and GPU kernels do without."""
     values = spread(scales, x.shape, packed_sizes).astype(dtype)
     x = x if x.ndim == values.ndim else x[None]  # sizes of its own alone give each batch element scales of its own
