@@ -25,6 +25,7 @@ BACKENDS: dict[str, dict[str, Any]] = {
     "pallas_tpu": {"backend": "pallas_tpu", "interpret": True},
     "triton_gpu": {"backend": "triton_gpu", "interpret": True},
 }
+KERNELS = ("pallas_tpu", "triton_gpu")
 F32 = {"preferred_element_type": jnp.float32}
 SCALINGS = (None, "tensor", "group", "row", "column", (1, 64), "mx")
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -61,7 +62,7 @@ def check(case: cases.Case, lhs: GroupedTensor, rhs: GroupedTensor, **options: A
 
 @pytest.mark.parametrize("scaling", SCALINGS, ids=str)
 @pytest.mark.parametrize("layout", ["forward", "wgrad"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["xla", *(pytest.param(name, marks=pytest.mark.long) for name in KERNELS)])
 def test_any_pair_of_scalings(backend: str, layout: str, scaling: Any) -> None:
     """K23, T7: each scaling of `lhs` with each of `rhs`, one of them plain included."""
     # Contracted blocks of 64 and 32, one of them partial.
@@ -73,8 +74,9 @@ def test_any_pair_of_scalings(backend: str, layout: str, scaling: Any) -> None:
         check(case, lhs, along(case.rhs, other, E5M2 if other == "row" else E4M3), **BACKENDS[backend])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", NAMES)
-@pytest.mark.parametrize("backend", ["pallas_tpu", "triton_gpu"])
+@pytest.mark.parametrize("backend", KERNELS)
 def test_every_layout_by_kernels(backend: str, layout: str) -> None:
     """K23, T7: int8 and fp8, both sides and one; the derivative by a plain operand is scaled too."""
     case = cases.make(layout, g=3, kind="half_empty", capacity=90, uniform=(20, 72, 24))

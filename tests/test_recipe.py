@@ -190,6 +190,7 @@ def test_under_transformations(preset: str) -> None:
         same(jax.tree.map(lambda leaf, i=i: leaf[i], got), grad(element, w, recipe))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", [MIXED, "delayed"], ids=lambda x: getattr(x, "name", x))
 @pytest.mark.parametrize("layout", ["batched", "forward", "forward_left", "wgrad", "inner_rows"])
 def test_second_derivatives(layout: str, recipe: Any) -> None:
@@ -573,6 +574,7 @@ def trained(names: tuple[str, ...], steps: int) -> dict[str, float]:
         return {name: fp8_recipes.held_out_loss(model, held_out)[0] for name, model in models.items()}
 
 
+@pytest.mark.long
 def test_the_example_trains() -> None:
     """The recipes' history moves on, and the loss falls as it does in bfloat16."""
     losses = trained(("bfloat16", "delayed"), 12)

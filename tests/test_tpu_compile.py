@@ -208,7 +208,13 @@ def dequantized(text: str, size: int) -> list[str]:
 
 @pytest.mark.parametrize(
     "generation, recipe",
-    [("v5e", "rowwise"), ("v6e", "blockwise"), ("v6e", "mxfp8"), ("tpu7x", "blockwise"), ("tpu7x", "delayed")],
+    [
+        ("v5e", "rowwise"),
+        ("v6e", "mxfp8"),
+        ("tpu7x", "blockwise"),
+        pytest.param("v6e", "blockwise", marks=pytest.mark.long),
+        pytest.param("tpu7x", "delayed", marks=pytest.mark.long),
+    ],
 )
 def test_recipes(generation: str, recipe: str) -> None:
     """T7: three kernels of 8-bit operands, none of them dequantised in memory."""
@@ -218,6 +224,7 @@ def test_recipes(generation: str, recipe: str) -> None:
     assert len(dequantized(lowered(partial(step, backend="xla"), *avals), 512 * 1024)) == 6  # where kernels can't
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("generation", ["v5e", "v6e", "tpu7x"])
 def test_quantised_operands(generation: str) -> None:
     """T7: by every layout's kernel, the mixed operands with scales on either side or on one."""
