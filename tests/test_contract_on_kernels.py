@@ -34,6 +34,8 @@ from .test_options import (  # noqa: F401
 )
 from .test_transforms import SUBSETS, check_vmap, test_experts_over_a_mesh, test_shard_map  # noqa: F401
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module", autouse=True, params=["pallas_tpu", "triton_gpu"])
 def kernels(request: pytest.FixtureRequest) -> Iterator[None]:

@@ -26,6 +26,7 @@ BACKENDS: dict[str, dict[str, Any]] = {
     "triton_gpu": {"backend": "triton_gpu", "interpret": True},
 }
 KERNELS = ("pallas_tpu", "triton_gpu")
+ALL = ["xla", *(pytest.param(name, marks=pytest.mark.long) for name in KERNELS)]
 F32 = {"preferred_element_type": jnp.float32}
 SCALINGS = (None, "tensor", "group", "row", "column", (1, 64), "mx")
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -62,7 +63,7 @@ def check(case: cases.Case, lhs: GroupedTensor, rhs: GroupedTensor, **options: A
 
 @pytest.mark.parametrize("scaling", SCALINGS, ids=str)
 @pytest.mark.parametrize("layout", ["forward", "wgrad"])
-@pytest.mark.parametrize("backend", ["xla", *(pytest.param(name, marks=pytest.mark.long) for name in KERNELS)])
+@pytest.mark.parametrize("backend", ALL)
 def test_any_pair_of_scalings(backend: str, layout: str, scaling: Any) -> None:
     """K23, T7: each scaling of `lhs` with each of `rhs`, one of them plain included."""
     # Contracted blocks of 64 and 32, one of them partial.
@@ -113,7 +114,7 @@ def test_every_layout(data: Any) -> None:
     check(case, *operands)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL)
 @pytest.mark.parametrize("layout", NAMES)
 def test_every_scale_counts(layout: str, backend: str) -> None:
     """T7: twice the scales of either operand is exactly twice the result, of each scale that it has, on each side."""
@@ -150,7 +151,7 @@ def test_default_dtype(left: Any, right: Any, result: str) -> None:
     assert matmul(lhs, rhs, existing_out=exact).dtype == jnp.float32
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL)
 @pytest.mark.parametrize("layout", ["batched", "forward", "wgrad", "inner_rows"])
 def test_existing_out(layout: str, backend: str) -> None:
     """O7: what is added to has no scales."""
@@ -163,7 +164,7 @@ def test_existing_out(layout: str, backend: str) -> None:
     oracle.assert_close(got, [w.astype(np.float64) for w in want], max=1e-5)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL)
 @pytest.mark.parametrize("scaling", ["tensor", "group", "row", "column", "mx"], ids=str)
 def test_shards_of_groups(scaling: Any, backend: str) -> None:
     """K14, X1: `rhs` holds some groups with their scales; a wgrad computes some."""
@@ -215,7 +216,7 @@ def test_gradient_by_the_plain_operand(layout: str, wrt: str) -> None:
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "group", "row", "column", (1, 4)], ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL)
 @pytest.mark.parametrize("layout", ["batched", "forward", "wgrad", "outer", "ragged"])
 def test_vmap(layout: str, backend: str, scaling: Any) -> None:
     """T4: over quantised operands, over one of them, over scales alone; equal to a loop."""
@@ -241,7 +242,7 @@ def test_vmap(layout: str, backend: str, scaling: Any) -> None:
         oracle.assert_close([np.asarray(only_scales.data[i])], [want.astype(np.float64)], max=1e-6)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL)
 def test_a_sum_over_a_batch(backend: str) -> None:
     """T4: the gradient of weights that a `vmap` shares sums over its elements, each with scales of its own."""
     case = cases.make("forward", g=2, capacity=24, uniform=(0, 9, 5), fill=0.0)

@@ -148,7 +148,7 @@ def training(recipe: Any, x: GroupedTensor, w: Array) -> Array:
     return jnp.mean(jnp.tanh(matmul(x, w, recipe=recipe).data) ** 2)
 
 
-@pytest.mark.parametrize("preset", ["rowwise", "blockwise", "delayed"])
+@pytest.mark.parametrize("preset", [pytest.param("rowwise", marks=pytest.mark.long), "delayed"])
 def test_under_transformations(preset: str) -> None:
     """T1-T6: jit, vmap, scan, remat: all the same as a loop of plain calls."""
     case = cases.make("forward", g=3, capacity=20, uniform=(0, 9, 5), fill=0.0)

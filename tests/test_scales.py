@@ -14,6 +14,8 @@ from ragged.kernels import Scales, Target, pallas_tpu, triton_gpu
 from . import oracle
 from .test_pallas_tpu import MODES
 
+pytestmark = pytest.mark.long
+
 Block = tuple[int | None, int | None]
 
 M, K, N, SIZES = 200, 300, 140, [70, 0, 90]
