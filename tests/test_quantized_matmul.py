@@ -203,7 +203,7 @@ def check_gradient(case: cases.Case, wrt: str, lhs: GroupedTensor, rhs: GroupedT
     oracle.assert_close([np.asarray(got)], [np.asarray(want).astype(np.float64)], max=1e-5)
 
 
-@pytest.mark.parametrize("wrt", ["lhs", "rhs"])
+@pytest.mark.parametrize("wrt", [pytest.param("lhs", marks=pytest.mark.long), "rhs"])
 @pytest.mark.parametrize("layout", NAMES)
 def test_gradient_by_the_plain_operand(layout: str, wrt: str) -> None:
     """T3: scales take part in the derivative by the other operand."""
@@ -257,7 +257,7 @@ def test_a_sum_over_a_batch(backend: str) -> None:
     oracle.assert_close([np.asarray(got)], [np.asarray(want).astype(np.float64)], max=1e-5)
 
 
-@pytest.mark.parametrize("layout", NAMES)
+@pytest.mark.parametrize("layout", ["batched", "forward_left", "wgrad", "ragged"])
 def test_jit_scan_remat_and_jvp(layout: str) -> None:
     """T1-T6."""
     case = cases.make(layout, capacity=40, uniform=(6, 9, 5))

@@ -80,7 +80,11 @@ def check_recipe(case: cases.Case, recipe: Recipe, **options: Any) -> None:
         assert np.array_equal(tail, np.zeros_like(tail))
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8", MIXED], ids=lambda x: getattr(x, "name", x))
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param("tensorwise", marks=pytest.mark.long), "blockwise", MIXED],
+    ids=lambda x: getattr(x, "name", x),
+)
 @pytest.mark.parametrize("layout", NAMES)
 def test_each_product_is_quantised_on_its_own(layout: str, recipe: Any) -> None:
     """T7, T8: along what it contracts; straight-through; NaN tails; empty groups."""
