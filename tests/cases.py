@@ -1,9 +1,12 @@
 """The case table: every layout, numbers of groups, ways to spread sizes, with slack or without, NaN in the tails."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from ragged import GroupedTensor
 from ragged._layout import LAYOUTS
@@ -126,3 +129,10 @@ def make(
     lhs = tensor(lhs_groups, flags("mk"), capacity, lhs_widest, packed_last=lhs_packed_last, fill=fill)
     rhs = tensor(rhs_groups, flags("kn"), capacity, rhs_widest, packed_last=rhs_packed_last, fill=fill)
     return Case(layout, sizes, lhs_groups, rhs_groups, lhs, rhs)
+
+
+def check_error(call: Callable[[], Any], error: type[Exception], text: str) -> None:
+    """That `call` raises `error`, which says `text`."""
+    with pytest.raises(error) as caught:
+        call()
+    assert text in str(caught.value)

@@ -94,7 +94,7 @@ def test_half_a_unit_in_the_last_place(kind: str, dtype: str) -> None:
     for scaling, power_of_two in itertools.product(SCALINGS, (False, True)):
         groups, x = make(kind, fill=1e30 if power_of_two else np.nan)
         if flipped and not isinstance(scaling, str):
-            scaling = scaling[::-1] if kind == "columns" else (scaling[1], scaling[0])
+            scaling = scaling[::-1]
         mx = scaling == "mx"
         if mx and flipped:
             continue  # blocks of 32 along packed columns: an error, see below
@@ -175,7 +175,7 @@ def test_a_block_of_zeros_has_scale_one() -> None:
     for scaling in SCALINGS:
         q = quantize(x, jnp.float8_e4m3fn, scaling)
         scales = np.asarray(q.scales.astype(jnp.float32))
-        if (q.scales.ndim == 2 and q.scales.shape[0] == 8) or q.scales.ndim:
+        if q.scales.ndim:
             assert np.array_equal(scales[1:], np.ones_like(scales[1:]))
         np.testing.assert_array_equal(np.asarray(q.dequantize().data)[1:], np.zeros((7, 64)))
 
@@ -407,10 +407,7 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
 @pytest.mark.parametrize("name", ERRORS)
 def test_error(name: str) -> None:
     """O2: at the call, as text."""
-    call, error, text = ERRORS[name]
-    with pytest.raises(error) as caught:
-        call()
-    assert text in str(caught.value)
+    cases.check_error(*ERRORS[name])
 
 
 def test_repr_says_the_scaling() -> None:
