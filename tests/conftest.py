@@ -17,6 +17,24 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several processes share its memory
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A `sampled` test runs by default in few cases, that show each value of each parameter; the others are `long`."""
+    tests: dict[str, dict[pytest.Item, set[tuple[str, str]]]] = {}
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        if isinstance(item, pytest.Function) and "sampled" in marks and not marks & {"long", "slow"}:
+            values = {(name, repr(value)) for name, value in item.callspec.params.items()}
+            tests.setdefault(item.nodeid.partition("[")[0], {})[item] = values
+    for cases in tests.values():
+        unseen = set[tuple[str, str]]().union(*cases.values())
+        while unseen:
+            chosen = max(cases, key=lambda item: len(cases[item] & unseen))
+            unseen -= cases.pop(chosen)
+        for item in cases:
+            item.add_marker("long")
+
+
 jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -1,7 +1,6 @@
 """What products cost, apart from time: memory, and work that must not grow with the number of groups."""
 
 import re
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -106,15 +105,11 @@ def test_a_map_in_a_map_copies_no_weights() -> None:
     assert temporary(program) <= 2 * (2 * size(weights) + 4 * size(rows))
 
 
-def test_tracing_and_lowering_take_less_than_a_second() -> None:
-    """One product and its gradient, at the benchmark's shapes. The best of three, since machines are busy."""
+def test_the_program_is_small() -> None:
+    """One product and its gradient, at the benchmark's shapes: what is traced, lowered and compiled. The benchmark says
+    how long that takes."""
     for rows, k, n, g in ((4096, 1024, 1024, 16), (4096, 256, 512, 64)):
         lhs, rhs = shapes("forward", g, rows, k, n)
         ct = jax.eval_shape(product("forward"), lhs, rhs).data
-        taken = []
-        for _ in range(3):
-            jax.clear_caches()
-            start = time.perf_counter()
-            jax.jit(with_gradient("forward")).lower(lhs, rhs, ct)
-            taken.append(time.perf_counter() - start)
-        assert min(taken) < 1
+        program = jax.jit(with_gradient("forward")).lower(lhs, rhs, ct)
+        assert len(program.as_text().splitlines()) < 2700
