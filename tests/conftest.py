@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from zlib import crc32
 
 import jax
 import pytest
@@ -19,17 +20,25 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A `sampled` test runs by default in few cases, that show each value of each parameter; the others are `long`."""
+    """A `sampled` test runs by default in few cases, that show each value of each parameter; the others are `long`.
+
+    `sampled(2)`: in 2 cases, that show as many values as 2 can.
+    """
     tests: dict[str, dict[pytest.Item, set[tuple[str, str]]]] = {}
+    most: dict[str, int] = {}
     for item in items:
-        marks = {mark.name for mark in item.iter_markers()}
-        if isinstance(item, pytest.Function) and "sampled" in marks and not marks & {"long", "slow"}:
-            values = {(name, repr(value)) for name, value in item.callspec.params.items()}
-            tests.setdefault(item.nodeid.partition("[")[0], {})[item] = values
-    for cases in tests.values():
+        sampled, test = item.get_closest_marker("sampled"), item.nodeid.partition("[")[0]
+        if sampled and hasattr(item, "callspec") and not {"long", "slow"} & {mark.name for mark in item.iter_markers()}:
+            values = {(name, repr(value)) for name, value in item.callspec.params.items()}  # pyright: ignore
+            tests.setdefault(test, {})[item] = values
+            most[test] = sampled.args[0] if sampled.args else len(items)
+    for test, cases in tests.items():
         unseen = set[tuple[str, str]]().union(*cases.values())
-        while unseen:
-            chosen = max(cases, key=lambda item: len(cases[item] & unseen))
+        for _ in range(most[test]):
+            if not unseen:
+                break
+            # Of those that show the most, any: the layouts of one test are not those of another.
+            chosen = max(cases, key=lambda item: (len(cases[item] & unseen), crc32(item.nodeid.encode())))
             unseen -= cases.pop(chosen)
         for item in cases:
             item.add_marker("long")
