@@ -4,6 +4,7 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -16,8 +17,10 @@ from jax import Array
 import ragged
 from ragged import GroupedTensor
 
-from . import cases
-from .cases import LETTERS, NAMES
+from ragged.kernels import xla
+
+from . import cases, oracle
+from .cases import LETTERS, NAMES, TOLERANCE
 
 
 @pytest.fixture
@@ -226,6 +229,86 @@ def test_a_sum_over_a_batch_is_rounded_once(which: str) -> None:
         return jnp.sum(out)
 
     np.testing.assert_array_equal(np.asarray(jax.grad(loss)(ones)), np.ones((2, 2)))
+
+
+ORDERS = list(itertools.product(("mk", "km"), ("kn", "nk"), ("mn", "nm")))
+EXTENTS = [
+    {"b": b, "g": g, **dict(zip("mkn", mkn, strict=True))}
+    for b, g, mkn in itertools.product((1, 3), (1, 4), ((1, 64, 6), (5, 64, 1), (64, 64, 6), (64, 1, 6), (5, 7, 6)))
+]
+
+
+def check_batched(
+    axes: tuple[str, str, str], mapped: tuple[bool, bool], dtypes: tuple[str, str, str], extent: dict[str, int]
+) -> None:
+    """`xla.batched_matmul` of `dtypes` (of both operands and the result), of which those `mapped` have a batch axis."""
+    lhs_dtype, rhs_dtype, result = dtypes
+    rng, most = np.random.default_rng(0), 1 if result == "int8" else 8
+    specs = [("bg" if has else "g") + term for has, term in zip((*mapped, any(mapped)), axes, strict=True)]
+    lhs, rhs = (rng.integers(-most, most, [extent[x] for x in spec], endpoint=True) for spec in specs[:2])
+    product = jax.jit(partial(xla.batched_matmul, axes=axes, preferred_element_type=jnp.dtype(result)))
+    out = product(jnp.asarray(lhs, lhs_dtype), jnp.asarray(rhs, rhs_dtype))
+    want = np.einsum(f"{specs[0]},{specs[1]}->{specs[2]}", lhs.astype(np.float64), rhs)
+    assert (out.shape, out.dtype) == (want.shape, result)
+    worst, rms = TOLERANCE.get(result, (0, 0))
+    oracle.assert_close([np.asarray(out)], [want], max=worst, rms=rms)
+
+
+@pytest.mark.parametrize("mapped", [(True, False), (False, True), (True, True)])
+def test_uniform_bfloat16_in_every_order(mapped: tuple[bool, bool]) -> None:
+    """B3: XLA's CPU backend runs no dot of bfloat16s of which one operand has two kept letters."""
+    for axes in ORDERS:
+        check_batched(axes, mapped, ("bfloat16", "bfloat16", "bfloat16"), {"b": 4, "g": 8, "m": 8, "k": 64, "n": 32})
+
+
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        ("bfloat16", "bfloat16", "float32"),
+        ("bfloat16", "int8", "bfloat16"),
+        ("float8_e4m3fn", "float8_e5m2", "bfloat16"),
+        ("float16", "float16", "float16"),
+        ("bfloat16", "bfloat16", "float16"),
+        ("int8", "int8", "int8"),
+        ("bfloat16", "bfloat16", "int8"),
+    ],
+    ids="-".join,
+)
+def test_uniform_dtypes_mapped_over_lhs(dtypes: tuple[str, str, str]) -> None:
+    """B3, O11: what the CPU multiplies as bfloat16, and results of every kind."""
+    check_batched(("mk", "kn", "mn"), (True, False), dtypes, {"b": 4, "g": 8, "m": 8, "k": 64, "n": 32})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mapped", [(True, False), (False, True), (True, True), (False, False)])
+@pytest.mark.parametrize("axes", ORDERS, ids="-".join)
+def test_uniform_bfloat16_of_every_extent(axes: tuple[str, str, str], mapped: tuple[bool, bool]) -> None:
+    """B3: all orders of letters, all subsets of mapped operands, extents of one, of a few and of many."""
+    for extent in EXTENTS:
+        check_batched(axes, mapped, ("bfloat16", "bfloat16", "float32"), extent)
+
+
+def test_uniform_bfloat16_derivatives_mapped_over_lhs() -> None:
+    """B2, B3: gradients and a Hessian-vector product of a map over `lhs` alone equal those of a loop in float32."""
+    rng = np.random.default_rng(0)
+    lhs, rhs = (jnp.asarray(rng.integers(-2, 3, shape), jnp.bfloat16) for shape in ((3, 2, 4, 16), (2, 16, 8)))
+
+    def product(lhs: Array, rhs: Array) -> Array:
+        return ragged.matmul(GroupedTensor(lhs), GroupedTensor(rhs)).data
+
+    def mapped(lhs: Array, rhs: Array) -> Array:
+        return jnp.sum(jax.vmap(product, (0, None))(lhs, rhs).astype(jnp.float32) ** 2)
+
+    # d/dlhs = 2 (lhs @ rhs) @ rhs.T, by hand in float64, for integers that bfloat16 holds exactly.
+    x, w = np.asarray(lhs, np.float64), np.asarray(rhs, np.float64)
+    y = np.einsum("bgmk,gkn->bgmn", x, w)
+    by_lhs, by_rhs = jax.grad(mapped, (0, 1))(lhs, rhs)
+    worst, rms = TOLERANCE["bfloat16"]
+    oracle.assert_close([np.asarray(by_lhs)], [2 * np.einsum("bgmn,gkn->bgmk", y, w)], max=worst, rms=rms)
+    oracle.assert_close([np.asarray(by_rhs)], [2 * np.einsum("bgmn,bgmk->gkn", y, x)], max=worst, rms=rms)
+    # The derivative of the gradient by `lhs` along `lhs` itself is the gradient: the loss is quadratic.
+    _, along = jax.jvp(lambda lhs: jax.grad(mapped)(lhs, rhs), (lhs,), (lhs,))
+    oracle.assert_close([np.asarray(along)], [2 * np.einsum("bgmn,gkn->bgmk", y, w)], max=worst, rms=rms)
 
 
 @pytest.mark.parametrize("layout", NAMES)

@@ -481,18 +481,33 @@ def batched_matmul(
     existing_out: Array | None = None,
     target: Target = ANY_TARGET,
 ) -> Array:
-    """Uniform × uniform: one `einsum` over the group axis and, where there is one, the batch axis.
+    """Uniform × uniform: one `einsum` over the group axis.
 
-    An operand may lack the group axis: a matrix that all groups share.
+    A batch axis of both operands is folded into the group axis, one of a single operand into the letter that it keeps.
+    So a dot has three letters besides the groups: XLA's CPU backend can't run every other one in bfloat16.
     """
     common = compute_dtype(lhs.dtype, rhs.dtype)
-    lead = ["bg"[4 - x.ndim :] for x in (lhs, rhs)]
-    out = jnp.einsum(
-        f"{lead[0]}{axes[0]},{lead[1]}{axes[1]}->{max(lead, key=len)}{axes[2]}",
-        lhs.astype(common),
-        rhs.astype(common),
-        precision=precision,
-        preferred_element_type=accumulator_dtype(common),
-    )
+
+    def dot(x: Array, y: Array, axes: tuple[str, str, str]) -> Array:
+        return jnp.einsum(
+            f"g{axes[0]},g{axes[1]}->g{axes[2]}",
+            x,
+            y,
+            precision=precision,
+            preferred_element_type=accumulator_dtype(common),
+        )
+
+    lhs, rhs = lhs.astype(common), rhs.astype(common)
+    if lhs.ndim == rhs.ndim:
+        out = dot(lhs.reshape(-1, *lhs.shape[-2:]), rhs.reshape(-1, *rhs.shape[-2:]), axes)
+        out = out.reshape(*lhs.shape[:-2], *out.shape[-2:])
+    else:
+        (mapped, letters), (other, other_letters) = sorted(zip((lhs, rhs), axes, strict=False), key=lambda x: -x[0].ndim)
+        kept, contracted = sorted(letters, key=lambda letter: letter not in axes[2])
+        new = axes[2].replace(kept, "")
+        rows = jnp.einsum(f"bg{letters}->gb{kept}{contracted}", mapped)
+        folded = rows.reshape(rows.shape[0], -1, rows.shape[-1])
+        out = dot(folded, other, (kept + contracted, other_letters, kept + new))
+        out = jnp.einsum(f"gb{kept}{new}->bg{axes[2]}", out.reshape(*rows.shape[:-1], out.shape[-1]))
     out = out if existing_out is None else add_wide(out, existing_out)
     return out.astype(preferred_element_type)
