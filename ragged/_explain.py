@@ -3,17 +3,19 @@
 import inspect
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from ragged import _lowering
+from ragged._layout import LAYOUTS
 from ragged._lowering import Call, Operands
-from ragged._matmul import Plan, matmul, plan_matmul
-from ragged._recipe import casts_of, quantized
-from ragged._shared import product_with_shared
+from ragged._matmul import matmul
+from ragged._primitive import ragged_matmul_p, unflatten
+from ragged._recipe import Recipe
 from ragged._tensor import KINDS, GroupedTensor, describe
-from ragged.kernels import Target
 
 
 def explain(lhs: GroupedTensor | Array | Any, rhs: GroupedTensor | Array | Any, **options: Any) -> str:
@@ -38,38 +40,47 @@ def explain(lhs: GroupedTensor | Array | Any, rhs: GroupedTensor | Array | Any, 
         ```
     """
     inspect.signature(matmul).bind(lhs, rhs, **options)
-    plans: list[Plan] = []
-    products: list[tuple[Operands, Call]] = []
-
-    def trace(lhs: Any, rhs: Any) -> None:
-        plan = plan_matmul(lhs, rhs, **options)
-        plans.append(plan)
-        if plan.recipe is None:
-            products.append((plan.operands, plan.call))
-            return
-
-        def run(operands: Operands, call: Call) -> Array:
-            casts, history = casts_of(recipe, call)
-            products.append(quantized(casts.forward, operands, call, history))
-            return jnp.zeros(call.shape, call.dtype)
-
-        recipe = plan.recipe
-        product_with_shared(run, plan.operands, plan.call)
-
-    jax.eval_shape(trace, lhs, rhs)
-    (plan,), ((operands, product),) = plans, products
-    layout, call = plan.layout, plan.call
-    shape = (*call.shape[:-2], call.shape[-1], call.shape[-2]) if plan.swapped else call.shape
-    result = describe(jax.ShapeDtypeStruct(shape, call.dtype))
+    jaxpr, out, _ = eqx.filter_make_jaxpr(matmul)(lhs, rhs, **options)
+    (product,) = _products(jaxpr.jaxpr)
+    call: Call = product.params["call"]
+    operands = unflatten([jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in product.invars], call)
+    layout = LAYOUTS[call.product.ragged]
+    by_lhs, by_rhs = (
+        by if _has_derivative(x.dtype) and _has_derivative(out.dtype) else "none"
+        for x, by in ((lhs, layout.dlhs), (rhs, layout.drhs))
+    )
     lines = [
-        f"{layout.name}: {KINDS[layout.lhs]} × {KINDS[layout.rhs]} -> {KINDS[layout.out]}, {result}",
-        f"derivatives: by lhs {'none' if call.lhs_block else layout.dlhs}, "
-        f"by rhs {'none' if call.rhs_block else layout.drhs}",
+        f"{layout.name}: {KINDS[layout.lhs]} × {KINDS[layout.rhs]} -> {KINDS[layout.out]}, {describe(out.data)}",
+        f"derivatives: by lhs {by_lhs}, by rhs {by_rhs}",
     ]
-    if plan.recipe is not None:
-        lines.append(f"quantised by {plan.recipe.name}, each product on its own")
-    kernel = _lowering.kernel_name(product.product)
-    for platform in _lowering.PLATFORMS:
-        backend, why = _lowering.chosen_backend(platform, operands, product, Target())
-        lines.append(f"on {platform}: {kernel} of {backend}" + (f" ({why})" if why else ""))
-    return "\n".join(lines)
+    if (recipe := options.get("recipe")) is not None:
+        lines.append(f"quantised by {Recipe.of(recipe).name}, each product on its own")
+    return "\n".join(lines + [f"on {platform}: {_ran(platform, operands, call)}" for platform in _lowering.PLATFORMS])
+
+
+def _products(jaxpr: Jaxpr) -> list[JaxprEqn]:
+    """The equations of `ragged_matmul_p`, those of inner programs too."""
+    found = [equation for equation in jaxpr.eqns if equation.primitive is ragged_matmul_p]
+    for equation in jaxpr.eqns:
+        for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: isinstance(x, Jaxpr | ClosedJaxpr)):
+            if isinstance(inner, Jaxpr | ClosedJaxpr):
+                found += _products(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner)
+    return found
+
+
+def _has_derivative(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize > 1
+
+
+def _ran(platform: str, operands: Operands, call: Call) -> str:
+    """What is lowered for a platform, or the error in its place."""
+    try:
+        with _lowering.target_of(platform, call.options) as target:
+            backend, why = _lowering.choice(platform, operands, call, target)
+    except (ValueError, NotImplementedError) as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0].removeprefix('`ragged.matmul`: ')}"
+    if not backend:
+        return f"no product ({why})"
+    if call.options.interpret and backend != "xla":
+        why = "interpreted"
+    return f"{_lowering.kernel_name(call.product)} of {backend}" + (f" ({why})" if why else "")

@@ -9,6 +9,8 @@
 since swapping and transposing operands costs nothing but a name.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -18,6 +20,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental.pallas.tpu import InterpretParams
 from jax.extend.core import InconclusiveDimensionOperation
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from ragged._layout import Product
 from ragged.kernels import Refused, Scales, Target, pallas_tpu, schedule, tpu_tiling, triton_gpu, triton_tiling, xla
@@ -102,16 +105,26 @@ PLATFORMS = {"cpu": "xla", "cuda": "triton_gpu", "tpu": "pallas_tpu"}
 """Each platform's own backend. Where it is missing, or lacks a kernel, XLA's is used."""
 
 
-def chosen_backend(platform: str, operands: Operands, call: Call, target: Target) -> tuple[str, str]:
-    """The backend that runs a product on a platform; if it isn't the one asked for, or the platform's own, also why."""
+class Choice(NamedTuple):
+    """What computes a product on a platform."""
+
+    backend: str  # "" if nothing has to be multiplied
+    why: str = ""  # it isn't the one asked for, or the platform's own
+
+
+def _choice(platform: str, operands: Operands, call: Call, target: Target) -> Choice:
+    """The backend for a product, as far as is known before its kernel is built. Operands may be avals."""
+    x, kernel = operands, kernel_name(call.product)
     name = call.options.backend or PLATFORMS.get(platform, "xla")
     module = BACKENDS[name]
     if name == "xla" or isinstance(module, str):
-        return "xla", module if isinstance(module, str) else ""
+        return Choice("xla", module if isinstance(module, str) else "")
+    scaled = call.lhs_block or call.rhs_block
+    if kernel == "batched_matmul" and call.shape[0] == 1 and not scaled and call.options.backend is None:
+        return Choice("xla", "one group: a dense product")
     out = jax.ShapeDtypeStruct(call.shape, call.dtype)
-    lhs, rhs, sizes, *_ = operands
-    why = module.lacks(kernel_name(call.product), lhs, rhs, sizes, out, call.options.precision, target)
-    return ("xla", why) if why else (name, "")
+    why = module.lacks(kernel, x.lhs, x.rhs, x.sizes, out, call.options.precision, target)
+    return Choice("xla", why) if why else Choice(name)
 
 
 def kernel_name(product: Product) -> str:
@@ -140,6 +153,43 @@ def illegal_tiling(backend: str | None, call: Call, lhs: Any, rhs: Any) -> tuple
     return tpu_tiling.illegal(dict(zip("mkn", tiling, strict=True)), extents, p.ragged, dtypes)
 
 
+@contextmanager
+def target_of(platform: str, options: Options, *, portable: bool = False, automatic: bool = False) -> Iterator[Target]:
+    """What a product is compiled for on a platform, and the context in which its kernel is traced and lowered.
+
+    `portable`: the program is exported, `automatic`: partitioned by XLA.
+    """
+    # An interpreted kernel is the one for the device of its own platform.
+    own = {"triton_gpu": "cuda", "pallas_tpu": "tpu"}.get(options.backend or "", platform)
+    target = Target(
+        portable=portable and options.backend != "triton_gpu",
+        interpret=options.interpret,
+        input_buffer_count=options.input_buffer_count,
+        automatic=automatic and platform in ("tpu", "cuda"),
+        device=_device({"cuda": "gpu"}.get(own, own), portable),
+    )
+    # Pallas asks which TPU it lowers for; the machine may have none.
+    device = AbstractDevice(*(target.device or tpu_tiling.DEFAULT_DEVICE), "tpu")
+    mesh = jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+    with mesh if own == "tpu" else nullcontext():
+        yield target
+
+
+def _device(platform: str, portable: bool) -> tuple[str, int] | None:
+    """Kind and number of cores of the device that is lowered for, if anything says so: the abstract device of a mesh in
+    context, or the machine's own device, unless the program is for another machine."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None:
+        cores = device.num_cores or (0 if platform == "gpu" else 1)  # 0: as many as the kind has
+        return (device.device_kind, cores) if device.platform in (None, platform) else None
+    device = jax.devices()[0]
+    if portable or device.platform != platform:
+        return None
+    if platform == "gpu":
+        return f"{device.device_kind} {device.compute_capability}", device.core_count
+    return device.device_kind, getattr(device, "num_cores", 1)
+
+
 def check_backend(name: Any, call: str) -> None:
     """Raises a `ValueError` unless `name` is None or an available backend."""
     if name is None or (isinstance(name, str) and isinstance(BACKENDS.get(name), ModuleType)):
@@ -156,31 +206,54 @@ def check_backend(name: Any, call: str) -> None:
 
 def compute(platform: str, operands: Operands, call: Call, target: Target) -> Array:
     """The product on one platform, or on the backend that was asked for. Operands and result as in `_primitive`."""
+    return _computed(platform, operands, call, target)[0]
+
+
+def choice(platform: str, operands: Operands, call: Call, target: Target) -> Choice:
+    """What `compute` runs: found by tracing it, so that it is what is lowered. Operands may be avals.
+
+    **Raises:** what `compute` does.
+    """
+    found: list[Choice] = []
+
+    def trace(operands: Operands) -> Array:
+        out, by = _computed(platform, operands, call, target)
+        found.append(by)
+        return out
+
+    jax.eval_shape(trace, operands)
+    return found[0]
+
+
+def _computed(platform: str, operands: Operands, call: Call, target: Target) -> tuple[Array, Choice]:
+    """The product, and what computes it."""
     x, p, kernel = operands, call.product, kernel_name(call.product)
     batch = x.batch_size(call)
     if batch is not None and not call.out_batch and kernel != "transposed_grouped_matmul":
         # Only a wgrad sums over the batch as it goes.
         wide = call._replace(dtype=xla.accumulator_dtype(call.dtype), out_batch=True)
-        return jnp.sum(compute(platform, operands, wide, target), axis=0).astype(call.dtype)
+        out, by = _computed(platform, operands, wide, target)
+        return jnp.sum(out, axis=0).astype(call.dtype), by
     existing = None if x.existing is None else zero_tail(x.existing, x.sizes, p)
     if batch == 0 or 0 in (*x.lhs.shape, *x.rhs.shape, *call.shape, *(s.shape[-1] for s in x.sizes)):
         shape = (batch, *call.shape) if batch is not None and call.out_batch else call.shape
-        return jnp.zeros(shape, call.dtype) if existing is None else existing
-    name = chosen_backend(platform, x, call, target)[0]
-    if name != "xla" and PLATFORMS.get(platform) != name and not call.options.interpret:
+        return jnp.zeros(shape, call.dtype) if existing is None else existing, Choice("", "an extent is 0")
+    by = _choice(platform, x, call, target)
+    if by.backend != "xla" and PLATFORMS.get(platform) != by.backend and not call.options.interpret:
         raise ValueError(
-            f"`ragged.matmul`: backend {name!r} does not run on {platform}.\n"
+            f"`ragged.matmul`: backend {by.backend!r} does not run on {platform}.\n"
             "Pass `interpret=True` to run its kernels' bodies there, or `backend=None` for the platform's own."
         )
-    problem, mend = illegal_tiling(name, call, x.lhs, x.rhs)
+    problem, mend = illegal_tiling(by.backend, call, x.lhs, x.rhs)
     if problem:
         raise ValueError(f"`ragged.matmul`: {problem}\n{mend}")
     x = _same_batch(x._replace(existing=existing), call)
     try:
         try:
-            return _run(name, x, call, target)
-        except Refused:
-            return _run("xla", x, call, target)
+            return _run(by.backend, x, call, target), by
+        except Refused as refusal:
+            by = Choice("xla", str(refusal).splitlines()[0].rstrip("."))
+            return _run("xla", x, call, target), by
     except InconclusiveDimensionOperation as error:
         raise NotImplementedError(
             "`ragged.matmul`: the extent of a ragged dim is symbolic, and may be smaller than a tile.\n"

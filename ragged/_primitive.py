@@ -9,7 +9,6 @@ is summed over it.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -20,15 +19,14 @@ from jax.core import ShapedArray
 from jax.experimental import io_callback
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ragged import _lowering
 from ragged._lowering import Call, Operands
 from ragged.kernels import Target
-from ragged.kernels.tpu_tiling import DEFAULT_DEVICE
 
 
-def _unflatten(args: Sequence[Any], call: Call) -> Operands:
+def unflatten(args: Sequence[Any], call: Call) -> Operands:
     sizes_end = 2 + len(call.product.ragged)
     rest = iter(args[sizes_end:])
     given = (call.lhs_block is not None, call.rhs_block is not None, call.has_offset, call.has_existing)
@@ -64,7 +62,7 @@ def _abstract_eval(*avals: Any, call: Call) -> tuple[Any, frozenset[Any]]:
             f"Got {', '.join(map(str, avals))}.\n"
             "Call it inside `jax.shard_map`, or make that mesh axis `Auto`."
         )
-    operands = _unflatten(avals, call)
+    operands = unflatten(avals, call)
     shape = (operands.batch_size(call), *call.shape) if call.out_batch else call.shape
     sharding = NamedSharding(avals[0].sharding.mesh, PartitionSpec(*[None] * len(shape)))
     out = avals[0].update(shape=shape, dtype=jnp.dtype(call.dtype), weak_type=False, sharding=sharding)
@@ -91,8 +89,8 @@ def _impl(*args: Array, call: Call) -> Array:
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> tuple[Any, Any]:
     """`d(lhs @ rhs) = dlhs @ rhs + lhs @ drhs`, and `existing_out`'s own tangent."""
     check_cotangent(call)
-    out = bind(_unflatten(primals, call), call)
-    x, dx = _unflatten(primals, call)._replace(existing=None), _unflatten(tangents, call)
+    out = bind(unflatten(primals, call), call)
+    x, dx = unflatten(primals, call)._replace(existing=None), unflatten(tangents, call)
     terms = []
     if not isinstance(dx.lhs, ad.Zero):
         terms.append(bind(x._replace(lhs=dx.lhs), call))
@@ -116,7 +114,7 @@ def check_cotangent(call: Call) -> None:
 
 def _transpose(ct: Any, *args: Any, call: Call) -> list[Any]:
     """The cotangent of one operand is a product of the same kind: its term and `out` trade places."""
-    x = _unflatten(args, call)
+    x = unflatten(args, call)
     cts: list[Any] = [None] * len(args)
     if isinstance(ct, ad.Zero):
         return cts
@@ -150,7 +148,7 @@ def _batch(args: Sequence[Any], dims: Sequence[Any], *, call: Call) -> tuple[Arr
     mapped = [d is not None for d in dims]
     # The rank of a mapped operand counts the new axis; leave it out to see the one that was there before.
     ndims = [jnp.ndim(x) - is_mapped for x, is_mapped in zip(args, mapped, strict=True)]
-    bare = _unflatten([jax.ShapeDtypeStruct((0,) * n, jnp.float32) for n in ndims], call)
+    bare = unflatten([jax.ShapeDtypeStruct((0,) * n, jnp.float32) for n in ndims], call)
     has_inner = bare.has_batch_axis(call)
     args = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)]
 
@@ -159,7 +157,7 @@ def _batch(args: Sequence[Any], dims: Sequence[Any], *, call: Call) -> tuple[Arr
         def element(slices: list[Array]) -> Array:
             rest = iter(slices)
             each = [next(rest) if is_mapped else x for x, is_mapped in zip(args, mapped, strict=True)]
-            return bind(_unflatten(each, call), call)
+            return bind(unflatten(each, call), call)
 
         return lax.map(element, [x for x, is_mapped in zip(args, mapped, strict=True) if is_mapped]), 0
 
@@ -182,7 +180,7 @@ def _batch(args: Sequence[Any], dims: Sequence[Any], *, call: Call) -> tuple[Arr
         keep[-1] = True
         keep[0] = not any(mapped[:-1])
     merged = [lead(*each) for each in zip(args, mapped, has_inner, keep, strict=True)]
-    out = bind(_unflatten(merged, call), call._replace(out_batch=True))
+    out = bind(unflatten(merged, call), call._replace(out_batch=True))
     return (out if inner is None else out.reshape(outer, inner, *out.shape[1:])), 0
 
 
@@ -191,28 +189,16 @@ batching.primitive_batchers[ragged_matmul_p] = _batch
 
 def _rule(platform: str) -> Callable[..., Any]:
     def compute(*args: Array, call: Call, target: Target) -> Array:
-        return _lowering.compute(platform, _unflatten(args, call), call, target)
+        return _lowering.compute(platform, unflatten(args, call), call, target)
 
     lower = mlir.lower_fun(compute, multiple_results=False)
 
     def rule(ctx: Any, *args: Any, call: Call) -> Any:
         # Over which mesh axes a value varies has been checked by now; a kernel's loops need not carry it along.
         plain = [[ShapedArray(aval.shape, aval.dtype) for aval in avals] for avals in (ctx.avals_in, ctx.avals_out)]
-        # An interpreted kernel is the one for the device of its own platform.
-        own = {"triton_gpu": "cuda", "pallas_tpu": "tpu"}.get(call.options.backend or "", platform)
-        kind = {"cuda": "gpu"}.get(own, own)
-        target = Target(
-            portable=ctx.module_context.lowering_parameters.for_export and call.options.backend != "triton_gpu",
-            interpret=call.options.interpret,
-            input_buffer_count=call.options.input_buffer_count,
-            automatic=platform in ("tpu", "cuda") and _is_automatic(ctx.module_context.axis_context),
-            device=_device(ctx.module_context, kind),
-        )
-        inner = ctx.replace(avals_in=plain[0], avals_out=plain[1])
-        # Pallas asks which TPU it lowers for; the machine may have none.
-        device = AbstractDevice(*(target.device or DEFAULT_DEVICE), "tpu")
-        mesh = jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
-        with mesh if own == "tpu" else nullcontext():
+        inner, program = ctx.replace(avals_in=plain[0], avals_out=plain[1]), ctx.module_context
+        portable, automatic = program.lowering_parameters.for_export, _is_automatic(program.axis_context)
+        with _lowering.target_of(platform, call.options, portable=portable, automatic=automatic) as target:
             out = lower(inner, *args, call=call, target=target)
         if call.options.calls_back:
             ctx.set_tokens_out(inner.tokens_out)
@@ -228,21 +214,6 @@ def _is_automatic(axis_context: Any) -> bool:
         return getattr(axis_context, "num_devices", 1) != 1
     manual = frozenset(axis_context.manual_axes) | frozenset(mesh.manual_axes)
     return bool(axis_context.manual_axes) and manual != frozenset(mesh.axis_names)
-
-
-def _device(module_context: Any, platform: str) -> tuple[str, int] | None:
-    """Kind and number of cores of the device that is lowered for, if anything says so: the abstract device of a mesh in
-    context, or the machine's own device, unless the program is for another machine."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is not None:
-        cores = device.num_cores or (0 if platform == "gpu" else 1)  # 0: as many as the kind has
-        return (device.device_kind, cores) if device.platform in (None, platform) else None
-    device = jax.devices()[0]
-    if module_context.lowering_parameters.for_export or device.platform != platform:
-        return None
-    if platform == "gpu":
-        return f"{device.device_kind} {device.compute_capability}", device.core_count
-    return device.device_kind, getattr(device, "num_cores", 1)
 
 
 mlir.register_lowering(ragged_matmul_p, _rule("any"))

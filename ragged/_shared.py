@@ -8,7 +8,7 @@ from jax import Array
 from ragged._lowering import Call, Operands
 from ragged._primitive import bind
 from ragged.kernels import Scales, schedule
-from ragged.kernels.xla import batched_matmul, by_row, spread
+from ragged.kernels.xla import by_row, spread
 
 Run = Callable[[Operands, Call], Array]
 
@@ -21,15 +21,6 @@ def product_with_shared(run: Run | None, operands: Operands, call: Call) -> Arra
         return (run or bind)(operands, call)
     name, other = ("lhs", "rhs") if shared == ["lhs"] else ("rhs", "lhs")
     scales = operands.scales(call).get(f"{other}_scales")
-    if not operands.sizes and run is None and scales is None:
-        return batched_matmul(
-            operands.lhs,
-            operands.rhs,
-            axes=(product.lhs, product.rhs, product.out),
-            preferred_element_type=call.dtype,
-            precision=call.options.precision,
-            existing_out=operands.existing,
-        )
     operands = operands._replace(**{name: getattr(operands, name)[None]})
     as_one_group = _ragged if operands.sizes else _uniform
     return as_one_group(run or bind, other, scales, operands, call)
