@@ -16,7 +16,6 @@ from jax import Array
 
 import ragged
 from ragged import GroupedTensor
-
 from ragged.kernels import xla
 
 from . import cases, oracle

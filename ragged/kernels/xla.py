@@ -502,7 +502,9 @@ def batched_matmul(
         out = dot(lhs.reshape(-1, *lhs.shape[-2:]), rhs.reshape(-1, *rhs.shape[-2:]), axes)
         out = out.reshape(*lhs.shape[:-2], *out.shape[-2:])
     else:
-        (mapped, letters), (other, other_letters) = sorted(zip((lhs, rhs), axes, strict=False), key=lambda x: -x[0].ndim)
+        (mapped, letters), (other, other_letters) = sorted(
+            zip((lhs, rhs), axes, strict=False), key=lambda x: -x[0].ndim
+        )
         kept, contracted = sorted(letters, key=lambda letter: letter not in axes[2])
         new = axes[2].replace(kept, "")
         rows = jnp.einsum(f"bg{letters}->gb{kept}{contracted}", mapped)

@@ -1,0 +1,193 @@
+"""`explain` says what is lowered: for every layout, platform and awkward call, against the lowered program."""
+
+import re
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+import ragged
+from ragged import GroupedTensor
+
+from . import gpu
+from .cases import NAMES
+from .test_cost import shapes
+
+MACHINES: dict[str, tuple[str, AbstractDevice | None]] = {
+    "CPU": ("cpu", None),
+    "A100": ("cuda", AbstractDevice("NVIDIA A100", None, "gpu")),
+    "H200": ("cuda", AbstractDevice("NVIDIA H200", None, "gpu")),
+    "v5e": ("tpu", AbstractDevice("TPU v5 lite", 1, "tpu")),
+    "tpu7x": ("tpu", AbstractDevice("TPU7x", 1, "tpu")),
+}
+SHARED = {
+    "batched rhs": "batched",
+    "batched lhs": "batched",
+    "forward rhs": "forward",
+    "forward_left lhs": "forward_left",
+}
+CALLS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "float16": {"dtype": jnp.float16},
+    "5,000 groups": {"g": 5_000},
+    "20,000 groups": {"g": 20_000},
+    "quantised": {"scaling": "row"},
+    "recipe": {"recipe": "rowwise"},
+    "blocks": {"recipe": "blockwise"},
+    "existing": {"has_existing": True},
+    "xla": {"backend": "xla"},
+    "triton_gpu": {"backend": "triton_gpu"},
+    "pallas_tpu": {"backend": "pallas_tpu"},
+    "tiling": {"tiling": (16, 8, 128)},
+    "interpret": {"backend": "pallas_tpu", "interpret": True},
+}
+
+
+def context(machine: str) -> AbstractContextManager[Any]:
+    """In here `machine` is what is lowered for."""
+    _, device = MACHINES[machine]
+    return (
+        nullcontext()
+        if device is None
+        else jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+    )
+
+
+def kernels(machine: str, function: Any, *avals: Any) -> list[str]:
+    """The names, or for Triton's the target, of the kernels in the program that is lowered for `machine`."""
+    platform, device = MACHINES[machine]
+    if platform == "cuda":
+        assert device is not None
+        text = gpu.lower_for(device.device_kind, function, *avals).as_text()
+        return re.findall(r"custom_call @(triton_kernel_call)", text)
+    with context(machine):
+        text = jax.jit(function).trace(*avals).lower(lowering_platforms=(platform,)).as_text()
+    return re.findall(r'custom_call @tpu_custom_call.*kernel_name = "([a-z_]+?)(?:_transposed)?_\d', text)
+
+
+def check(
+    machine: str,
+    layout: str,
+    *,
+    g: int = 4,
+    dtype: Any = jnp.float32,
+    scaling: Any = None,
+    has_existing: bool = False,
+    **options: Any,
+) -> str:
+    """That the line of `explain` for a call is what is lowered; returns what it says."""
+    layout, shared = SHARED.get(layout, layout), layout.rpartition(" ")[2]
+    lhs, rhs = shapes(layout, g, rows=max(256, g), k=16, n=32)
+    if layout in ("outer", "ragged"):
+        options["max_last"] = 64
+    if layout == "inner_columns":
+        options["capacity"] = max(256, g)
+    operands: list[Any] = [jax.eval_shape(lambda x: x.astype(dtype), x) for x in (lhs, rhs)]
+    if scaling is not None:
+        operands = [jax.eval_shape(lambda x: ragged.quantize(x, "int8", scaling), x) for x in operands]
+    if shared in ("lhs", "rhs"):
+        side = ("lhs", "rhs").index(shared)
+        operands[side] = jax.ShapeDtypeStruct(operands[side].shape[-2:], dtype)
+    if has_existing:
+        out = jax.eval_shape(lambda *args: ragged.matmul(*args, **options), *operands)
+        options["existing_out"] = jnp.zeros(out.shape, out.dtype)
+
+    with context(machine):
+        lines = ragged.explain(*operands, **options).splitlines()
+    (said,) = [line.partition(": ")[2] for line in lines if line.startswith(f"on {MACHINES[machine][0]}: ")]
+
+    def run(*args: Any) -> GroupedTensor:
+        return ragged.matmul(*args, **options)
+
+    _, _, message = said.partition("Error: ")
+    if message:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            kernels(machine, run, *operands)
+        return said
+    kernel, _, rest = said.partition(" of ")
+    backend = rest.partition(" ")[0]
+    want = {"xla": [], "triton_gpu": ["triton_kernel_call"], "pallas_tpu": [kernel]}[backend]
+    assert kernels(machine, run, *operands) == ([] if "(interpreted)" in said else want), said
+    return said
+
+
+@pytest.mark.parametrize(
+    "machine, layout, call, said",
+    [
+        ("CPU", "forward", "plain", "grouped_matmul of xla"),
+        ("CPU", "batched rhs", "triton_gpu", "ValueError: backend 'triton_gpu' does not run on cpu."),
+        ("CPU", "outer", "interpret", "tiled_matmul of pallas_tpu (interpreted)"),
+        ("H200", "wgrad", "plain", "transposed_grouped_matmul of triton_gpu"),
+        ("H200", "batched rhs", "plain", "batched_matmul of xla (one group: a dense product)"),
+        ("H200", "batched lhs", "triton_gpu", "batched_matmul of triton_gpu"),
+        ("H200", "forward", "pallas_tpu", "ValueError: backend 'pallas_tpu' does not run on cuda."),
+        (
+            "H200",
+            "forward",
+            "5,000 groups",
+            "grouped_matmul of xla (triton_gpu has no kernels for 5000 groups, more than 4096)",
+        ),
+        (
+            "A100",
+            "forward",
+            "recipe",
+            "grouped_matmul of xla (GPUs of compute capability 8.0 can't convert float8_e4m3fn; 8.9 and later can)",
+        ),
+        ("v5e", "forward rhs", "plain", "grouped_matmul of pallas_tpu"),
+        (
+            "v5e",
+            "forward",
+            "20,000 groups",
+            "grouped_matmul of xla (20000 groups in 20000 rows: more than a TPU's scalar memory can list)",
+        ),
+        (
+            "v5e",
+            "ragged",
+            "20,000 groups",
+            "tiled_matmul of xla (up to 20039 visits: more than a TPU's scalar memory can list)",
+        ),
+        ("v5e", "forward", "float16", "grouped_matmul of xla (pallas_tpu has no kernels for lhs in float16)"),
+        ("tpu7x", "batched rhs", "pallas_tpu", "batched_matmul of pallas_tpu"),
+        ("tpu7x", "batched", "quantised", "batched_matmul of pallas_tpu"),
+        ("tpu7x", "forward_left lhs", "recipe", "grouped_matmul of pallas_tpu"),
+    ],
+)
+def test_explain_says_what_is_lowered(machine: str, layout: str, call: str, said: str) -> None:
+    """O1, T10: a row of each kind; all of them are among the long tests."""
+    if MACHINES[machine][0] == "cuda":
+        gpu.needs_triton()
+    assert check(machine, layout, **CALLS[call]) == said
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", [*NAMES, *SHARED])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_explain_says_what_is_lowered_everywhere(machine: str, layout: str) -> None:
+    """O1, T10: every layout, and matrices that all groups share, on every platform, in awkward calls."""
+    if MACHINES[machine][0] == "cuda":
+        gpu.needs_triton()
+    said = {name: check(machine, layout, **call) for name, call in CALLS.items()}
+    own = {"cpu": "xla", "cuda": "triton_gpu", "tpu": "pallas_tpu"}[MACHINES[machine][0]]
+    assert f" of {'xla' if layout.startswith('batched ') else own}" in said["plain"]
+    assert " of xla" in said["xla"]
+
+
+def test_explain_leaks_no_tracer_and_takes_arrays_of_numpy() -> None:
+    """O1: under `jax.check_tracer_leaks`, with a recipe and with NumPy's arrays among the options."""
+    x = GroupedTensor(jnp.ones((16, 4)), jnp.array([3, 5, 0, 4], jnp.int32))
+    with jax.check_tracer_leaks():
+        for options in ({}, {"recipe": "delayed"}, {"existing_out": np.ones((16, 8), np.float32)}):
+            assert "on tpu: grouped_matmul of pallas_tpu" in ragged.explain(
+                x, np.ones((4, 4, 8), np.float32), **options
+            )
+
+
+def test_explain_of_nothing() -> None:
+    """T10: where an extent is 0 there is no kernel at all; a result of 8 bits has no derivative."""
+    x = GroupedTensor(jnp.ones((0, 4)), jnp.zeros(4, jnp.int32))
+    text = ragged.explain(x, jnp.ones((4, 4, 8)), preferred_element_type=jnp.float8_e4m3fn)
+    assert "derivatives: by lhs none, by rhs none\non cpu: no product (an extent is 0)" in text
