@@ -89,6 +89,32 @@ def test_the_program_does_not_grow_with_the_groups(layout: str) -> None:
     assert memory[1] <= memory[0] + 2**14
 
 
+IN_PLACE: dict[str, tuple[Callable[..., GroupedTensor], tuple[int, ...], tuple[int, ...]]] = {
+    "forward": (lambda x, w, s: ragged.matmul(GroupedTensor(x, s), w), (1024, 256), (4, 256, 8)),
+    "wgrad": (lambda x, y, s: ragged.matmul(GroupedTensor(x, s).mT, GroupedTensor(y, s)), (1024, 256), (1024, 8)),
+    "wgrad of a map over lhs": (
+        lambda x, y, s: ragged.matmul(GroupedTensor(y, s).mT, GroupedTensor(x, s)),
+        (1024, 256),
+        (1024, 8),
+    ),
+}
+"""A product of what is large, what is small and the sizes; shapes of the first two."""
+
+
+@pytest.mark.parametrize("mapped", ["small", "sizes"])
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_a_map_reads_in_place_what_is_not_mapped(name: str, mapped: str) -> None:
+    """B3: a map over 64 elements needs at most twice the size of operands and results besides: no copy for each."""
+    run, large, small = IN_PLACE[name]
+    axes = (None, 0, None) if mapped == "small" else (None, None, 0)
+    args = [
+        jax.ShapeDtypeStruct(shape if axis is None else (64, *shape), dtype)
+        for shape, axis, dtype in zip((large, small, (4,)), axes, (jnp.float32, jnp.float32, jnp.int32), strict=True)
+    ]
+    product = jax.vmap(lambda *args: run(*args).data, axes)
+    assert temporary(jax.jit(product).lower(*args)) <= 2 * size((args, jax.eval_shape(product, *args)))
+
+
 def test_a_map_in_a_map_copies_no_weights() -> None:
     """B3: weights mapped over one axis, rows over another: neither is copied for each pair, nor its gradient."""
     sizes = jax.ShapeDtypeStruct((4,), jnp.int32)

@@ -235,27 +235,22 @@ def grouped_matmul(
     # that its CPU backend can run.
     group_sizes = lax.optimization_barrier(group_sizes)
     starts, ends = schedule.segments(group_sizes, m, group_offset, held)
-    index = jnp.arange(held, dtype=jnp.int32)
     batch = batch_size((lhs, 2), (rhs, 3), (starts, 1))
-    if batch is not None:
-        # A batch element is `held` further groups, `m` rows further down.
-        element = jnp.arange(batch, dtype=jnp.int32)[:, None]
-        starts, ends = ((x.reshape(-1, held) + m * element).reshape(-1) for x in (starts, ends))
-        index = (index[None] + (held if rhs.ndim == 4 else 0) * element).reshape(-1)
-        lhs = jnp.broadcast_to(lhs, (batch, *lhs.shape[-2:])).reshape(batch * m, -1)
-        rhs = rhs.reshape(-1, *rhs.shape[-2:])
-        existing_out = None if existing_out is None else existing_out.reshape(batch * m, -1)
+    elements = 1 if batch is None else batch
+    # A batch element is `held` further segments of operands that are read in place, mapped or not.
+    element = jnp.arange(elements, dtype=jnp.int32)[:, None]
+    index = jnp.arange(held, dtype=jnp.int32)[None] + (held * element if rhs.ndim == 4 else 0)
+    starts, ends, index, base = (jnp.broadcast_to(x, (elements, held)) for x in (starts, ends, index, m * element))
     out = _forward(
         lhs,
-        rhs,
-        starts,
-        ends,
-        index,
+        rhs.reshape(-1, *rhs.shape[-2:]),
+        *(x.reshape(-1) for x in (starts, ends, index, base)),
+        rows=elements * m,
         transpose_rhs=transpose_rhs,
         dtype=preferred_element_type,
         precision=precision,
         tallest=tiling[0] if tiling else None,
-        existing_out=existing_out,
+        existing_out=None if existing_out is None else existing_out.reshape(elements * m, -1),
     )
     return out if batch is None else out.reshape(batch, m, -1)
 
@@ -280,19 +275,18 @@ def transposed_grouped_matmul(
     held = group_sizes.shape[-1] if num_actual_groups is None else num_actual_groups
     starts, ends = schedule.segments(group_sizes, m, group_offset, held)
     batch = batch_size((lhs, 2), (rhs, 2), (starts, 1))
-    starts, ends = starts.reshape(-1, held), ends.reshape(-1, held)
-    if batch is not None:
-        element = jnp.arange(batch, dtype=jnp.int32)[:, None]
-        starts, ends = starts + m * element, ends + m * element
-        lhs, rhs = (jnp.broadcast_to(x, (batch, *x.shape[-2:])).reshape(batch * m, -1) for x in (lhs, rhs))
-        if not sum_batch:
-            starts, ends = starts.reshape(1, -1), ends.reshape(1, -1)
-            existing_out = None if existing_out is None else existing_out.reshape(-1, *existing_out.shape[-2:])
+    elements = 1 if batch is None else batch
+    base = m * jnp.arange(elements, dtype=jnp.int32)[:, None]
+    starts, ends, base = (jnp.broadcast_to(x, (elements, held)) for x in (starts, ends, base))
+    if batch is not None and not sum_batch:
+        starts, ends, base = (x.reshape(1, -1) for x in (starts, ends, base))
+        existing_out = None if existing_out is None else existing_out.reshape(-1, *existing_out.shape[-2:])
     out = _wgrad(
         lhs,
         rhs,
         starts,
         ends,
+        base,
         dtype=preferred_element_type,
         precision=precision,
         tallest=tiling[0] if tiling else None,
@@ -308,31 +302,38 @@ def batch_size(*operands: tuple[Array, int]) -> Any:
 
 
 def _forward(
-    lhs: Shaped[Array, "m k"],
+    lhs: Shaped[Array, "*e m k"],
     rhs: Shaped[Array, "h _ _"],
     starts: Int[Array, " s"],
     ends: Int[Array, " s"],
     index: Int[Array, " s"],
+    base: Int[Array, " s"],
     *,
+    rows: Any,
     transpose_rhs: bool,
     dtype: Any,
     precision: Any,
     tallest: int | None,
-    existing_out: Shaped[Array, "m n"] | None,
-) -> Shaped[Array, "m n"]:
-    """Rows `starts[i]:ends[i]` of the result are those of `lhs` times `rhs[index[i]]`; the others are zero."""
+    existing_out: Shaped[Array, "rows n"] | None,
+) -> Shaped[Array, "rows n"]:
+    """Rows `starts[i]:ends[i]` of `lhs` times `rhs[index[i]]`, `base[i]` rows further down; other rows are zero.
+
+    Where `lhs` has a batch axis, they are read `base[i]` rows further down too.
+    """
     common = compute_dtype(lhs.dtype, rhs.dtype)
     accumulator = accumulator_dtype(common)
-    m, n = lhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
+    m, n = lhs.shape[-2], rhs.shape[1 if transpose_rhs else 2]
+    lhs, is_stacked = lhs.reshape(-1, lhs.shape[-1]), lhs.ndim > 2
     dims = (((1,), (1 if transpose_rhs else 0,)), ((), ()))
     heights, full, _, last = _tiles(m, ends - starts, tallest)
 
-    def segment(start: Array, end: Array, which: Array, full: Array, last: Array, out: Array) -> Array:
+    def segment(start: Array, end: Array, which: Array, base: Array, full: Array, last: Array, out: Array) -> Array:
         weight = lax.dynamic_index_in_dim(rhs, which, 0, keepdims=False).astype(common)
 
         def visit(height: int, start: Array, out: Array) -> Array:
             at, mine = _window(m, height, start, end)
-            x = lax.dynamic_slice_in_dim(lhs, at, height).astype(common)
+            x = lax.dynamic_slice_in_dim(lhs, at + base if is_stacked else at, height).astype(common)
+            at = at + base
             y = lax.dot_general(x, weight, dims, precision=precision, preferred_element_type=accumulator)
             old = lax.dynamic_slice_in_dim(out, at, height)
             if existing_out is not None:
@@ -344,16 +345,17 @@ def _forward(
         out = lax.fori_loop(_ZERO, full, lambda step, out: visit(heights[-1], start + step * heights[-1], out), out)
         return lax.switch(last, [partial(visit, height) for height in heights], start + full * heights[-1], out)
 
-    out = jnp.zeros((m, n), dtype) if existing_out is None else existing_out
-    out = _for_each(ends > starts, (starts, ends, index, full, last), segment, _to_carry(out))
+    out = jnp.zeros((rows, n), dtype) if existing_out is None else existing_out
+    out = _for_each(ends > starts, (starts, ends, index, base, full, last), segment, _to_carry(out))
     return _from_carry(out, dtype)
 
 
 def _wgrad(
-    lhs: Shaped[Array, "m a"],
-    rhs: Shaped[Array, "m b"],
+    lhs: Shaped[Array, "*_ m a"],
+    rhs: Shaped[Array, "*_ m b"],
     starts: Int[Array, "e h"],
     ends: Int[Array, "e h"],
+    base: Int[Array, "e h"],
     *,
     dtype: Any,
     precision: Any,
@@ -361,17 +363,19 @@ def _wgrad(
     existing_out: Shaped[Array, "h a b"] | None,
     portable: bool,
 ) -> Shaped[Array, "h a b"]:
-    """`out[i]` is the sum over `e` of `lhs[rows].T @ rhs[rows]`, where the rows are `starts[e, i]:ends[e, i]`."""
+    """`out[i]` is the sum over `e` of `lhs[rows].T @ rhs[rows]`, where the rows are `starts[e, i]:ends[e, i]`.
+
+    In an operand with a batch axis, they lie `base[e, i]` rows further down.
+    """
     common = compute_dtype(lhs.dtype, rhs.dtype)
     accumulator = accumulator_dtype(common)
-    (m, a), b, (elements, h) = lhs.shape, rhs.shape[1], starts.shape
+    (m, a), b, (elements, h) = lhs.shape[-2:], rhs.shape[-1], starts.shape
+    operands = [(x.reshape(-1, x.shape[-1]), x.ndim > 2) for x in (lhs, rhs)]
 
-    def tile(height: int, start: Array, end: Array) -> Array:
+    def tile(height: int, start: Array, end: Array, base: Array) -> Array:
         at, mine = _window(m, height, start, end)
-        x, y = (
-            jnp.where(mine, lax.dynamic_slice_in_dim(z, at, height), jnp.zeros((), z.dtype)).astype(common)
-            for z in (lhs, rhs)
-        )
+        slices = [lax.dynamic_slice_in_dim(x, at + base if is_stacked else at, height) for x, is_stacked in operands]
+        x, y = (jnp.where(mine, z, jnp.zeros((), z.dtype)).astype(common) for z in slices)
         return lax.dot_general(
             _transposed(x, portable),
             y,
@@ -380,24 +384,24 @@ def _wgrad(
             preferred_element_type=accumulator,
         )
 
-    def segment(start: Array, end: Array) -> Array:
+    def segment(start: Array, end: Array, base: Array) -> Array:
         # The partial tile comes first and starts the sum, so most groups need no addition.
         heights, full, rest, last = _tiles(m, end - start, tallest)
         middle = start + rest
-        total = lax.switch(last, [partial(tile, height) for height in heights], start, middle)
+        total = lax.switch(last, [partial(tile, height) for height in heights], start, middle, base)
 
         def add(step: Array, total: Array) -> Array:
-            return total + tile(heights[-1], middle + step * heights[-1], end)
+            return total + tile(heights[-1], middle + step * heights[-1], end, base)
 
         return lax.fori_loop(_ZERO, full, add, total)
 
     def group(i: Array, out: Array) -> Array:
         if elements == 1:
-            total = segment(starts[0, i], ends[0, i])
+            total = segment(starts[0, i], ends[0, i], base[0, i])
         else:
 
             def add(e: Array, total: Array) -> Array:
-                return total + segment(starts[e, i], ends[e, i])
+                return total + segment(starts[e, i], ends[e, i], base[e, i])
 
             total = lax.fori_loop(_ZERO, np.int32(elements), add, jnp.zeros((a, b), accumulator))
         if existing_out is not None:
