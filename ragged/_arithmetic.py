@@ -183,6 +183,8 @@ class Arithmetic(eqx.Module):
             return x.mT._reduce(swapped, segment_fn, dense_fn, neutral, empty)
         # Small integers are summed in int32, small floats in float32 and rounded once.
         dtype = jax.eval_shape(lambda d: dense_fn(d, axis=-1, initial=neutral), jnp.asarray(x.data)).dtype
+        if axis != -1 and not x.num_groups:  # the gradient would gather from nothing
+            return jnp.zeros((0, *x.shape[-1:])[: 1 if axis is None else 2], dtype)
         wide = accumulator_dtype(dtype)
         neutral, empty = jnp.asarray(neutral, wide), jnp.asarray(empty, wide)
         data = jnp.where(x.mask, x.data.astype(wide), neutral)  # [rows, last]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Bool, Int, Integer
+from jaxtyping import Bool, Int, Integer, Shaped
 
 
 def group_offsets(group_sizes: Integer[Array, "*batch g"], capacity: int) -> Int[Array, "*batch g+1"]:
@@ -33,6 +33,13 @@ def group_ids(offsets: Int[Array, " g_plus_1"], capacity: int) -> Int[Array, " c
     return jnp.searchsorted(offsets[1:], jnp.arange(capacity, dtype=jnp.int32), side="right").astype(jnp.int32)
 
 
+def of_groups(values: Shaped[Array, "g *each"], ids: Int[Array, " rows"], fill: Any) -> Shaped[Array, "rows *each"]:
+    """What each row's group has, `fill` in the tail: `values[ids]`, also where there are no groups to gather from."""
+    if not values.shape[0]:
+        return jnp.full((*ids.shape, *values.shape[1:]), fill, values.dtype)
+    return values.at[ids].get(mode="fill", fill_value=fill)
+
+
 def element_mask(
     packed_sizes: Int[Array, " g"], other_sizes: Int[Array, " g"] | None, rows: int, columns: int
 ) -> Bool[Array, "rows columns"]:
@@ -43,7 +50,7 @@ def element_mask(
     offsets = group_offsets(packed_sizes, rows)
     if other_sizes is None:
         return jnp.broadcast_to((jnp.arange(rows, dtype=jnp.int32) < offsets[-1])[:, None], (rows, columns))
-    widths = other_sizes.at[group_ids(offsets, rows)].get(mode="fill", fill_value=0)
+    widths = of_groups(other_sizes, group_ids(offsets, rows), 0)
     return jnp.arange(columns, dtype=jnp.int32)[None] < widths[:, None]
 
 
