@@ -103,8 +103,11 @@ def test_products(layout: str) -> None:
         quantised = ragged.matmul(ragged.quantize(x, jnp.int8, "row"), y)
         results: list[Any] = [out.data, added.data, quantised.data]
         for recipe in (None, "blockwise"):
-            value = lambda a, b, recipe=recipe: ragged.matmul(x._replace_data(a), y._replace_data(b), recipe=recipe)
-            results.append(jax.grad(lambda a, b, value=value: value(a, b).data.sum(), (0, 1))(a, b))
+
+            def total(a: Array, b: Array, recipe: Any = recipe) -> Array:
+                return ragged.matmul(lhs._replace_data(a), rhs._replace_data(b), recipe=recipe).data.sum()
+
+            results.append(jax.grad(total, (0, 1))(a, b))
         return results
 
     assert is_zero(run(lhs.data, jnp.asarray(rhs.data)))

@@ -1,0 +1,507 @@
+"""What peers' own tests ask of their grouped products, asked of ours.
+
+Each table and each test names the project and the file whose cases it tells again: their shapes, dtypes, ways to
+spread the groups, and tolerances. Values are standard normal, where a peer's small ones would leave nothing to see
+beside its absolute tolerance. The reference is NumPy in float64, group by group. Where a shape was meant for a chip, it
+is said by how much it is smaller here. What we refuse stands at the end, each with its reason.
+
+Peers that give float32 by default are asked with `preferred_element_type`. Running ends of the groups (`offs`) are
+sizes by `np.diff(offs, prepend=0)`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import cycle, product
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+import ragged
+from ragged import GroupedTensor, Scaling, _lowering, per_group
+from ragged.kernels import triton_call
+
+from . import oracle
+
+long = pytest.mark.long
+F32, BF16, F16, F64 = "float32", "bfloat16", "float16", "float64"
+Sizes = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One product of a peer's: `[m, k] × [g, k, n]`, or of `[m, k].T × [m, n]` for a wgrad."""
+
+    peer: str
+    m: int
+    k: int
+    n: int
+    sizes: Sizes
+    lhs: str = F32
+    rhs: str = F32
+    out: str | None = F32  # None: not asked for
+    atol: float = 0.0
+    rtol: float = 0.0
+    gradient: tuple[float, float] | None = None  # atol and rtol of both gradients, where they are other than the value's
+    transpose_rhs: bool = False
+    unsigned: bool = False
+    std: float = 1.0
+    tiling: tuple[int, int, int] | None = None
+
+    def __str__(self) -> str:
+        flags = "T" * self.transpose_rhs + "u" * self.unsigned
+        return f"{self.peer}-{self.m}x{self.k}x{self.n}-g{len(self.sizes)}-{self.lhs}-{self.rhs}-{self.out}{flags}"
+
+
+def ends(seed: int, m: int, g: int) -> Sizes:
+    """Groups that end anywhere, the last one at `m`."""
+    inner = np.sort(np.random.default_rng(seed).integers(0, m + 1, g - 1))
+    return tuple(np.diff(inner, prepend=0, append=m).tolist())
+
+
+def even(m: int, g: int) -> Sizes:
+    return (m // g,) * g
+
+
+def up_to_mean(seed: int, m: int, g: int) -> Sizes:
+    """Sizes below the mean one: what they leave is the tail."""
+    return tuple(np.random.default_rng(seed).integers(0, m // g, g).tolist())
+
+
+def shares(seed: int, m: int, g: int) -> Sizes:
+    """Random shares of `m`, rounded down; the last group takes the rest."""
+    weights = np.random.default_rng(seed).random(g - 1)
+    sizes = np.floor(weights / weights.sum() * m).astype(int)
+    return (*sizes.tolist(), m - int(sizes.sum()))
+
+
+def random(rng: np.random.Generator, shape: Sequence[int], dtype: str, std: float = 1.0) -> np.ndarray:
+    return (std * rng.standard_normal(tuple(shape))).astype(jnp.dtype(dtype))
+
+
+def split(x: Any, sizes: Sequence[int]) -> oracle.Groups:
+    """The groups' rows, float64."""
+    return np.split(np.asarray(x).astype(np.float64), np.cumsum(sizes))[: len(sizes)]
+
+
+def assert_close(got: Any, want: Any, atol: float, rtol: float) -> None:
+    want = np.asarray(want)
+    assert got.shape == want.shape and want.any(), "there must be something to compare"
+    np.testing.assert_allclose(np.asarray(got).astype(np.float64), want, atol=atol, rtol=rtol)
+
+
+def assert_rows(got: Any, want: oracle.Groups, atol: float, rtol: float) -> None:
+    """That the rows are those of the groups, and zero behind them."""
+    rows = np.concatenate(want)
+    assert_close(got[: len(rows)], rows, atol, rtol)
+    assert not np.asarray(got[len(rows) :]).astype(np.float64).any(), "the tail must be zero"
+
+
+KERNELS = ("pallas_tpu", "triton_gpu")
+
+
+@pytest.fixture(autouse=True)
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The backends that products were lowered for, and each Pallas and Triton kernel."""
+    names: list[str] = []
+
+    def noting(name: str | None, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            out = call(*args, **kwargs)
+            names.append(name or args[0])
+            return out
+
+        return noted
+
+    monkeypatch.setattr(_lowering, "_run", noting(None, _lowering._run))
+    monkeypatch.setattr(pl, "pallas_call", noting("pallas_tpu kernel", pl.pallas_call))
+    monkeypatch.setattr(triton_call, "call", noting("triton_gpu kernel", triton_call.call))
+    return names
+
+
+def assert_ran(ran: list[str], backend: str | None, products: int) -> None:
+    """That all that was lowered is `products` products of the backend, each one its kernel; None is the CPU's XLA."""
+    name = backend or "xla"
+    assert ran.count(name) == products, f"{ran} for {products} products"
+    kernels = [] if backend is None else [f"{backend} kernel"] * products
+    assert sorted(x for x in ran if x != name) == kernels
+
+
+def on(backend: str | None) -> AbstractContextManager[Any]:
+    """Where nothing says which GPU it is for, a product of fp8 is XLA's."""
+    chip = AbstractDevice("NVIDIA H200", None, "gpu")
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=chip)) if backend == "triton_gpu" else nullcontext()
+
+
+def options(backend: str | None) -> dict[str, Any]:
+    return {} if backend is None else {"backend": backend, "interpret": True}
+
+
+def everywhere(cases: Sequence[Any], few: int) -> list[Any]:
+    """Every case on XLA, and each `few`-th small one on the interpreted kernels. All are long but a peer's first, and a
+    kernel's first."""
+    small = [case for case in cases if case.m * case.k * case.n <= 2**21]
+    seen, params = set(), []
+    for backend, case in [*((None, case) for case in cases), *product(KERNELS, small[::few])]:
+        which = backend or case.peer
+        params.append(pytest.param(case, backend, id=f"{backend or 'xla'}-{case}", marks=[long] * (which in seen)))
+        seen.add(which)
+    return params
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# `[m, k] × [g, k, n]` and both its gradients
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def megablox() -> Iterator[Case]:
+    """JAX, tests/pallas/tpu_gmm_test.py: `test_gmm`. Every mix of float32 and bfloat16, either orientation, 1 to 32
+    groups that end anywhere."""
+    shapes = [(128, 128, 128), (512, 2048, 256), (128, 8, 16)]
+    groups = cycle((1, 32, 3, 8, 17))
+    for seed, ((m, k, n), dtypes) in enumerate(product(shapes, product((F32, BF16), repeat=3))):
+        rtol = 1e-2 if BF16 in dtypes else 1e-5
+        sizes = ends(seed, m, next(groups))
+        yield Case("megablox", m, k, n, sizes, *dtypes, atol=1e-3, rtol=rtol, transpose_rhs=bool(seed % 2))
+
+
+def ragged_dot() -> Iterator[Case]:
+    """JAX, tests/lax_test.py: `test_ragged_dot`, every float (the peer leaves float16 out), and
+    `test_ragged_dot_small_m`, groups of one row in a buffer of more. tests/export_test.py and
+    tests/pallas/lax_lowerings/gpu/ragged_dot_test.py have the same shapes."""
+    tolerance = {F64: 1e-14, F32: 1e-5, BF16: 1e-2, F16: 1e-3}
+    for (m, k, n, g), dtype in product([(64, 4, 3, 1), (64, 9, 8, 2), (16, 4, 3, 2)], tolerance):
+        tol = tolerance[dtype]
+        yield Case("lax.ragged_dot", m, k, n, ends(m, m, g), dtype, dtype, None, atol=tol, rtol=tol)
+    for m, k, n, g in [(5, 4, 3, 1), (5, 4, 3, 2), (9, 4, 3, 1), (10, 9, 8, 2)]:
+        yield Case("lax.ragged_dot", m, k, n, (1,) * g, out=None, atol=1e-5, rtol=1e-5)
+
+
+def mosaic_gpu() -> Iterator[Case]:
+    """JAX, tests/pallas/mgpu_ragged_dot_test.py: `test_ragged_dot` on Hopper and Blackwell, float16. 32 times smaller in
+    `m` and `n`, 8 times in `k`."""
+    for seed, (g, transpose) in enumerate(product((1, 3, 16), (False, True))):
+        tiling = ((64, 128)[seed % 2], (128, 64)[seed // 2 % 2], (64, 128, 192)[seed % 3])
+        case = Case("mosaic_gpu", 512, 256, 512, ends(seed, 512, g), F16, F16, None, atol=1e-3, rtol=1e-3)
+        yield replace(case, transpose_rhs=transpose, tiling=tiling)
+
+
+def tokamax() -> Iterator[Case]:
+    """tokamax, _src/ops/ragged_dot/test_base.py: `test_simple`, `test_padded`, `test_preferred_element_type`, `test_vjp`;
+    arg_specs.py's compute-bound and memory-bound calls, 8 times smaller. Values of deviation 0.1."""
+    small = {"std": 0.1, "gradient": (0.02, 0.005)}
+    for dtype in (BF16, F32):
+        yield Case(
+            "tokamax", 1024, 128, 256, even(1024, 8), dtype, dtype, atol=1e-6, rtol=1e-6, unsigned=True, **small
+        )
+    yield Case("tokamax", 1024, 128, 256, up_to_mean(0, 1024, 8), BF16, BF16, atol=1e-6, rtol=1e-6, **small)
+    for out in (None, BF16):
+        yield Case("tokamax", 1024, 128, 256, even(1024, 8), BF16, BF16, out, atol=0.01, rtol=0.005, **small)
+    for m, k, n in product((1024, 128), (128, 64), (256, 128)):
+        yield Case("tokamax", m, k, n, even(m, 8), BF16, BF16, atol=1e-5, rtol=1e-6, unsigned=True, **small)
+    for m, sizes in ((512, (512, *[0] * 7)), (8, (1,) * 8)):
+        yield Case("tokamax", m, 512, 512, sizes, BF16, BF16, None, atol=0.01, rtol=0.005, **small)
+
+
+def gmm_v2() -> Iterator[Case]:
+    """tokamax, _src/ops/experimental/gmm_v2/gmm_v2_test.py: `test_gmm_basic`, `test_gmm_transpose_rhs`,
+    `test_gmm_implicit_padding`."""
+    shapes = [(128, 512, 512, 16, False), (128, 512, 512, 32, False), (128, 512, 512, 16, True)]
+    for m, k, n, g, transpose in [*shapes, (128, 255, 255, 16, False), (256, 255, 255, 16, False)]:
+        sizes = shares(g, m, g)
+        yield Case("gmm_v2", m, k, n, sizes, BF16, BF16, None, atol=1e-1, rtol=1e-1, transpose_rhs=transpose)
+
+
+FORWARD = [*megablox(), *ragged_dot(), *mosaic_gpu(), *tokamax(), *gmm_v2()]
+
+
+@pytest.mark.parametrize("case, backend", everywhere(FORWARD, few=6))
+def test_forward_and_gradients(case: Case, backend: str | None, ran: list[str]) -> None:
+    """K1, K2, K6, K18, K19, K24, O14, O16: values and both gradients within the peer's tolerance."""
+    rng = np.random.default_rng(len(str(case)))
+    x, w = random(rng, (case.m, case.k), case.lhs, case.std), random(rng, (len(case.sizes), case.k, case.n), case.rhs)
+    w = (case.std * w.astype(np.float64)).astype(w.dtype)
+
+    @jax.jit
+    def run(x: Array, w: Array, sizes: Array, dy: Array) -> tuple[Array, ...]:
+        def forward(x: Array, w: Array) -> Array:
+            return ragged.grouped_matmul(
+                x,
+                w.mT if case.transpose_rhs else w,
+                sizes,
+                transpose_rhs=case.transpose_rhs,
+                preferred_element_type=case.out,
+                tiling=case.tiling if backend != "pallas_tpu" else None,
+                **options(backend),
+            )
+
+        y, pull = jax.vjp(forward, x, w)
+        return y, *pull(dy)
+
+    with jax.enable_x64(case.lhs == F64), on(backend):
+        out_dtype = case.out or case.lhs
+        dy = random(rng, (case.m, case.n), out_dtype)
+        sizes = jnp.asarray(case.sizes, jnp.uint32 if case.unsigned else jnp.int32)
+        y, dx, dw = run(x, w, sizes, dy)
+    assert (y.dtype, dx.dtype, dw.dtype) == (jnp.dtype(out_dtype), x.dtype, w.dtype)
+    assert_ran(ran, backend, products=3)
+    xs, dys, ws = split(x, case.sizes), split(dy, case.sizes), list(w.astype(np.float64))
+    assert_rows(y, oracle.matmul(xs, ws), case.atol, case.rtol)
+    atol, rtol = case.gradient or (case.atol, case.rtol)
+    assert_rows(dx, oracle.matmul(dys, [b.T for b in ws]), atol, rtol)
+    assert_close(dw, oracle.matmul([a.T for a in xs], dys), atol, rtol)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# `[m, k].T × [m, n]`, group by group
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def tgmm_v2() -> Iterator[Case]:
+    """tokamax, _src/ops/experimental/gmm_v2/gmm_v2_test.py: `test_tgmm_basic`, `test_tgmm_implicit_padding`,
+    `test_tgmm_with_tile_info` (4 times smaller), `test_tgmm_empty_group`, `test_tgmm_explicitly_exercises_all_branches`
+    (a group of several tiles beside one of less than a tile)."""
+    case = partial(Case, "tgmm_v2", lhs=BF16, rhs=BF16, out=BF16, atol=1e-1, rtol=1e-1)
+    for m, k, n, g in [(128, 512, 512, 5), (128, 512, 512, 16), (128, 255, 255, 16), (256, 255, 255, 16)]:
+        yield case(m=m, k=k, n=n, sizes=shares(g, m, g))
+    for tile_k, tile_n in [(128, 256), (256, 128)]:
+        yield case(m=256, k=256, n=256, sizes=shares(0, 256, 16), tiling=(256, tile_k, tile_n))
+    for empty in (0, 1):
+        sizes = list(shares(4, 128, 4))
+        sizes[-1], sizes[empty] = sizes[-1] + sizes[empty], 0
+        yield case(m=128, k=512, n=512, sizes=tuple(sizes))
+    yield case(m=1088, k=128, n=128, sizes=(1024, 64), tiling=(256, 128, 128))
+
+
+def mosaic_gpu_transposed() -> Iterator[Case]:
+    """JAX, tests/pallas/mgpu_ragged_dot_test.py: `test_ragged_dot_transposed`, float16, 16 groups. 32 times smaller in
+    `m`, 16 times in `k` and `n`."""
+    for seed, (tile_m, tile_k, tile_n) in enumerate([(64, 64, 128), (64, 128, 64), (128, 64, 64), (128, 128, 128)]):
+        case = Case("mosaic_gpu", 512, 128, 128, ends(seed, 512, 16), F16, F16, F16, atol=1e-3, rtol=1e-3)
+        yield replace(case, tiling=(tile_m, tile_k, tile_n))
+
+
+WGRAD = [*tgmm_v2(), *mosaic_gpu_transposed()]
+
+
+@pytest.mark.parametrize("case, backend", everywhere(WGRAD, few=4))
+def test_wgrad(case: Case, backend: str | None, ran: list[str]) -> None:
+    """K3, K7, K21: an empty group gives zeros."""
+    rng = np.random.default_rng(len(str(case)))
+    x, dy = random(rng, (case.m, case.k), case.lhs), random(rng, (case.m, case.n), case.rhs)
+
+    @jax.jit
+    def run(x: Array, dy: Array, sizes: Array) -> Array:
+        return ragged.transposed_grouped_matmul(
+            x.T, dy, sizes, preferred_element_type=case.out, tiling=case.tiling, **options(backend)
+        )
+
+    with on(backend):
+        out = run(x, dy, jnp.asarray(case.sizes, jnp.int32))
+    assert_ran(ran, backend, products=1)
+    want = oracle.matmul([a.T for a in split(x, case.sizes)], split(dy, case.sizes))
+    assert_close(out, want, case.atol, case.rtol)
+    assert not np.asarray(out)[np.array(case.sizes) == 0].any()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Shards, empty groups, biases, activations
+# ---------------------------------------------------------------------------------------------------------------------
+
+SHARDED = [
+    Case("megablox sharded", 128, 8, 16, ends(0, 128, 4), atol=1e-3, rtol=1e-5),
+    Case("megablox sharded", 128, 8, 16, ends(1, 128, 12), BF16, F32, BF16, atol=1e-3, rtol=1e-2),
+    Case("megablox sharded", 128, 128, 128, ends(2, 128, 6), BF16, BF16, F32, atol=1e-3, rtol=1e-2),
+]
+
+
+@pytest.mark.parametrize("case, backend", everywhere(SHARDED, few=2))
+def test_megablox_sharded_groups(case: Case, backend: str | None, ran: list[str]) -> None:
+    """JAX, tests/pallas/tpu_gmm_test.py: `test_gmm_sharded_groups`. Each shard of two groups adds to what the one before
+    it gave. K11, K14, O7, O8."""
+    rng, stride = np.random.default_rng(0), 2
+    x, w = random(rng, (case.m, case.k), case.lhs), random(rng, (len(case.sizes), case.k, case.n), case.rhs)
+    dy = random(rng, (case.m, case.n), case.out or case.lhs)
+
+    @jax.jit
+    def run(x: Array, w: Array, sizes: Array, dy: Array) -> tuple[Array, ...]:
+        def forward(x: Array, w: Array) -> Array:
+            call = partial(ragged.grouped_matmul, preferred_element_type=case.out, **options(backend))
+            out = call(x, w[:stride], sizes)
+            for first in range(stride, len(w), stride):
+                out = call(x, w[first : first + stride], sizes, group_offset=jnp.int32(first), existing_out=out)
+            return out
+
+        y, pull = jax.vjp(forward, x, w)
+        return y, *pull(dy)
+
+    with on(backend):
+        y, dx, dw = run(x, w, jnp.asarray(case.sizes, jnp.int32), dy)
+    assert_ran(ran, backend, products=3 * len(case.sizes) // stride)
+    xs, dys, ws = split(x, case.sizes), split(dy, case.sizes), list(w.astype(np.float64))
+    assert_rows(y, oracle.matmul(xs, ws), case.atol, case.rtol)
+    assert_rows(dx, oracle.matmul(dys, [b.T for b in ws]), case.atol, case.rtol)
+    assert_close(dw, oracle.matmul([a.T for a in xs], dys), case.atol, case.rtol)
+
+
+@pytest.mark.parametrize(
+    "m, k, n, g, offset, held, backend",
+    [
+        (256, 256, 256, 4, 1, 3, None),
+        *(pytest.param(128, 512, 512, *shard, None, marks=long) for shard in ((16, 2, 4), (16, 0, 8), (32, 4, 4))),
+        *(pytest.param(128, 128, 128, 16, 2, 4, backend, marks=long) for backend in KERNELS),
+    ],
+)
+def test_gmm_v2_bias_and_absent_groups(
+    m: int, k: int, n: int, g: int, offset: int, held: int, backend: str | None, ran: list[str]
+) -> None:
+    """tokamax, gmm_v2_test.py: `test_gmm_basic`, `test_gmm_nonlocal_groups_produce_zeros`. Rows of groups that the shard
+    lacks come out zero, without a bias. A bias has a row for every group here. K11, K14, O8."""
+    rng = np.random.default_rng(g)
+    x, w, bias = (random(rng, shape, BF16) for shape in ((m, k), (held, k, n), (held, n)))
+    sizes = shares(g, m, g)
+
+    @jax.jit
+    def run(x: Array, w: Array, bias: Array, sizes: Array) -> GroupedTensor:
+        y = ragged.matmul(GroupedTensor(x, sizes), w, group_offset=jnp.int32(offset), **options(backend))
+        return y + per_group(jnp.zeros((g, n), bias.dtype).at[offset : offset + held].set(bias))
+
+    with on(backend):
+        out = run(x, w, bias, jnp.asarray(sizes, jnp.int32))
+    assert_ran(ran, backend, products=1)
+    own = {offset + i: (w[i].astype(np.float64), bias[i].astype(np.float64)) for i in range(held)}
+    nothing = np.zeros((k, n)), np.zeros(n)
+    want = [a @ own.get(i, nothing)[0] + own.get(i, nothing)[1] for i, a in enumerate(split(x, sizes))]
+    assert_rows(out.data, want, 1e-1, 1e-1)
+    for i, rows in enumerate(split(out.data, sizes)):
+        assert i in own or not rows.any()
+
+
+@pytest.mark.parametrize("backend, step", [pytest.param(None, 1, marks=long), (None, 36), *((b, 85) for b in KERNELS)])
+def test_tokamax_every_pattern_of_empty_groups(backend: str | None, step: int, ran: list[str]) -> None:
+    """tokamax, _src/ops/ragged_dot/test_base.py: `test_zero_group_sizes`. 4 times smaller. K18, K19, B4."""
+    rng, g, m, k, n = np.random.default_rng(0), 8, 256, 32, 64
+    x, w = random(rng, (m, k), BF16), random(rng, (g, k, n), BF16)
+    full = np.array(up_to_mean(3, m, g))
+
+    @jax.jit
+    def run(sizes: Array) -> Array:
+        return ragged.grouped_matmul(x, w, sizes, preferred_element_type=F32, **options(backend))
+
+    with on(backend):
+        for pattern in range(1, 2**g, step):
+            sizes = np.where(np.unpackbits(np.uint8(pattern)), full, 0)
+            want = oracle.matmul(split(x, sizes), list(w.astype(np.float64)))
+            assert_rows(run(jnp.asarray(sizes, jnp.int32)), want, 1e-6 * k, 1e-6)
+    assert_ran(ran, backend, products=1)
+
+
+@pytest.mark.parametrize("backend", [None, *(pytest.param(backend, marks=long) for backend in KERNELS)])
+def test_gmm_v2_isolation(backend: str | None, ran: list[str]) -> None:
+    """tokamax, gmm_v2_test.py: `test_gmm_security_isolation`. NaN weights of the groups that share a tile with it don't
+    change a bit of the first group's rows. 4 times smaller. K19, B4."""
+    rng = np.random.default_rng(42)
+    x, w = random(rng, (128, 128), BF16), random(rng, (4, 128, 128), BF16)
+
+    @jax.jit
+    def run(w: Array) -> Array:
+        return ragged.grouped_matmul(x, w, jnp.array([4, 4, 4, 116], jnp.int32), **options(backend))
+
+    spoilt = w.copy()
+    spoilt[1:] = np.nan
+    with on(backend):
+        clean, rows = np.asarray(run(jnp.asarray(w))), np.asarray(run(jnp.asarray(spoilt)))
+    assert_ran(ran, backend, products=1)
+    assert clean[:4].astype(np.float64).any() and np.array_equal(clean[:4], rows[:4])
+    assert np.isnan(rows[4:].astype(np.float64)).all()
+
+
+def relu(x: Any) -> Any:
+    return jnp.maximum(x, 0)
+
+
+SLOPES: dict[Callable[..., Any], Callable[[np.ndarray], np.ndarray]] = {
+    relu: lambda y: (y > 0) * 1.0,
+    jnp.tanh: lambda y: 1 - np.tanh(y) ** 2,
+}
+
+
+@pytest.mark.parametrize("activation", [relu, pytest.param(jnp.tanh, marks=long)])
+def test_tokamax_activation(activation: Callable[..., Any]) -> None:
+    """tokamax, _src/ops/ragged_dot/test_base.py: `test_vjp`, and api_test.py: `test_basic_api`, with an activation. T3."""
+    rng, g, m, k, n = np.random.default_rng(0), 8, 128, 64, 128
+    x, w, dy = random(rng, (m, k), BF16, 0.1), random(rng, (g, k, n), BF16, 0.1), random(rng, (m, n), BF16)
+    sizes = even(m, g)
+
+    @jax.jit
+    def run(x: Array, w: Array, dy: Array) -> tuple[Array, ...]:
+        def forward(x: Array, w: Array) -> Array:
+            tensor = GroupedTensor(x, jnp.asarray(sizes, jnp.uint32))
+            return ragged.matmul(tensor, w, preferred_element_type=F32).map(activation).data
+
+        y, pull = jax.vjp(forward, x, w)
+        return y, *pull(dy.astype(F32))
+
+    y, dx, dw = run(x, w, dy)
+    xs, dys, ws = split(x, sizes), split(dy, sizes), list(w.astype(np.float64))
+    products = oracle.matmul(xs, ws)
+    assert_rows(y, [np.asarray(activation(p)) for p in products], 1e-5, 1e-6)
+    dys = [d * SLOPES[activation](p) for d, p in zip(dys, products, strict=True)]
+    assert_rows(dx, oracle.matmul(dys, [b.T for b in ws]), 0.02, 0.005)
+    assert_close(dw, oracle.matmul([a.T for a in xs], dys), 0.02, 0.005)
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def swigluoai(gate: Any, up: Any) -> Any:
+    gate, up = jnp.minimum(gate, 7), jnp.clip(up, -7, 7)
+    return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
+
+
+GATES: dict[str, tuple[Callable[..., Any], Callable[..., np.ndarray]]] = {
+    "silu": (lambda a, b: jax.nn.silu(a) * b, lambda a, b: a * sigmoid(a) * b),
+    "gelu": (lambda a, b: jax.nn.gelu(a) * b, lambda a, b: a * sigmoid(1.5957691216 * (a + 0.044715 * a**3)) * b),
+    "swigluoai": (swigluoai, lambda a, b: np.minimum(a, 7) * sigmoid(1.702 * np.minimum(a, 7)) * (b.clip(-7, 7) + 1)),
+}
+
+
+@pytest.mark.parametrize("gate", [pytest.param(gate, marks=[] if gate == "silu" else long) for gate in GATES])
+def test_gmm_v2_gated_activation(gate: str) -> None:
+    """tokamax, gmm_v2_test.py: `test_gmm_fused_activation` without scales: the result's halves, gate and up, become one.
+    4 times smaller. T3."""
+    rng, g, m, k, n = np.random.default_rng(0), 16, 128, 128, 256
+    x, w = (rng.uniform(-1, 1, shape).astype(jnp.bfloat16) for shape in ((m, k), (g, k, n)))
+    bias, sizes = random(rng, (g, n), BF16), shares(0, m, g)
+    ours, theirs = GATES[gate]
+
+    @jax.jit
+    def run(x: Array, w: Array, bias: Array) -> Array:
+        y = ragged.matmul(GroupedTensor(x, jnp.asarray(sizes, jnp.int32)), w, preferred_element_type=F32)
+        y = y + per_group(bias.astype(F32))
+        return y.map(lambda y: ours(*jnp.split(y, 2, axis=-1))).astype(BF16).data
+
+    pairs = zip(split(x, sizes), w.astype(np.float64), bias.astype(np.float64), strict=True)
+    want = [theirs(*np.split(a @ b + c, 2, axis=-1)) for a, b, c in pairs]
+    assert_rows(run(x, w, bias), want, 5e-2, 5e-2)
+
+
+@pytest.mark.parametrize("sizes", [(2, 3, -1, 4), (1022, 1, 1, 1)])
+@pytest.mark.parametrize("jit", [False, True])
+def test_tokamax_invalid_sizes(sizes: Sizes, jit: bool) -> None:
+    """tokamax, _src/ops/ragged_dot/test_base.py: `test_invalid_group_sizes`. Found where one asks for it. T2."""
+
+    def run(sizes: Array) -> Array:
+        x = GroupedTensor(jnp.ones((1024, 8), BF16), sizes).validate()
+        return ragged.matmul(x, jnp.ones((4, 8, 8), BF16)).data
+
+    with pytest.raises(Exception, match=r"`GroupedTensor\.validate`: the size"):
+        jax.block_until_ready((jax.jit(run) if jit else run)(jnp.array(sizes, jnp.int32)))
