@@ -95,11 +95,11 @@ def lower_for(chip: str, function: Callable[..., Any], *avals: Any) -> Any:
         return jax.jit(function).trace(*avals).lower(lowering_platforms=("cuda",))
 
 
-def compile_whole(function: Callable[..., Any], *avals: Any) -> Any:
+def compile_whole(function: Callable[..., Any], *avals: Any, donated: tuple[int, ...] = ()) -> Any:
     """`function` as XLA compiles it for one H200: a `jax.stages.Compiled`, to be read but not called."""
     needs_triton()
     sharding = SingleDeviceSharding(_h200())
-    jitted = jax.jit(function, in_shardings=sharding, out_shardings=sharding)
+    jitted = jax.jit(function, in_shardings=sharding, out_shardings=sharding, donate_argnums=donated)
     with _pretend("NVIDIA H200"), _toolkit() as options:
         return jitted.trace(*avals).lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
 

@@ -31,6 +31,7 @@ class Compiled(NamedTuple):
     kernels: list[str]  # names of the Pallas kernels
     vmem: list[float]  # MiB that each takes
     text: str
+    memory: Any  # the program's, as `jax.stages.Compiled.memory_analysis` gives it
 
 
 @cache
@@ -44,15 +45,18 @@ def device(generation: str) -> Any:
     return topologies.get_topology_desc(TOPOLOGIES[generation], platform="tpu").devices[0]
 
 
-def compile_for(generation: str, function: Callable[..., Any], *avals: Any, known: bool = True) -> Compiled:
+def compile_for(
+    generation: str, function: Callable[..., Any], *avals: Any, known: bool = True, donated: tuple[int, ...] = ()
+) -> Compiled:
     """What `function` compiles to for one TPU. `known`: it is lowered for that generation, else for any."""
     sharding = SingleDeviceSharding(device(generation))
     kind = AbstractDevice(device(generation).device_kind, device(generation).num_cores, "tpu")
     mesh = jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=kind))
     with mesh if known else nullcontext():
-        traced = jax.jit(function, in_shardings=sharding, out_shardings=sharding).trace(*avals)
-        text = traced.lower(lowering_platforms=("tpu",)).compile().as_text() or ""
+        jitted = jax.jit(function, in_shardings=sharding, out_shardings=sharding, donate_argnums=donated)
+        compiled = jitted.trace(*avals).lower(lowering_platforms=("tpu",)).compile()
+    text = compiled.as_text() or ""
     names = re.findall(r"%([\w.]+) = [^=\n]*custom-call\([^\n]*custom_call_target=\"tpu_custom_call\"", text)
     size = r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"\d+","size":"(\d+)"'
     used = re.findall(f'custom_call_target="tpu_custom_call".*?{size}', text, re.S)
-    return Compiled(names, [int(bytes_) / 2**20 for bytes_ in used], text)
+    return Compiled(names, [int(bytes_) / 2**20 for bytes_ in used], text, compiled.memory_analysis())

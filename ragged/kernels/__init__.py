@@ -39,6 +39,8 @@ product reaches stay as they are. `tiling` is `(tile_m, tile_k, tile_n)` of the 
 `batched_matmul` and `tiled_matmul`), or None for the backend's choice. `target` says what is compiled for.
 """
 
+import json
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -100,6 +102,27 @@ def lacking(backend: str, known: Known, lhs: Any, rhs: Any, sizes: tuple[Any, ..
     if precision_name(precision) not in precisions:
         return f"{backend} has no kernels for precision {precision}"
     return ""
+
+
+def kernel_metadata(
+    axes: tuple[str, str, str], tile: Mapping[str, int], dtypes: tuple[Any, Any, Any], num_actual_groups: int
+) -> dict[str, str]:
+    """What XLA's profiler shows beside a kernel: it reads this one key, a string of JSON.
+
+    `axes` are the letters as they are stored, of the operand that has the result's rows, of the other one, and of the
+    result; `tile` is by letter.
+    """
+    lhs, rhs, out = axes
+    (contracted,) = {*lhs, *rhs} - {*out}
+    shown = {
+        "axes": f"{lhs},{rhs}->{out}",
+        "transpose_lhs": lhs[0] == contracted,
+        "transpose_rhs": rhs[1] == contracted,
+        "tiling": {f"tile_{letter}": tile[letter] for letter in "mkn"},
+        "dtypes": dict(zip(("lhs", "rhs", "out"), (jnp.dtype(dtype).name for dtype in dtypes), strict=True)),
+        "num_actual_groups": num_actual_groups,
+    }
+    return {"xprof_metadata": json.dumps(shown)}
 
 
 def precision_name(precision: Any) -> str | None:

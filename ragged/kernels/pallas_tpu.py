@@ -226,6 +226,8 @@ def multiply_rows(
         ("parallel", "arbitrary", "arbitrary", "arbitrary"),
         [(tm, tn)] if steps > 1 else [],
         name=f"grouped_matmul{'_transposed' if transpose_rhs else ''}",
+        axes=("mk", "nk" if transpose_rhs else "kn", "mn"),
+        letters="mkn",
     )
 
 
@@ -390,6 +392,8 @@ def multiply_groups(
         ("parallel", "arbitrary", "arbitrary", "arbitrary"),
         [(ta, tb)],
         name="transposed_grouped_matmul",
+        axes=("km", "kn", "mn"),
+        letters="kmn",
     )
 
 
@@ -487,5 +491,7 @@ def batched_matmul(
         ("parallel", "parallel", "parallel", "parallel", "arbitrary"),
         [(tile[row], tile[column])] if steps > 1 else [],
         name="batched_matmul",
+        axes=(x_letters, y_letters, axes[2]),
+        letters=row + contracted + column,
     )
     return out.reshape(*leading, *out.shape[2:])

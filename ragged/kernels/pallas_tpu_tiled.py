@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import ManualAxisType
 
-from ragged.kernels import ANY_TARGET, Refused, Scales, Target, schedule, tpu_scales
+from ragged.kernels import ANY_TARGET, Refused, Scales, Target, kernel_metadata, schedule, tpu_scales
 from ragged.kernels.tpu_tiling import LANES, SMEM, round_up
 from ragged.kernels.xla import accumulator_dtype, compute_dtype
 
@@ -505,6 +505,9 @@ def _launch(
     flops = 2 * out.shape[0] * p.extent["m"] * p.extent["k"] * p.extent["n"] // p.num_groups ** (len(p.ragged) - 1)
     moved = [*inputs.values(), out] if existing is None else [*inputs.values(), existing, out]
     tile = "x".join(str(p.tile[letter]) for letter in "mkn")
+    first, second = ("".join(side.letter for side in operand.sides) for operand in p.operands)
+    dtypes = (*(operand.dtype for operand in p.operands), p.dtype)
+    given = [*scalars, *arrays, *([] if existing is None else [existing])]
     return pl.pallas_call(
         kernel,
         out,
@@ -524,9 +527,11 @@ def _launch(
         cost_estimate=pl.CostEstimate(
             flops=flops, bytes_accessed=sum(x.size * x.dtype.itemsize for x in moved), transcendentals=0
         ),
+        input_output_aliases={} if existing is None else {len(given) - 1: 0},
         interpret=interpret,
         name=f"tiled_matmul_{tile}",
-    )(*scalars, *arrays, *([] if existing is None else [existing]))
+        metadata=kernel_metadata((first, second, p.row + p.column), p.tile, dtypes, p.num_groups),
+    )(*given)
 
 
 def _neighbours(operand: _Operand) -> list[tuple[int, int]]:

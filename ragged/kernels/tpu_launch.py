@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import ManualAxisType
 
-from ragged.kernels import Refused, Target, tpu_scales, tpu_tiling
+from ragged.kernels import Refused, Target, kernel_metadata, tpu_scales, tpu_tiling
 from ragged.kernels.pipeline import buffered_pallas_call
 from ragged.kernels.schedule import Visits
 from ragged.kernels.tpu_scales import Blocks
@@ -130,12 +130,19 @@ class Launch:
         accumulators: list[tuple[int, int]],
         *,
         name: str,
+        axes: tuple[str, str, str],
+        letters: str,
     ) -> Array:
-        """Launches `body`. `operands` are the two that stream through VMEM, and what the product is added to."""
+        """Launches `body`. `operands` are the two that stream through VMEM, and what the product is added to.
+
+        `axes` are the letters of the operands and the result, `letters` those of the problem's rows, `a` and `b`.
+        """
         lhs, rhs, existing = operands
         p, tile = self.problem, "x".join(map(str, self.tile))
         out = jax.ShapeDtypeStruct(shape, p.dtypes[2], manual_axis_type=ManualAxisType())
-        flops = 2 * p.rows * p.a * p.b * (p.groups if p.kind == "batched" else shape[0])
+        # A sum over batch elements multiplies each of them, whatever is left of the axis in the result.
+        flops = 2 * p.rows * p.a * p.b * (p.groups if p.kind == "batched" else max(shape[0], p.elements))
+        num_groups = shape[1] if p.kind == "batched" else p.groups
         moved = sum(x.size * x.dtype.itemsize for x in (lhs, rhs, existing, out) if x is not None)
         scalars = jax.tree.leaves(visits)
         with jax.named_scope(f"ragged_{name}"):
@@ -154,7 +161,7 @@ class Launch:
                 device=self.target.device or tpu_tiling.DEFAULT_DEVICE,
                 name=f"{name}_{tile}",
                 cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=moved, transcendentals=0),
-                metadata={"tiling": tile, "dtypes": " ".join(jnp.dtype(d).name for d in p.dtypes)},
+                metadata=kernel_metadata(axes, dict(zip(letters, self.tile, strict=True)), p.dtypes, num_groups),
             )(visits, lhs, rhs, existing, *(s and s.values for s in self.scales))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import Array
+from jax.experimental.xla_metadata import set_xla_metadata
 from jaxlib import gpu_triton
 from jaxlib.plugin_support import import_from_plugin
 
@@ -95,14 +96,19 @@ def call(
     out: jax.ShapeDtypeStruct,
     static: dict[str, Any],
     *,
+    existing: Array | None,
     grid: tuple[int, int],
     config: Config,
     name: str,
+    metadata: dict[str, str],
     cost: dict[str, int],
     chip: Chip,
     interpret: bool,
 ) -> Array:
-    """The kernel's result. `arrays` and `static` are its parameters by name, `out` is the last one."""
+    """The kernel's result. `arrays` and `static` are its parameters by name, `out` is one more.
+
+    `existing` is what `out` holds before, if anything: the kernel adds to it, in place.
+    """
     import triton.language as tl
 
     from ragged.kernels.triton_kernel import grouped_product
@@ -116,25 +122,32 @@ def call(
     if interpret:
         from ragged.kernels import triton_interpreter
 
-        def run(*values: Any) -> np.ndarray:
-            result = np.empty(out.shape, out.dtype)
+        def run(existing: Any, *values: Any) -> np.ndarray:
+            result = np.empty(out.shape, out.dtype) if existing is None else np.array(existing)
             operands = {key: np.ascontiguousarray(x) for key, x in zip(present, values, strict=True)}
-            triton_interpreter.run(grouped_product, grid, {**operands, **absent, "out": result, **static}, {"out"})
+            arguments = {**operands, **absent, "out": result, **static}
+            outputs, updated = (["out"], []) if existing is None else ([], ["out"])
+            triton_interpreter.run(grouped_product, grid, arguments, outputs, updated)
             return result
 
-        return jax.pure_callback(run, out, *present.values(), vmap_method="sequential")
-    return load().triton_call(
-        **present,
-        **absent,
-        **static,
-        kernel=grouped_product,
-        out_type=out,
-        grid=grid,
-        name=name,
-        num_warps=config.warps,
-        num_stages=config.stages,
-        compute_capability=chip.capability,
-        backend_options=backend_options(),
-        serialized_metadata=json.dumps({"tile": config.tile}).encode(),
-        cost_estimate=cost,
-    )
+        return jax.pure_callback(run, out, existing, *present.values(), vmap_method="sequential")
+    # A ref is what jax-triton writes in place. XLA copies the array first if anything else needs it.
+    ref = None if existing is None else jax.new_ref(existing)
+    with set_xla_metadata(kernel_metadata=json.dumps(metadata)):
+        result = load().triton_call(
+            **present,
+            **absent,
+            **static,
+            **({} if ref is None else {"out": ref}),
+            kernel=grouped_product,
+            out_type=out if ref is None else (),
+            grid=grid,
+            name=name,
+            num_warps=config.warps,
+            num_stages=config.stages,
+            compute_capability=chip.capability,
+            backend_options=backend_options(),
+            serialized_metadata=metadata["xprof_metadata"].encode(),
+            cost_estimate=cost,
+        )
+    return result if ref is None else jax.freeze(ref)

@@ -21,6 +21,7 @@ from ragged.kernels import (
     Refused,
     Scales,
     Target,
+    kernel_metadata,
     lacking,
     precision_name,
     triton_call,
@@ -366,7 +367,6 @@ def _product(
         "b": b.array,
         **{f"sizes_{name}": sizes.get(letter) for name, letter in (("r", r), ("c", c), ("k", k))},
         "offset": offset,
-        "existing": None if existing is None else existing.astype(stored),
         "a_scales": None if a.scales is None else a.scales.values.astype(jnp.float32),
         "b_scales": None if b.scales is None else b.scales.values.astype(jnp.float32),
     }
@@ -392,6 +392,7 @@ def _product(
         "COMMON": dot.dtype if dot.cast else None,
         "ACCUMULATOR": dot.accumulator,
         "PRECISION": dot.precision,
+        "ADDS": existing is not None,
         "LONGEST": min(_LONGEST_FP8_SUM, config.k) if dot.is_fp8 else 0,
     }
 
@@ -401,15 +402,19 @@ def _product(
     programs = max(1, chip.multiprocessors * triton_tiling.resident(problem, config, chip) // elements)
     tile = dict(zip((r, c, k), config.tile, strict=True))
     products = elements * summed * (1 if sizes else held) * math.prod(extent.values())
-    moved = [x.size * x.dtype.itemsize for x in (*arrays.values(), out) if x is not None]
+    existing = None if existing is None else existing.astype(stored).reshape(out.shape)
+    dtypes = (a.array.dtype, b.array.dtype, stored)
+    moved = [x.size * x.dtype.itemsize for x in (*arrays.values(), existing, out) if x is not None]
     with jax.named_scope(f"ragged_{name}"):
         return triton_call.call(
             arrays,
             out,
             static,
+            existing=existing,
             grid=(min(tiles, programs), elements),
             config=config,
             name=f"{name}_{tile['m']}x{tile['k']}x{tile['n']}",
+            metadata=kernel_metadata((a.letters, b.letters, out_letters), tile, dtypes, held),
             cost={"flops": 2 * products // num_groups ** max(len(sizes) - 1, 0), "bytes_accessed": sum(moved)},
             chip=chip,
             interpret=bool(target.interpret),

@@ -44,12 +44,18 @@ _DTYPES = {ty: dtype for dtype, ty in _TYPES.items()}
 _lock = threading.RLock()
 
 
-def run(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], outputs: Collection[str]) -> None:
+def run(
+    kernel: Any,
+    grid: tuple[int, ...],
+    arguments: Mapping[str, Any],
+    outputs: Collection[str],
+    updated: Collection[str] = (),
+) -> None:
     """Runs a `@triton.jit` function on NumPy arrays, in place.
 
     The programs of the grid run one after another. `tl.dot` multiplies exactly what it is given and accumulates in
     float32 (int32 for integers), whatever its `input_precision`. What a GPU leaves undefined is NaN (integers: bytes of
-    0x55): the outputs beforehand, and what a load without `other` gives where it is masked off.
+    0x55): `outputs` beforehand, and what a load without `other` gives where it is masked off.
 
     **Arguments:**
 
@@ -57,16 +63,18 @@ def run(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], output
     - `grid`: one to three extents.
     - `arguments`: from each parameter's name to a contiguous array (the kernel gets a pointer to its first element),
       None, a number, or, for a `tl.constexpr`, any value. float8_e8m0fnu comes as uint8.
-    - `outputs`: the names of the arrays that the kernel writes.
+    - `outputs`: the names of the arrays that the kernel writes and doesn't read.
+    - `updated`: of those that it reads and writes.
 
     **Raises:** `IndexError` if a lane that isn't masked off loads from outside of the array that its pointer was
-    computed from, or stores outside of one of `outputs`, or if a tensor descriptor reaches outside of its array.
+    computed from, or stores outside of one that it writes, or if a tensor descriptor reaches outside of its array.
     `ValueError` if an array isn't contiguous, or an output isn't one. `AssertionError` if what `tl.assume`,
     `tl.static_assert` or, of a scalar, `tl.multiple_of` says isn't so. What NumPy would warn of, such as overflow, is
     ignored.
     """
     arrays = {name: value for name, value in arguments.items() if isinstance(value, np.ndarray)}
-    if missing := set(outputs) - set(arrays):
+    written = {*outputs, *updated}
+    if missing := written - set(arrays):
         raise ValueError(f"`{kernel.__name__}`: no array is given for the outputs {sorted(missing)}.")
     for name, array in arrays.items():
         if not array.flags.c_contiguous:
@@ -80,7 +88,7 @@ def run(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], output
         for i, (name, array) in enumerate(arrays.items()):
             ty = tl.pointer_type(_TYPES[array.dtype])
             values[name] = _Tensor(upstream.TensorHandle(np.array([(i + 1) * _SPACING], np.uint64), ty), ty)
-        _BUILDER.name, _BUILDER.arrays, _BUILDER.outputs = kernel.__name__, list(arrays.items()), set(outputs)
+        _BUILDER.name, _BUILDER.arrays, _BUILDER.outputs = kernel.__name__, list(arrays.items()), written
         _BUILDER.set_grid_dim(*extents)
         program = _interpreted(kernel)
         for index in itertools.product(*map(range, extents)):

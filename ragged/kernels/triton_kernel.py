@@ -1,6 +1,6 @@
 """The one Triton kernel under every grouped product on a GPU.
 
-    out[i][r, c] = existing[i][r, c] + sum_k a[i][r, k] * b[i][c, k]
+    out[i][r, c] = sum_k a[i][r, k] * b[i][c, k]        plus what it holds already, if it `ADDS`
 
 `r` and `c` are the axes of the result as it is stored, `k` is contracted; each may be ragged. A group of an operand is
 a place in its buffer and two strides, so the eight layouts are one: an operand is stored with its kept axis first or
@@ -41,7 +41,6 @@ def grouped_product(
     sizes_c,
     sizes_k,
     offset,  # () int32, or None: the first of the groups that the uniform term holds
-    existing,  # like `out`, or None
     a_scales,  # float32, or None
     b_scales,
     out,
@@ -70,6 +69,7 @@ def grouped_product(
     LONGEST: tl.constexpr,  # how long a sum 8-bit tensor cores may keep in their few bits
     A_TMA: tl.constexpr,  # how many matrices `a` has, if a descriptor loads its whole tiles; else 0
     B_TMA: tl.constexpr,
+    ADDS: tl.constexpr,  # whether `out` holds what the product is added to
 ):
     R: tl.constexpr = OUT_EXTENTS[0]
     C: tl.constexpr = OUT_EXTENTS[1]
@@ -198,8 +198,8 @@ def grouped_product(
         place += (out_row + r).to(tl.int64) * OUT_STRIDES[2]
         place += tl.arange(0, TILE_R)[:, None] * OUT_STRIDES[2] + in_c[None, :]
         mask = (in_r < out_rows)[:, None] & (in_c < C)[None, :]
-        if existing is not None:
-            old = tl.load(existing + place, mask=mask, other=0.0)
+        if ADDS:
+            old = tl.load(out + place, mask=mask, other=0.0)
             total = total.to(tl.float32) + old if old.dtype.is_floating() else total + old.to(total.dtype)
         tl.store(out + place, total.to(out.dtype.element_ty), mask=mask)
 
