@@ -1,4 +1,4 @@
-"""`buffered_pallas_call` by itself, and what a launch tells the compiler and the profiler."""
+"""`buffered_pallas_call` by itself, and how a launch names its kernel."""
 
 from typing import Any
 
@@ -9,7 +9,6 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-import ragged
 from ragged.kernels.pipeline import buffered_pallas_call
 
 
@@ -83,8 +82,8 @@ def pallas_calls(jaxpr: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("transpose_rhs", [False, True])
-def test_what_the_compiler_and_the_profiler_are_told(transpose_rhs: bool) -> None:
-    """K27, K28, K29, K30: cost, a name with tile and transposition, a scope, dtypes and tiling as metadata."""
+def test_names(transpose_rhs: bool) -> None:
+    """K28, K29: a name with tile and transposition, a scope."""
     from ragged.kernels import Target, pallas_tpu
 
     lhs, sizes = jnp.ones((256, 384), jnp.bfloat16), jnp.array([100, 50], jnp.int32)
@@ -103,10 +102,4 @@ def test_what_the_compiler_and_the_profiler_are_told(transpose_rhs: bool) -> Non
 
     (call,) = pallas_calls(jax.make_jaxpr(product)(lhs, rhs, sizes).jaxpr)
     assert call.params["name"] == f"grouped_matmul{'_transposed' if transpose_rhs else ''}_64x128x128"
-    cost = call.params["cost_estimate"]
-    assert cost.flops == 2 * 256 * 384 * 128
-    assert cost.bytes_accessed == 2 * (256 * 384 + 2 * 384 * 128 + 256 * 128)
-    assert dict(call.params["metadata"]) == {"tiling": "64x128x128", "dtypes": "bfloat16 bfloat16 bfloat16"}
     assert "ragged_grouped_matmul" in str(call.source_info.name_stack)
-    text = jax.jit(lambda *x: ragged.grouped_matmul(*x)).trace(lhs, rhs.mT if transpose_rhs else rhs, sizes)
-    assert "kernel_metadata" in text.lower(lowering_platforms=("tpu",)).as_text()
