@@ -51,7 +51,16 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 with install_import_hook("ragged", "beartype.beartype"):
     import ragged  # noqa: F401
 
+from .races import no_races  # noqa: E402
+
 MAPS = Path("/proc/self/maps")
+
+
+@pytest.fixture(autouse=True)
+def races() -> Iterator[None]:
+    """No interpreted kernel of any test has a race, if the interpreter looks for them."""
+    with no_races():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -1,10 +1,13 @@
 """The TPU kernels' bodies, run on the CPU by both of Pallas's interpreters, against the float64 oracle.
 
-`True` finds memory that nobody wrote; `InterpretParams` finds reads out of bounds, and races between two cores.
+`True` finds memory that nobody wrote; `InterpretParams` finds reads out of bounds too, and races between two cores,
+which fail any test: see `conftest`.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -17,10 +20,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 import ragged
 from ragged import GroupedTensor
-from ragged.kernels import schedule
+from ragged.kernels import pallas_tpu, schedule, tpu_launch
 
 from . import cases, oracle
 from .cases import NAMES, SPREADS, TOLERANCE
+from .races import no_races
 from .test_matmul import check
 
 TWO_CORES = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
@@ -31,6 +35,45 @@ def matmul(lhs: Any, rhs: Any, interpret: Any = True, **options: Any) -> Grouped
     return jax.jit(lambda lhs, rhs: ragged.matmul(lhs, rhs, backend="pallas_tpu", interpret=interpret, **options))(
         lhs, rhs
     )
+
+
+def contraction(layout: str, interpret: Any) -> None:
+    """A product whose contracted letter has a whole tile and a partial one, against the oracle."""
+    case = cases.make(layout, g=1, capacity=32, uniform=(8, 150, 20))
+    check(case, matmul(case.lhs, case.rhs, interpret, tiling=(128 if layout == "batched" else 32, 128, 128)))
+
+
+def test_a_race_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grid that lets two cores share the steps of a contraction, which add up, fails; as it is, it doesn't."""
+    printed = {"on_race": "warn"} if "on_race" in TWO_CORES.__dataclass_fields__ else {}
+    interpret = dataclasses.replace(TWO_CORES, **printed)
+    with no_races():
+        contraction("batched", interpret)
+    call = tpu_launch.buffered_pallas_call
+    racy = {"dimension_semantics": ("parallel",) * 5}
+    monkeypatch.setattr(tpu_launch, "buffered_pallas_call", lambda *x, **options: call(*x, **options | racy))
+    with pytest.raises(AssertionError, match="a kernel has a race"), no_races(), suppress(AssertionError):
+        contraction("batched", interpret)  # its result may be right or wrong
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_nobody_wrote_is_found(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """K20: without its mask, a partial tile brings in what lies past the buffer's end, which is NaN."""
+    monkeypatch.setattr(pallas_tpu, "select_first", lambda x, count, axis: x)
+    with pytest.raises(AssertionError, match="largest error nan"):
+        contraction("forward", MODES[mode])
+
+
+def test_a_read_out_of_bounds_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A schedule that names a tile beyond the last."""
+    visits = schedule.row_visits
+
+    def beyond(*args: Any) -> schedule.Visits:
+        return visits(*args)._replace(tile=visits(*args).tile + 3)
+
+    monkeypatch.setattr(schedule, "row_visits", beyond)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="IndexError"):
+        contraction("forward", TWO_CORES)
 
 
 @pytest.mark.parametrize("mode", MODES)

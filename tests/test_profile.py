@@ -35,24 +35,25 @@ def told(platform: str, function: Callable[..., Any], *avals: Any) -> list[Told]
         lowered = gpu.lower_for("NVIDIA H200", function, *avals)
     else:
         lowered = jax.jit(function).trace(*avals).lower(lowering_platforms=("tpu",))
-    found = []
+    calls, found = [], []
 
     def visit(operation: Any) -> Any:
-        if operation.name != "stablehlo.custom_call":
-            return ir.WalkResult.ADVANCE
-        given, name = operation.attributes, operation.attributes["call_target_name"].value
+        if operation.name == "stablehlo.custom_call":
+            calls.append((operation.attributes["call_target_name"].value, operation.attributes))
+        return ir.WalkResult.ADVANCE
+
+    module = lowered.compiler_ir("stablehlo")
+    module.operation.walk(visit)
+    for name, given in calls:
         if name == "tpu_custom_call":
             cost = json.loads(given["backend_config"].value)["custom_call_config"]["cost_estimate"]
         elif name == "triton_kernel_call_ffi":
             cost = json.loads(given["mhlo.backend_config"]["cost_estimate_json"].value)
         else:
-            return ir.WalkResult.ADVANCE
+            continue
         # XLA's profiler looks for this key of this attribute, and finds JSON in JSON.
         shown = json.loads(given["mhlo.frontend_attributes"]["kernel_metadata"].value)["xprof_metadata"]
         found.append(Told(json.loads(shown), int(cost["flops"]), int(cost["bytes_accessed"])))
-        return ir.WalkResult.ADVANCE
-
-    lowered.compiler_ir("stablehlo").operation.walk(visit)
     return found
 
 
