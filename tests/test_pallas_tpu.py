@@ -220,13 +220,33 @@ def test_executed_visits_are_those_of_the_schedule() -> None:
 
     interpret = pltpu.InterpretParams(grid_point_recorder=record)
     lhs, rhs = jnp.ones((512, 128)), jnp.ones((16, 128, 128))
+    product = jax.jit(lambda dims: matmul(GroupedTensor(lhs, dims), rhs, interpret, tiling=(64, 128, 128)))
     for sizes in ([512, *[0] * 15], [0] * 16, [1] * 16, [100, 0, 0, 200, *[1] * 12]):
         dims = jnp.array(sizes, jnp.int32)
         visited.clear()
-        jax.block_until_ready(matmul(GroupedTensor(lhs, dims), rhs, interpret, tiling=(64, 128, 128)))
+        jax.block_until_ready(product(dims))
         _, in_groups = schedule.make_group_metadata(group_sizes=dims, m=512, tm=64)
         untouched = 512 // 64 - -(-sum(sizes) // 64)  # tiles of nothing but tail are written once, as zeros
         assert len(set(visited)) == int(in_groups) + untouched
+
+
+def test_executed_visits_of_a_wgrad() -> None:
+    """K25: each tile of rows once for each group in it, and an empty group once, for its zeros; the tail never."""
+    visited: list[tuple[int, ...]] = []
+
+    def record(token: Any, point: Any, core: Any) -> Any:
+        visited.append(tuple(map(int, point)))
+        return token
+
+    interpret, tiling = pltpu.InterpretParams(grid_point_recorder=record), (128, 32, 128)
+    x = jnp.ones((256, 128))
+    wgrad = jax.jit(lambda dims: matmul(GroupedTensor(x, dims).mT, GroupedTensor(x, dims), interpret, tiling=tiling))
+    for sizes in ([256, *[0] * 7], [0] * 8, [1] * 8, [50, 0, 0, 100, *[1] * 4]):
+        visited.clear()
+        jax.block_until_ready(wgrad(jnp.array(sizes, jnp.int32)))
+        ends = np.cumsum(sizes)
+        tiles = [-(-end // 32) - (end - size) // 32 if size else 1 for size, end in zip(sizes, ends, strict=True)]
+        assert len(set(visited)) == sum(tiles)
 
 
 def test_executed_visits_of_two_ragged_letters() -> None:

@@ -23,6 +23,11 @@ from .test_pallas_tpu import check_gradients
 
 gpu.needs_triton()
 
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+
+from ragged.kernels import triton_interpreter, triton_kernel  # noqa: E402
+
 
 def matmul(lhs: Any, rhs: Any, **options: Any) -> GroupedTensor:
     return jax.jit(lambda lhs, rhs: ragged.matmul(lhs, rhs, backend="triton_gpu", interpret=True, **options))(lhs, rhs)
@@ -38,6 +43,61 @@ def test_every_layout_and_spread(layout: str, dtype: str) -> None:
         )
         wide = jnp.float32 if dtype.startswith("float8") else None
         check(case, matmul(case.lhs, case.rhs, tiling=None if seed % 2 else (32, 16, 64), preferred_element_type=wide))
+
+
+@triton.jit
+def load_all(pointers, inside, rest, EDGE: tl.constexpr):
+    """In place of a load that masks what lies beyond the buffer."""
+    return tl.load(pointers)
+
+
+@triton.jit
+def fit_fewer(start, size, CAPACITY: tl.constexpr):
+    """In place of what says how many rows a group has in a buffer: one fewer."""
+    return start.to(tl.int32), tl.maximum(size, 1) - 1
+
+
+@pytest.mark.parametrize(
+    "function, wrong, error, text",
+    [
+        ("_load", load_all, jax.errors.JaxRuntimeError, "`grouped_product` loads element"),
+        ("_fit", fit_fewer, AssertionError, "largest error nan"),
+    ],
+)
+def test_memory_is_watched(function: str, wrong: Any, error: Any, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What strays from an array is found, and so is what of the result nobody wrote."""
+    case = cases.make("forward", g=2, slack=False, capacity=32, uniform=(8, 50, 20))
+    check(case, matmul(case.lhs, case.rhs, tiling=(16, 16, 16)))
+    monkeypatch.setattr(triton_kernel, function, wrong)
+    with pytest.raises(error, match=text):
+        check(case, matmul(case.lhs, case.rhs, tiling=(16, 16, 16)))
+
+
+def test_executed_visits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """K25: a forward's tiles are as many as the run-time sizes make, and a wgrad's steps; a gap has none."""
+    stored, multiplied = [], []
+    builder = triton_interpreter._Builder
+    store, dot = builder.create_masked_store, builder.create_dot
+    monkeypatch.setattr(builder, "create_masked_store", lambda *x, **y: stored.append(1) or store(*x, **y))
+    monkeypatch.setattr(builder, "create_dot", lambda *x, **y: multiplied.append(1) or dot(*x, **y))
+    rows, tile = 128, 16
+    x, dy = jnp.ones((rows, 32)), jnp.ones((rows, 32))  # two tiles of each of these columns
+    w = jnp.ones((8, 32, 32))
+
+    def tiles(size: int) -> int:
+        return -(-size // tile)
+
+    for sizes in ([128, *[0] * 7], [0] * 8, [1] * 8, [50, 0, 0, 40, 1, 1, 1, 1]):
+        dims = jnp.array(sizes, jnp.int32)
+        in_groups = sum(map(tiles, sizes))
+        stored.clear(), multiplied.clear()
+        jax.block_until_ready(matmul(GroupedTensor(x, dims), w, tiling=(tile, 16, 16)))
+        assert len(stored) == 2 * (in_groups + tiles(rows - sum(sizes)))
+        assert len(multiplied) == 2 * 2 * in_groups
+        stored.clear(), multiplied.clear()
+        jax.block_until_ready(matmul(GroupedTensor(x, dims).mT, GroupedTensor(dy, dims), tiling=(16, tile, 16)))
+        assert len(stored) == 2 * 2 * len(sizes)
+        assert len(multiplied) == 2 * 2 * in_groups
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
