@@ -87,8 +87,8 @@ def test_compiles(chip: str, layout: str, shape: Shape, dtype: str) -> None:
 SHAPES = (8192, 4096, 14336, 8), (65536, 2048, 1408, 64), (64, 4096, 14336, 8)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_what_is_measured(shape: Shape) -> None:
+@pytest.mark.parametrize("chip, shape", [*((H200, shape) for shape in SHAPES), (A100, SHAPES[2])], ids=str)
+def test_what_is_measured(chip: str, shape: Shape) -> None:
     """O3: the shapes of the benchmark, forward, dgrad and wgrad in bfloat16: no spills, nothing serialised."""
     rows, k, n, groups = shape
 
@@ -98,8 +98,9 @@ def test_what_is_measured(shape: Shape) -> None:
 
     avals = (Aval(dims, jnp.bfloat16) for dims in ((rows, k), (groups, k, n), (rows, n)))
     x, w, dy = avals
-    for kernel in gpu.compile_for(H200, train, x, w, Aval((groups,), jnp.int32), dy):
-        assert kernel.spill_bytes == 0 and kernel.sass_counts["UTMALDG"] and not kernel.remarks
+    for kernel in gpu.compile_for(chip, train, x, w, Aval((groups,), jnp.int32), dy):
+        assert kernel.spill_bytes == 0 and not kernel.remarks
+        assert kernel.sass_counts["UTMALDG"] or chip == A100
         assert kernel.sass_counts["HGMMA"] or rows == 64
 
 

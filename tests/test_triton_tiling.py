@@ -47,6 +47,12 @@ def test_few_rows_get_flat_tiles_and_many_get_square_ones() -> None:
     assert choose(problem(1024, 14336, 4096, wide=True), H200).tile[:2] in ((128, 128), (64, 256))
 
 
+def test_what_memory_bounds_is_not_cut_small() -> None:
+    """O3: where every tile waits for the weights, those that are done in fewer and fuller rounds."""
+    for extents in ((8, 14336, 4096), (8, 4096, 14336)):
+        assert choose(problem(*extents)._replace(by_thread=True), A100).c >= 64
+
+
 def test_a_tile_that_is_asked_for_is_halved_until_it_fits() -> None:
     """K7: along its longest side; the contracted one of 8-bit operands is never below what tensor cores take."""
     assert fit(problem(512, 512, 512), (128, 64, 64), H200).tile == (128, 64, 64)

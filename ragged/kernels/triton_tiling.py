@@ -2,6 +2,7 @@
 for."""
 
 import itertools
+import math
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -181,8 +182,11 @@ _L2 = 5.5e12
 """Bytes a second that an H100's second-level cache serves; other chips' in proportion to their multiprocessors."""
 
 
-def _seconds(p: Problem, config: Config, on: Chip) -> float:
-    """What the model says a configuration takes: rounds of tiles, of which each has a price, or the bytes of memory."""
+def _seconds(p: Problem, config: Config, on: Chip) -> tuple[float, float]:
+    """What the model says a configuration takes: rounds of tiles, of which each has a price, or the bytes of memory.
+
+    Where the bytes take longer than many of them, the second number decides: when the last whole round is over.
+    """
     # Sizes are even by the model; they rarely are, so half a tile more.
     rows = max(1.0, p.r / config.r + (0.5 if p.r > config.r else 0.0))
     tiles = p.groups * rows * -(-p.c // config.c)
@@ -195,4 +199,4 @@ def _seconds(p: Problem, config: Config, on: Chip) -> float:
     rounds = max(1.0, tiles / per_chip)
     busy = rounds * tile * per_chip / on.multiprocessors if tiles > on.multiprocessors else tile
     moved = p.groups * ((p.r + p.c) * p.k * p.itemsize + p.r * p.c * p.result)
-    return max(busy, moved / on.bandwidth)
+    return max(busy, moved / on.bandwidth), math.ceil(rounds) * tile
