@@ -16,6 +16,7 @@ from jax import Array
 from jax.core import Tracer
 from jaxtyping import Shaped
 
+from ragged._mesh import refuse_explicit
 from ragged.kernels.xla import accumulator_dtype
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class Arithmetic(eqx.Module):
 
         **Raises:** `ValueError` if the result's rank or its extent along a ragged axis is another.
         """
+        refuse_explicit("GroupedTensor.map", x=self)
         x = _tensor(self)
         out = jnp.asarray(fn(self._filled(1)))
         kept = [axis for axis, is_ragged in ((-2, x.ragged[0]), (-1, x.ragged[1])) if is_ragged] or [-3]
@@ -87,6 +89,7 @@ class Arithmetic(eqx.Module):
         return data if x.packed_axis is None else jnp.where(x.mask, data, jnp.asarray(value, data.dtype))
 
     def _combine(self, other: Any, fn: Callable[[Any, Any], Array], symbol: str) -> Any:
+        refuse_explicit(f"GroupedTensor {symbol}", x=self, other=other)
         x = _tensor(self)
         if isinstance(other, per_group | per_row):
             other = _spread(x, other)
@@ -142,10 +145,12 @@ class Arithmetic(eqx.Module):
 
         Along the packed axis it adds row to row, in float32: the error grows with a group's rows.
         """
+        refuse_explicit("GroupedTensor.sum", x=self)
         return self._reduce(axis, jax.ops.segment_sum, jnp.sum, 0, empty)
 
     def mean(self, axis: int | None = None, *, empty: Any = 0) -> Shaped[Array, "..."]:
         """Mean of each group. Arguments as for `sum`."""
+        refuse_explicit("GroupedTensor.mean", x=self)
         x = _tensor(self)
         x.require_plain()
         dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.dtype(jnp.float32)
@@ -157,6 +162,7 @@ class Arithmetic(eqx.Module):
     def max(self, axis: int | None = None, *, empty: Any = None) -> Shaped[Array, "..."]:
         """Largest element of each group. Arguments as for `sum`; `empty` is the lowest value of the dtype by
         default."""
+        refuse_explicit("GroupedTensor.max", x=self)
         dtype = _tensor(self).dtype
         if jnp.issubdtype(dtype, jnp.bool_):
             lowest = False
@@ -202,6 +208,7 @@ class Arithmetic(eqx.Module):
 
         A row without columns, and the tail, are zero.
         """
+        refuse_explicit("GroupedTensor.softmax", x=self)
         x = _tensor(self)
         if x.kind == "uniform" or x.kind == "ragged rows":
             return x.map(lambda data: jax.nn.softmax(data, axis=-1))

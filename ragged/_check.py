@@ -10,7 +10,9 @@ from jax import Array
 from jax.experimental.pallas.tpu import InterpretParams
 
 from ragged._lowering import Call, Options, check_backend, illegal_tiling
+from ragged._mesh import refuse_explicit
 from ragged._tensor import GroupedTensor, describe, is_arraylike
+from ragged.kernels.schedule import as_int32
 from ragged.kernels.xla import accumulator_dtype, promote
 
 Tiling = tuple[int, int, int] | Callable[[int, int, int], tuple[int, int, int] | None] | None
@@ -25,6 +27,10 @@ class Site(NamedTuple):
     def fail(self, error: type[Exception], problem: str, mend: str) -> NoReturn:
         got = ", ".join(f"{name}={describe(x)}" for name, x in self.operands.items())
         raise error(f"`{self.call}`: {problem}\nGot {got}.\n{mend}")
+
+    def refuse_explicit(self, **more: Any) -> None:
+        """Raises if an operand, or one of `more`, is sharded over a mesh axis of type `Explicit`."""
+        refuse_explicit(self.call, **self.operands, **more)
 
     def also(self, **operands: Any) -> "Site":
         return self._replace(operands=self.operands | operands)
@@ -111,8 +117,11 @@ def check_offset(site: Site, group_offset: Any) -> Array | None:
     if group_offset is None:
         return None
     site = site.also(group_offset=group_offset)
+    if isinstance(group_offset, int) and not isinstance(group_offset, bool):
+        return as_int32(group_offset)
     try:
-        offset = jnp.asarray(group_offset)
+        offset = np.asarray(group_offset) if isinstance(group_offset, np.generic) else group_offset
+        offset = offset if is_arraylike(offset) else jnp.asarray(offset)
     except TypeError:
         site.fail(TypeError, "`group_offset` is not a number.", "Pass `jnp.int32(first)`.")
     if offset.ndim != 0:
@@ -123,9 +132,7 @@ def check_offset(site: Site, group_offset: Any) -> Array | None:
         )
     if not jnp.issubdtype(offset.dtype, jnp.integer):
         site.fail(TypeError, "`group_offset` must be an integer.", "Pass `jnp.int32(first)`.")
-    # Clipped before it is cast, so that it can't wrap around into range: both ends are far outside of it.
-    ends, own = jnp.iinfo(jnp.int32), jnp.iinfo(offset.dtype)
-    return jnp.clip(offset, max(ends.min, own.min), min(ends.max, own.max)).astype(jnp.int32)
+    return as_int32(offset)
 
 
 def check_existing(site: Site, existing: Any, shape: tuple[int, ...], dtype: Any) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from ragged._mesh import refuse_explicit
 from ragged._tensor import GroupedTensor, as_int32, describe
 from ragged.kernels import schedule
 
@@ -24,6 +25,7 @@ def concat(tensors: Iterable[GroupedTensor] | Any) -> GroupedTensor:
             f"`ragged.concat`: needs a sequence of tensors.\nGot [{', '.join(map(describe, tensors))}].\n"
             "Pass at least one `GroupedTensor`, in a list."
         )
+    refuse_explicit("ragged.concat", tensors=tensors)
     for tensor in tensors:
         tensor.require_plain()
     head = tensors[0]

@@ -47,6 +47,7 @@ def grouped_matmul(
     **Raises:** `ValueError` for shapes and options, `TypeError` for dtypes.
     """
     site = Site("ragged.grouped_matmul(lhs, rhs, group_sizes)", {"lhs": lhs, "rhs": rhs, "group_sizes": group_sizes})
+    site.refuse_explicit(existing_out=existing_out)
     _check_arrays(site, lhs, 2, rhs, 3, group_sizes, input_buffer_count)
     k_axis, n_axis = (2, 1) if transpose_rhs else (1, 2)
     m, k, n = lhs.shape[0], lhs.shape[1], rhs.shape[n_axis]
@@ -104,6 +105,7 @@ def transposed_grouped_matmul(
     site = Site(
         "ragged.transposed_grouped_matmul(lhs, rhs, group_sizes)", {"lhs": lhs, "rhs": rhs, "group_sizes": group_sizes}
     )
+    site.refuse_explicit(existing_out=existing_out)
     _check_arrays(site, lhs, 2, rhs, 2, group_sizes, input_buffer_count)
     (k, m), n = lhs.shape, rhs.shape[1]
     if rhs.shape[0] != m:

@@ -152,6 +152,7 @@ def plan_matmul(
 ) -> Plan:
     """Checks a call of `matmul`, and says what to bind. Arguments and errors are its."""
     site = Site("ragged.matmul(lhs, rhs)", {"lhs": lhs, "rhs": rhs})
+    site.refuse_explicit(existing_out=existing_out)
     lhs, rhs = _check.operand(site, "lhs", lhs), _check.operand(site, "rhs", rhs)
     layout = _infer(site, lhs, rhs)
     _check_extents(site, layout, lhs, rhs, group_offset)

@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ragged import _lowering
 from ragged._lowering import Call, Operands
+from ragged._mesh import refuse_explicit, vary_together
 from ragged.kernels import Target
 
 
@@ -40,29 +41,13 @@ def bind(operands: Operands, call: Call) -> Array:
     return ragged_matmul_p.bind(*vary_together(operands.flat()), call=call)
 
 
-def vary_together(args: Sequence[Any], like: Sequence[Any] = ()) -> list[Array]:
-    """`args` as arrays that all vary over the same mesh axes, as a `shard_map`'s operands must; `like`'s too."""
-    args = [jnp.asarray(x) for x in args]
-    varying = [jax.typeof(x).manual_axis_type.varying for x in args]
-    everywhere = frozenset().union(*varying, *(jax.typeof(x).manual_axis_type.varying for x in like))
-    return [
-        lax.pcast(x, tuple(sorted(everywhere - axes, key=str)), to="varying") if everywhere - axes else x
-        for x, axes in zip(args, varying, strict=True)
-    ]
-
-
 ragged_matmul_p = Primitive("ragged_matmul")
 
 
 @ragged_matmul_p.def_effectful_abstract_eval
 def _abstract_eval(*avals: Any, call: Call) -> tuple[Any, frozenset[Any]]:
-    if any(axis is not None for aval in avals for axis in aval.sharding.spec):
-        raise NotImplementedError(
-            "`ragged.matmul`: an operand is sharded over a mesh axis of type `Explicit`.\n"
-            f"Got {', '.join(map(str, avals))}.\n"
-            "Call it inside `jax.shard_map`, or make that mesh axis `Auto`."
-        )
     operands = unflatten(avals, call)
+    refuse_explicit("ragged.matmul", **operands._asdict())
     shape = (operands.batch_size(call), *call.shape) if call.out_batch else call.shape
     sharding = NamedSharding(avals[0].sharding.mesh, PartitionSpec(*[None] * len(shape)))
     out = avals[0].update(shape=shape, dtype=jnp.dtype(call.dtype), weak_type=False, sharding=sharding)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ragged._mesh import refuse_explicit
 from ragged._scaling import Scaling, not_differentiable
 from ragged._tensor import GroupedTensor, describe, is_arraylike
 
@@ -58,6 +59,7 @@ def quantize(
         assert jnp.max(jnp.abs(q.dequantize().data - w)) < 0.2
         ```
     """
+    refuse_explicit("ragged.quantize", x=x)
     tensor = _operand(x)
     if dtype is None or scaling is None:
         return tensor

@@ -21,7 +21,8 @@ from jaxtyping import Float
 
 from ragged import _lowering
 from ragged._lowering import Call, Operands
-from ragged._primitive import bind, check_cotangent, vary_together
+from ragged._mesh import vary_together
+from ragged._primitive import bind, check_cotangent
 from ragged._quantize import amax, cast, dtype_name, quantize, scale_of
 from ragged._scaling import NAMED, Scaling
 from ragged._tensor import GroupedTensor, describe, is_arraylike

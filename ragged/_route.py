@@ -16,8 +16,10 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int, Shaped
 
-from ragged._check import Site
+from ragged._check import Site, is_count
+from ragged._mesh import vary_together
 from ragged._tensor import GroupedTensor, is_arraylike, is_concrete
+from ragged.kernels.schedule import as_int32, count_up_to
 from ragged.kernels.xla import accumulator_dtype
 
 
@@ -55,6 +57,7 @@ class Route(eqx.Module):
         if x.ndim != 2 or x.shape[0] != tokens:
             problem = f"`x` must be [{tokens}, d], one row a token."
             site.fail(ValueError, problem, f"The route was made for {tokens} tokens.")
+        site.refuse_explicit(route=self)
         x = jnp.asarray(x)
         rows = jnp.broadcast_to(x[:, None], (tokens, self.top_k, x.shape[1])).reshape(tokens * self.top_k, x.shape[1])
         out = GroupedTensor(_permute(rows, self.order, self.place.reshape(-1)), first_dims=self.first_dims)
@@ -83,6 +86,7 @@ class Route(eqx.Module):
         if is_concrete(y.first_dims, self.first_dims) and not np.array_equal(y.first_dims, self.first_dims):
             problem = f"the sizes of `y` are not the route's, {np.asarray(self.first_dims).tolist()}."
             site.fail(ValueError, problem, "Pass what became of `route.dispatch(x)`.")
+        site.refuse_explicit(route=self)
         data = y._filled(0)
         wide = accumulator_dtype(data.dtype)
         rows = _permute(data, self.place.reshape(-1), self.order).astype(wide)
@@ -93,7 +97,7 @@ class Route(eqx.Module):
             if weights.shape != self.place.shape:
                 problem = f"`weights` must have shape {self.place.shape}, but has {weights.shape}."
                 site.fail(ValueError, problem, "It needs one weight for each of `group_ids`.")
-            held = self.place < jnp.sum(self.first_dims)
+            held = self.place < jnp.sum(self.first_dims, dtype=jnp.int32)
             weights = jnp.where(held, weights.astype(wide), jnp.zeros((), wide))
             rows = rows * weights.reshape(*rows.shape[:2], 1)
         return jnp.sum(rows, axis=1).astype(data.dtype)
@@ -132,15 +136,15 @@ def route(group_ids: Int[Array, "tokens *top_k"] | Any, num_groups: int | Any) -
     if group_ids.ndim not in (1, 2):
         problem = f"`group_ids` must be (tokens,) or [tokens, top_k], but has {group_ids.ndim} dims."
         site.fail(ValueError, problem, "Flatten the tokens' axes into one, those of `x` too.")
-    if not isinstance(num_groups, int | np.integer) or num_groups < 1:
+    if not is_count(num_groups) or num_groups > np.iinfo(np.int32).max:
         site.fail(ValueError, f"`num_groups` is {num_groups!r}.", "It must be a positive int, known when tracing.")
-    # Looked at in their own dtype, or int32 if that could not hold `num_groups`: a cast must not wrap into range.
-    ids = jnp.asarray(group_ids, jnp.int32 if group_ids.dtype.itemsize < 4 else None).reshape(-1)
-    ids = jnp.where((ids >= 0) & (ids < num_groups), ids, num_groups).astype(jnp.int32)
+    site.refuse_explicit()
+    ids = as_int32(group_ids).reshape(-1)
+    ids = jnp.where((ids >= 0) & (ids < num_groups), ids, num_groups)
     row = jnp.arange(ids.shape[0], dtype=jnp.int32)
     ids, order = lax.sort((ids, row), num_keys=1, is_stable=True)
     place = jnp.zeros_like(order).at[order].set(row, unique_indices=True, mode="promise_in_bounds")
-    offsets = jnp.searchsorted(ids, jnp.arange(num_groups + 1, dtype=jnp.int32)).astype(jnp.int32)
+    offsets = count_up_to(ids, jnp.arange(-1, num_groups, dtype=jnp.int32))
     return Route(order, place.reshape(group_ids.shape), jnp.diff(offsets))
 
 
@@ -151,9 +155,10 @@ def _permute(x: Shaped[Array, "rows d"], order: Int[Array, " rows"], inverse: In
     `result[inverse] = x`, a linear system whose matrix, a permutation, has its inverse for transpose. That holds under
     every transformation, forward mode included, which `jax.custom_vjp` lacks.
     """
-
     if not jnp.issubdtype(x.dtype, jnp.inexact):  # nothing to differentiate
         return x.at[order].get(mode="promise_in_bounds", unique_indices=True)
+
+    x, order, inverse = vary_together([x, order, inverse])
 
     def take(rows: Array, index: Array) -> Array:
         return rows.at[index].get(mode="promise_in_bounds", unique_indices=True)

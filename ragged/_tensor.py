@@ -11,7 +11,8 @@ With `first_dims=[3, 0, 2]` and a buffer of 6 rows and 2 columns:
     ? ?      tail               the tail may hold anything, and never matters
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import equinox as eqx
@@ -23,19 +24,16 @@ from jax.core import Tracer
 from jaxtyping import Bool, Int, Shaped
 
 from ragged._arithmetic import Arithmetic
+from ragged._mesh import refuse_explicit
 from ragged._scaling import Scaling, eight_bits_fixed, not_differentiable
 from ragged.kernels import Scales, schedule
+from ragged.kernels.schedule import as_int32
 from ragged.kernels.xla import spread
 
 
 def is_arraylike(x: Any) -> bool:
     """A JAX or NumPy array, traced or not."""
     return isinstance(x, jax.Array | np.ndarray)
-
-
-def as_int32(dims: Any) -> Array:
-    """Dims as int32. What uint32 holds beyond stays the largest int32: it doesn't wrap around."""
-    return jnp.minimum(jnp.asarray(dims), np.iinfo(np.int32).max).astype(jnp.int32)
 
 
 def is_concrete(*xs: Any) -> bool:
@@ -236,6 +234,7 @@ class GroupedTensor(Arithmetic):
         Never past the capacity, whatever the sizes are. `ValueError` for a uniform tensor.
         """
         self._require_packed("offsets")
+        refuse_explicit("GroupedTensor.offsets", first_dims=self.first_dims, last_dims=self.last_dims)
         return schedule.group_offsets(self.packed_dims, self.capacity)
 
     @property
@@ -247,6 +246,7 @@ class GroupedTensor(Arithmetic):
     @property
     def mask(self) -> Bool[Array, "..."]:
         """True where the buffer holds an element of a group. The buffer's shape."""
+        refuse_explicit("GroupedTensor.mask", first_dims=self.first_dims, last_dims=self.last_dims)
         if self.packed_axis is None:
             return jnp.ones(self.shape, bool)
         if self.packed_axis == -1:
@@ -335,6 +335,7 @@ class GroupedTensor(Arithmetic):
         """`data × scales` in float32, zeros in the tail. A tensor without scales is returned as it is."""
         if not self.is_quantized:
             return self
+        refuse_explicit("GroupedTensor.dequantize", x=self)
         data = eight_bits_fixed("GroupedTensor.dequantize", self.data)
         scales = not_differentiable("GroupedTensor.dequantize", self.element_scales())
         wide = data.astype(jnp.float32) * scales
@@ -356,7 +357,8 @@ class GroupedTensor(Arithmetic):
         tensor's dims is used, as any product of it is; `.data` alone drops it.
 
         **Raises:** `ValueError` naming the first bad group where the sizes are known; where they are traced, a run-time
-        error (through `equinox.error_if`) that names it too.
+        error (through `equinox.error_if`) that names it too. `NotImplementedError` for traced sizes in a
+        `jax.shard_map` over some of a mesh's axes only, where JAX has no run-time errors.
         """
         checked = {"first_dims": self.first_dims, "last_dims": self.last_dims}
         for name, axis in (("first_dims", -2), ("last_dims", -1)):
@@ -372,26 +374,23 @@ class GroupedTensor(Arithmetic):
                 if bad.size:
                     raise ValueError(self._bad_group(name, int(bad[0]), sizes, extent, packed))
             elif self.num_groups:
-                sizes = as_int32(dims)
+                refuse_explicit("GroupedTensor.validate", **{name: dims})
+                _check_run_time_errors()
                 # Capped sizes: their sum leaves the capacity before it can wrap around.
-                capped = jnp.clip(sizes, -1, extent + 1)
+                capped = jnp.clip(as_int32(dims), -1, extent + 1)
                 left = extent - (jnp.cumsum(capped) - capped) if packed else jnp.full_like(capped, extent)
                 bad = (capped < 0) | (capped > left)
-                messages = [self._bad_group(name, i, None, extent, packed) for i in range(self.num_groups)]
-                checked[name] = eqx.branched_error_if(dims, jnp.any(bad), jnp.argmax(bad), messages)
+                problems = _Problems(name, extent, packed, self.num_groups)
+                group = jnp.argmax(bad).astype(jnp.int32)
+                code = jnp.where(jnp.any(bad), problems.code(group, capped[group]), 0)
+                # Added to the dims, so that it can't be dropped; not made of them, as they may vary over mesh axes.
+                zero = eqx.branched_error_if(jnp.zeros((), dims.dtype), jnp.any(bad), code, problems)
+                checked[name] = dims + zero
         return self._with(**checked)
 
-    def _bad_group(self, name: str, group: int, sizes: np.ndarray | None, extent: int, packed: bool) -> str:
-        above = f"the sum of the sizes up to it is above the capacity of {extent}"
-        above = above if packed else f"it is above the buffer's extent of {extent}"
-        if sizes is None:
-            return f"`GroupedTensor.validate`: the size of group {group} in `{name}` is negative, or {above}."
-        problem = "is negative" if sizes[group] < 0 else f"is too large: {above}"
-        return (
-            f"`GroupedTensor.validate`: the size {sizes[group]} of group {group} in `{name}` {problem}.\n"
-            f"Got {name}={sizes.tolist()}.\n"
-            "Correct the sizes, or make the buffer larger."
-        )
+    def _bad_group(self, name: str, group: int, sizes: np.ndarray, extent: int, packed: bool) -> str:
+        problem = f"`GroupedTensor.validate`: {_problem(name, group, int(sizes[group]), extent, packed)}"
+        return f"{problem}\nGot {name}={sizes.tolist()}.\n{_VALIDATE_MEND}"
 
     def __len__(self) -> int:
         return self.num_groups
@@ -406,6 +405,7 @@ class GroupedTensor(Arithmetic):
         if not -self.num_groups <= index < self.num_groups:
             raise IndexError(f"`GroupedTensor[{index}]`: there are {self.num_groups} groups.")
         self.require_plain()
+        refuse_explicit(f"GroupedTensor[{index}]", x=self)
         index = index % self.num_groups
         if self.packed_axis is None:
             return self.data[index]
@@ -443,6 +443,7 @@ class GroupedTensor(Arithmetic):
 
         A group longer than `max_len` is cut off there. Where there is no element: `fill_value`.
         """
+        refuse_explicit("GroupedTensor.to_padded", x=self)
         axis = self._require_packed("to_padded")
         self.require_plain()
         if not isinstance(max_len, int | np.integer) or max_len < 0:
@@ -469,7 +470,8 @@ class GroupedTensor(Arithmetic):
         `capacity`: rows of the buffer; all of the padded rows by default. Sizes above `max_first` count as `max_first`,
         and what is past the capacity is cut off.
         """
-        padded, first_dims = jnp.asarray(padded), jnp.asarray(first_dims)
+        refuse_explicit("GroupedTensor.from_padded", padded=padded, first_dims=first_dims)
+        padded, first_dims = jnp.asarray(padded), first_dims if is_arraylike(first_dims) else jnp.asarray(first_dims)
         if padded.ndim != 3:
             raise ValueError(
                 f"`GroupedTensor.from_padded`: `padded` must be [g, max_first, last].\nGot padded={describe(padded)}."
@@ -489,7 +491,7 @@ class GroupedTensor(Arithmetic):
                 "`first_dims` needs one size per group, including empty groups."
             )
         capacity = g * longest if capacity is None else capacity
-        dims = jnp.clip(first_dims, 0, longest).astype(jnp.int32)
+        dims = jnp.clip(as_int32(first_dims), 0, longest)
         offsets = schedule.group_offsets(dims, capacity)
         ids = schedule.group_ids(offsets, capacity)
         place = jnp.arange(capacity, dtype=jnp.int32) - offsets[jnp.minimum(ids, g)]
@@ -513,6 +515,7 @@ class GroupedTensor(Arithmetic):
         if ragged not in ("first", "last", "both"):
             raise ValueError(f"`GroupedTensor.from_list`: `ragged` must be 'first', 'last' or 'both'. Got {ragged!r}.")
         given = list(groups) if isinstance(groups, Iterable) else [groups]
+        refuse_explicit("GroupedTensor.from_list", groups=given)
         sound = bool(given) and all(is_arraylike(a) and a.ndim == 2 for a in given)
         if not sound or len({a.dtype for a in given}) > 1:
             raise ValueError(
@@ -548,3 +551,52 @@ class GroupedTensor(Arithmetic):
     def _untransposed_mT(self) -> "GroupedTensor":
         """`mT` as a tensor whose own buffer is row-major."""
         return GroupedTensor(self.data.mT, self.last_dims, self.first_dims)
+
+
+_VALIDATE_MEND = "Correct the sizes, or make the buffer larger."
+
+
+def _problem(name: str, group: int, size: int, extent: int, packed: bool, most: int | None = None) -> str:
+    """What is wrong with the size of a group. A size of -1 or `most` may stand for any that is less, or more."""
+    above = f"the sum of the sizes up to it is above the capacity of {extent}"
+    above = above if packed else f"it is above the buffer's extent of {extent}"
+    problem = "is negative" if size < 0 else f"is too large: {above}"
+    said = {} if most is None else {-1: "size", most: f"size, {most} or more,"}
+    return f"the {said.get(size, f'size {size}')} of group {group} in `{name}` {problem}."
+
+
+@dataclass(frozen=True)
+class _Problems(Sequence[str]):
+    """The run-time messages of `validate`, made when asked for: one for each group and size, up to `most`."""
+
+    name: str
+    extent: int
+    packed: bool
+    groups: int
+
+    @property
+    def most(self) -> int:
+        """The largest size that is told apart from those above: what is beyond the buffer, or int32 codes."""
+        return max(min(self.extent + 1, np.iinfo(np.int32).max // self.groups - 2), 0)
+
+    def code(self, group: Array, size: Array) -> Array:
+        return group * (self.most + 2) + jnp.minimum(size, self.most) + 1
+
+    def __len__(self) -> int:
+        return self.groups * (self.most + 2)
+
+    def __getitem__(self, code: Any) -> str:
+        group, size = divmod(code, self.most + 2)
+        problem = _problem(self.name, group, size - 1, self.extent, self.packed, self.most)
+        return f"`GroupedTensor.validate`: {problem}\n{_VALIDATE_MEND}"
+
+
+def _check_run_time_errors() -> None:
+    """Raises a `NotImplementedError` where JAX has no callbacks, of which its run-time errors are made."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.manual_axes and set(mesh.manual_axes) != set(mesh.axis_names):
+        raise NotImplementedError(
+            "`GroupedTensor.validate`: JAX has no run-time errors in a `jax.shard_map` over some axes of a mesh only.\n"
+            f"Got axes {tuple(mesh.manual_axes)} of {mesh.axis_names}.\n"
+            "Validate outside of it, or map over all axes of the mesh."
+        )

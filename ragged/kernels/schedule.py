@@ -9,9 +9,22 @@ With sizes `[3, 5, 0, 4]` in a buffer of 16 rows and tiles of 4 rows:
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Int, Integer, Shaped
+
+
+def as_int32(x: Any) -> Int[Array, "..."]:
+    """Integers as int32. What that can't hold becomes its nearest end: it doesn't wrap around into range."""
+    if getattr(x, "dtype", None) == jnp.int32:
+        return jnp.asarray(x)
+    # Python's and NumPy's are clipped before JAX would wrap them around.
+    xp = jnp if isinstance(x, Array) else np
+    x = x if hasattr(x, "dtype") else np.int64(min(max(x, -(2**63)), 2**63 - 1))
+    ends, own = jnp.iinfo(jnp.int32), jnp.iinfo(x.dtype)
+    return jnp.asarray(xp.clip(x, max(ends.min, own.min), min(ends.max, own.max)).astype(jnp.int32))
 
 
 def group_offsets(group_sizes: Integer[Array, "*batch g"], capacity: int) -> Int[Array, "*batch g+1"]:
@@ -20,7 +33,7 @@ def group_offsets(group_sizes: Integer[Array, "*batch g"], capacity: int) -> Int
     Every entry lies in `[0, capacity]` and none is below the one before it, whatever the sizes are: a negative size
     counts as 0, and what would reach past the capacity is cut off there. Sound sizes are not changed by this.
     """
-    sizes = jnp.clip(group_sizes, 0, capacity).astype(jnp.int32)
+    sizes = jnp.clip(as_int32(group_sizes), 0, capacity)
     ends = jnp.cumsum(sizes, axis=-1, dtype=jnp.int32)
     # Sizes are at most the capacity, so a sum first leaves [0, capacity] before it can wrap around and come back.
     left = lax.cummax(((ends > capacity) | (ends < 0)).astype(jnp.int32), axis=sizes.ndim - 1)
@@ -30,7 +43,24 @@ def group_offsets(group_sizes: Integer[Array, "*batch g"], capacity: int) -> Int
 
 def group_ids(offsets: Int[Array, " g_plus_1"], capacity: int) -> Int[Array, " capacity"]:
     """The group of each row, int32; `g` in the tail."""
-    return jnp.searchsorted(offsets[1:], jnp.arange(capacity, dtype=jnp.int32), side="right").astype(jnp.int32)
+    # How many groups have ended by each row.
+    ended = jnp.zeros(capacity, jnp.int32).at[offsets[1:]].add(1, indices_are_sorted=True, mode="drop")
+    return jnp.cumsum(ended, dtype=jnp.int32)
+
+
+@jax.jit
+def count_up_to(values: Int[Array, " n"], bounds: Int[Array, " p"]) -> Int[Array, " p"]:
+    """How many of the sorted `values` are at most each bound: a binary search.
+
+    As `jnp.searchsorted(values, bounds, side="right")`, which fails in a `shard_map` over some axes of a mesh.
+    """
+    n = values.shape[0]
+    found = jnp.zeros(bounds.shape, jnp.int32)
+    for bit in reversed(range(n.bit_length())):
+        ahead = found + 2**bit
+        fits = values.at[jnp.minimum(ahead, n) - 1].get(mode="promise_in_bounds") <= bounds
+        found = jnp.where((ahead <= n) & fits, ahead, found)
+    return found
 
 
 def of_groups(values: Shaped[Array, "g *each"], ids: Int[Array, " rows"], fill: Any) -> Shaped[Array, "rows *each"]:
@@ -72,7 +102,7 @@ def segments(
     if group_offset is None and held == num_groups:
         return starts, ends
     # Clipped before it is added to, so that no offset can wrap around into range.
-    first = jnp.int32(0) if group_offset is None else jnp.clip(group_offset.astype(jnp.int32), -held, num_groups)
+    first = jnp.int32(0) if group_offset is None else jnp.clip(as_int32(group_offset), -held, num_groups)
     index = jnp.expand_dims(first, -1) + jnp.arange(held, dtype=jnp.int32).reshape((1,) * first.ndim + (held,))
     batch = (1,) * (max(index.ndim, starts.ndim) - 1)
     index, starts, ends = (x if x.ndim > len(batch) else x.reshape(*batch, x.shape[-1]) for x in (index, starts, ends))
@@ -126,7 +156,7 @@ def make_group_metadata(
     held = num_groups if num_nonzero_groups is None else num_nonzero_groups
     group = jnp.arange(num_groups, dtype=jnp.int32)
     # Clipped before it is subtracted from, so that it can't wrap around into range.
-    start_group = jnp.clip(jnp.asarray(start_group, jnp.int32), -held, num_groups)
+    start_group = jnp.clip(as_int32(start_group), -held, num_groups)
     visits = jnp.where((group >= start_group) & (group - start_group < held), visits, 0)
     # 3. Consecutive non-empty groups share at most one tile, so e >= 1 non-empty groups make at most tiles_m + e - 1
     #    visits; each of the g - e empty ones adds at most one; and if all are empty, g <= tiles_m + g - 1.
