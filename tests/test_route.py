@@ -109,6 +109,35 @@ def test_dtypes_come_back(dtype):
     np.testing.assert_array_equal(routing.combine(y).astype(jnp.float32), 8.0)
 
 
+@pytest.mark.parametrize("x64", [False, True])
+def test_ids_beyond_int32_are_no_group(x64):
+    """NumPy's int64 and uint64 don't wrap around into range, with or without JAX's."""
+    with jax.enable_x64(x64):
+        for ids in (np.array([2**32, 2**32 + 1, 1, -(2**32)]), np.array([2**64 - 1, 2**63, 1, 2**32], np.uint64)):
+            assert route(ids, 2).first_dims.tolist() == [0, 1]
+
+
+@cases
+def test_with_64_bits(ids):
+    """Weighted and not, float64 in and out, gradients too, where JAX's default integer is int64."""
+    with jax.enable_x64(True):
+        for dtype in (np.int32, np.int64):
+            group_ids = jnp.asarray(np.asarray(ids, dtype))
+            rng = np.random.default_rng(0)
+            x, weights = jnp.asarray(rng.normal(size=(len(ids), 3))), jnp.asarray(rng.normal(size=group_ids.shape))
+            flat = np.asarray(weights).reshape(len(ids), -1) if len(ids) else np.zeros((0, 1))
+            want, total = np.zeros((len(ids), 3)), np.zeros((len(ids), 1))
+            for _, token, slot in assignments(ids):
+                want[token] += flat[token, slot] * np.asarray(x)[token]
+                total[token] += flat[token, slot]
+            routing = route(group_ids, NUM_GROUPS)
+            assert {leaf.dtype for leaf in jax.tree.leaves(routing)} == {np.dtype(np.int32)}
+            np.testing.assert_allclose(routing.combine(routing.dispatch(x), weights), want, rtol=1e-13, atol=1e-14)
+            dx = jax.grad(lambda x, r=routing, w=weights: r.combine(r.dispatch(x), w).sum())(x)
+            assert dx.dtype == jnp.float64
+            np.testing.assert_allclose(dx, np.broadcast_to(total, dx.shape), rtol=1e-13, atol=1e-14)
+
+
 def test_numpy_operands():
     routing = route(np.array([1, 0], np.int32), NUM_GROUPS)
     out = routing.combine(ragged.GroupedTensor(np.array([[1.0], [2.0]]), np.array([1, 1, 0], np.int32)), np.ones(2))
@@ -292,6 +321,12 @@ ERRORS = {
         TypeError,
         "`ragged.route(group_ids, num_groups)`: `group_ids` must be an integer array.\n"
         "Got group_ids=a list.\nPass the index of each token's group, int32.",
+    ),
+    "more groups than int32 can number": (
+        lambda: route(jnp.zeros(4, jnp.int32), 2**40),
+        ValueError,
+        "`ragged.route(group_ids, num_groups)`: `num_groups` is 1099511627776.\n"
+        "Got group_ids=i32[4].\nIt must be a positive int, known when tracing.",
     ),
     "ids are floats": (
         lambda: route(jnp.ones(4), 2),

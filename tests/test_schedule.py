@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ragged import GroupedTensor
 from ragged.kernels import schedule
 
 INT32 = np.iinfo(np.int32)
@@ -190,6 +191,42 @@ def test_empty_buffer_is_refused(m: int, tm: int) -> None:
         f"`make_group_metadata`: `m` and `tm` must be positive. Got m={m}, tm={tm}.\n"
         "An empty buffer has no tiles to visit: return zeros without a kernel."
     )
+
+
+@pytest.mark.parametrize("first", [2**40, -(2**40), 2**70, np.int64(2**32 + 1), np.int64(-(2**32) + 1)])
+def test_integers_beyond_int32_stay_out_of_range(first: int | np.int64) -> None:
+    """K14, K15: Python's and NumPy's integers, as the first group and as sizes."""
+    kept = int(np.clip(int(first) if abs(int(first)) < 2**62 else 2**62, INT32.min, INT32.max))
+    assert schedule.as_int32(first).dtype == jnp.int32 and int(schedule.as_int32(first)) == kept
+    _, n = schedule.make_group_metadata(
+        group_sizes=jnp.array([3, 4], jnp.int32), m=8, tm=4, start_group=first, num_nonzero_groups=2
+    )
+    assert int(n) == 0
+
+
+def test_sizes_beyond_int32() -> None:
+    """B4: they reach past the capacity, and are cut off there."""
+    assert schedule.as_int32(np.array([2**32 + 1, -(2**32)])).tolist() == [INT32.max, INT32.min]
+    assert schedule.as_int32(np.array([2**64 - 1], np.uint64)).tolist() == [INT32.max]
+    x = GroupedTensor.from_padded(np.ones((2, 3, 1), np.float32), np.array([2**32 + 1, 2]))
+    assert x.first_dims.tolist() == [3, 2]
+
+
+@given(st.lists(st.integers(0, 9), max_size=6), st.integers(0, 9))
+@settings(deadline=None, max_examples=30)
+def test_group_ids_of_any_offsets(ends: list[int], capacity: int) -> None:
+    """Against a count of the groups that end at or before each row; no groups and no rows among them."""
+    ends = sorted(min(end, capacity) for end in ends)
+    ids = schedule.group_ids(jnp.array([0, *ends], jnp.int32), capacity)
+    assert ids.dtype == jnp.int32 and ids.tolist() == [sum(end <= row for end in ends) for row in range(capacity)]
+
+
+@given(st.lists(st.integers(-3, 9), max_size=12))
+@settings(deadline=None, max_examples=30)
+def test_count_up_to(values: list[int]) -> None:
+    found = schedule.count_up_to(jnp.array(sorted(values), jnp.int32), jnp.arange(-4, 11, dtype=jnp.int32))
+    assert found.dtype == jnp.int32
+    assert found.tolist() == [sum(value <= bound for value in values) for bound in range(-4, 11)]
 
 
 def test_group_ids() -> None:

@@ -1,0 +1,373 @@
+"""On meshes: operands that vary over different axes of a `shard_map`, maps over some axes only, explicit axes."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ragged
+from ragged import GroupedTensor, route
+
+AUTO, EXPLICIT = (AxisType.Auto, AxisType.Auto), (AxisType.Explicit, AxisType.Explicit)
+GROUPS, TOKENS, D = 3, 5, 2
+
+
+def mesh_of(types: tuple[AxisType, AxisType] = AUTO) -> jax.sharding.Mesh:
+    return jax.make_mesh((2, 2), ("a", "b"), axis_types=types)
+
+
+def varies_over(x: Array) -> tuple[str, ...]:
+    return tuple(sorted(jax.typeof(x).manual_axis_type.varying))
+
+
+# --- route ------------------------------------------------------------------------------------------------------------
+
+
+def routed_loss(x: Array, ids: Array, weights: Array) -> Array:
+    """Of one device: rows times their group's number, summed for each token with weights, and the sum of sines."""
+    routing = route(ids, GROUPS)
+    y = routing.dispatch(x) * ragged.per_group(jnp.arange(1.0, GROUPS + 1))
+    return jnp.sum(jnp.sin(routing.combine(y, weights)))
+
+
+def oracle(x: np.ndarray, ids: np.ndarray, weights: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
+    """The loss and its gradients by `x` and `weights`, token by token, in float64."""
+    value, dx, dw = 0.0, np.zeros_like(x), np.zeros_like(weights)
+    for t, chosen in enumerate(ids):
+        held = [j for j, group in enumerate(chosen) if 0 <= group < GROUPS]
+        factor = sum(weights[t, j] * (1 + chosen[j]) for j in held)
+        value += np.sin(factor * x[t]).sum()
+        dx[t] = factor * np.cos(factor * x[t])
+        for j in held:
+            dw[t, j] = np.sum((1 + chosen[j]) * x[t] * np.cos(factor * x[t]))
+    return value, dx, dw
+
+
+# The axes of the map, and those over which `x`, `ids` and `weights` vary.
+VARYING = [
+    ("a", "a", "", ""),
+    ("a", "", "a", ""),
+    ("ab", "a", "b", ""),
+    ("ab", "b", "ab", "a"),
+    *(
+        pytest.param(*case, marks=pytest.mark.long)
+        for case in [("a", "", "", "a"), ("a", "a", "", "a"), ("a", "a", "a", "a")]
+        + [("ab", "a", "", ""), ("ab", "", "a", ""), ("ab", "", "", "a"), ("ab", "", "b", "a"), ("ab", "ab", "", "b")]
+    ),
+]
+
+
+@pytest.mark.parametrize("names, x_axes, ids_axes, weights_axes", VARYING)
+def test_route_of_operands_over_different_axes(names: str, x_axes: str, ids_axes: str, weights_axes: str) -> None:
+    """Values, and gradients taken inside and outside of the map, against a loop over devices and tokens."""
+    axes = x_axes, ids_axes, weights_axes
+    rng = np.random.default_rng(0)
+    shapes = [(2 ** len(over), TOKENS, n) for over, n in zip(axes, (D, 2, 2), strict=True)]
+    x, weights = rng.normal(size=shapes[0]), rng.normal(size=shapes[2])
+    ids = rng.integers(-1, GROUPS + 1, shapes[1])
+    value, dx, dw = 0.0, np.zeros_like(x), np.zeros_like(weights)
+    place = {"": lambda i, j: 0, "a": lambda i, j: i, "b": lambda i, j: j, "ab": lambda i, j: 2 * i + j}
+    used = "".join(axes)
+    for i in range(2 if "a" in used else 1):
+        for j in range(2 if "b" in used else 1):
+            at = [place[over](i, j) for over in axes]
+            term, by_x, by_weights = oracle(x[at[0]], ids[at[1]], weights[at[2]])
+            value, dx[at[0]], dw[at[2]] = value + term, dx[at[0]] + by_x, dw[at[2]] + by_weights
+
+    def local(x: Array, ids: Array, weights: Array) -> Array:
+        loss = routed_loss(x[0], ids[0], weights[0])
+        return jax.lax.psum(loss, varies_over(loss))
+
+    def local_gradients(*args: Array) -> tuple[Array, tuple[Array, Array]]:
+        return jax.value_and_grad(local, (0, 2))(*args)
+
+    specs = tuple(P(tuple(over)) for over in axes)
+    options: dict[str, Any] = {"mesh": mesh_of(), "in_specs": specs, "axis_names": set(names)}
+    outside = jax.value_and_grad(jax.shard_map(local, out_specs=P(), **options), (0, 2))
+    inside = jax.shard_map(local_gradients, out_specs=(P(), (specs[0], specs[2])), **options)
+    args = jnp.asarray(x, jnp.float32), jnp.asarray(ids, jnp.int32), jnp.asarray(weights, jnp.float32)
+    for run in (outside, inside):
+        got, (got_dx, got_dw) = jax.jit(run)(*args)
+        np.testing.assert_allclose(got, value, rtol=1e-5)
+        np.testing.assert_allclose(got_dx, dx, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(got_dw, dw, rtol=1e-5, atol=1e-5)
+
+
+def moe(x: Array, up: Array, down: Array, ids: Array, weights: Array) -> Array:
+    """A mixture of experts without groups: each token has copies of its experts' matrices."""
+    hidden = jnp.tanh(jnp.einsum("td,tjdh->tjh", x, up[ids]))
+    return jnp.einsum("tjh,tjhd,tj->td", hidden, down[ids], weights)
+
+
+def test_a_mixture_of_experts_over_two_axes() -> None:
+    """O8, K14: tokens over one axis, experts over the other; the gradients of everything, of one step."""
+    rng = np.random.default_rng(1)
+    x, up, down, weights = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((6, 4), (4, 4, 5), (4, 5, 4), (6, 2))
+    )
+    ids = jnp.asarray(rng.integers(0, 4, (6, 2)), jnp.int32)
+
+    def local(x: Array, up: Array, down: Array, ids: Array, weights: Array) -> Array:
+        routing, offset = route(ids, 4), jax.lax.axis_index("b") * len(up)
+        hidden = ragged.matmul(routing.dispatch(x), up, group_offset=offset).map(jnp.tanh)
+        return jax.lax.psum(routing.combine(ragged.matmul(hidden, down, group_offset=offset), weights), "b")
+
+    specs = P("a"), P("b"), P("b"), P("a"), P("a")
+    sharded = jax.shard_map(local, mesh=mesh_of(), in_specs=specs, out_specs=P("a"))
+    got, want = (
+        jax.jit(jax.value_and_grad(lambda *args, f=f: jnp.sum(jnp.sin(f(*args))), (0, 1, 2, 4)))(
+            x, up, down, ids, weights
+        )
+        for f in (sharded, moe)
+    )
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)
+
+
+# --- maps over some axes only -----------------------------------------------------------------------------------------
+
+SIZES = np.array([[3, 0, 2], [1, 4, 0]], np.int32)
+ROWS = np.random.default_rng(2).normal(size=(7, 2)).astype(np.float32)
+
+
+def groups_of(sizes: np.ndarray) -> list[np.ndarray]:
+    return np.split(ROWS.astype(np.float64), np.cumsum(sizes))[: len(sizes)]
+
+
+def packed(groups: list[np.ndarray], rows: int = 7) -> np.ndarray:
+    whole = np.concatenate(groups)
+    return np.pad(whole, ((0, rows - len(whole)), (0, 0)))
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    return np.exp(x) / np.exp(x).sum(axis=-1, keepdims=True)
+
+
+W = np.random.default_rng(3).normal(size=(3, 2, 4)).astype(np.float32)
+Operation = tuple[Callable[[GroupedTensor], Array], Callable[[list[np.ndarray]], np.ndarray]]
+OPERATIONS: dict[str, Operation] = {
+    "sum": (lambda x: x.sum(-2), lambda groups: np.stack([g.sum(0) for g in groups])),
+    "mean": (lambda x: x.mean(), lambda groups: np.array([g.mean() if g.size else 0 for g in groups])),
+    "max": (lambda x: x.max(empty=0), lambda groups: np.array([g.max() if g.size else 0 for g in groups])),
+    "per_group": (
+        lambda x: (x * ragged.per_group(jnp.arange(3.0))).data,
+        lambda groups: packed([i * g for i, g in enumerate(groups)]),
+    ),
+    "columns": (lambda x: x.mT.sum(-1), lambda groups: np.stack([g.sum(0) for g in groups])),
+    "concat": (lambda x: ragged.concat([x, x]).data, lambda groups: packed([*groups, *groups], 14)),
+    "softmax": (lambda x: x.softmax().data, lambda groups: packed([softmax(g) for g in groups])),
+    "to_padded": (lambda x: x.to_padded(4), lambda groups: np.stack([packed([g], 4) for g in groups])),
+    "matmul": (
+        lambda x: ragged.matmul(x, jnp.asarray(W)).data,
+        lambda groups: packed([g @ w for g, w in zip(groups, W, strict=True)]),
+    ),
+}
+
+
+@pytest.mark.parametrize("names", ["a", pytest.param("ab", marks=pytest.mark.long)])
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS.keys())
+def test_sizes_that_vary(operation: Operation, names: str) -> None:
+    """B4: each device has sizes of its own; in a map over one axis of two, and over both. The buffer doesn't vary."""
+    run, want = operation
+
+    def local(sizes: Array) -> Array:
+        return run(GroupedTensor(jnp.asarray(ROWS), sizes[0]))[None]
+
+    sharded = jax.shard_map(local, mesh=mesh_of(), in_specs=P("a"), out_specs=P("a"), axis_names=set(names))
+    got = jax.jit(sharded)(jnp.asarray(SIZES))
+    for each, sizes in zip(got, SIZES, strict=True):
+        np.testing.assert_allclose(each, want(groups_of(sizes)), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("recipe", [None, "rowwise"])
+def test_gradients_in_a_partly_manual_map(recipe: str | None) -> None:
+    """The buffer varies, the sizes don't; a quantised product too, whose gradients nearly are those of the exact one."""
+    buffers = np.stack([ROWS, -2 * ROWS])
+
+    def local(data: Array) -> Array:
+        out = ragged.matmul(GroupedTensor(data[0], jnp.asarray(SIZES[0])), jnp.asarray(W), recipe=recipe)
+        return jnp.sum(out.data)[None]
+
+    sharded = jax.shard_map(local, mesh=mesh_of(), in_specs=P("a"), out_specs=P("a"), axis_names={"a"})
+    got = jax.jit(jax.grad(lambda data: sharded(data).sum()))(jnp.asarray(buffers))
+    want = packed([np.broadcast_to(w.sum(1), g.shape) for w, g in zip(W, groups_of(SIZES[0]), strict=True)])
+    tolerance = 1e-6 if recipe is None else 2**-3  # e4m3 rounds by up to 1 / 16, both operands
+    for each in got:
+        np.testing.assert_allclose(each, want, atol=tolerance * np.abs(W).sum(2).max())
+
+
+def validated(names: str) -> Callable[[Array], Array]:
+    def local(sizes: Array) -> Array:
+        return GroupedTensor(jnp.asarray(ROWS), sizes[0]).validate().packed_dims[None]
+
+    return jax.shard_map(local, mesh=mesh_of(), in_specs=P("a"), out_specs=P("a"), axis_names=set(names))
+
+
+def test_validate_sizes_that_vary() -> None:
+    """B9: each device checks its own; one that finds bad sizes is enough."""
+    sound = jnp.asarray(SIZES)
+    np.testing.assert_array_equal(eqx.filter_jit(validated("ab"))(sound), SIZES)
+    text = (
+        "the size 4 of group 1 in `first_dims` is too large: the sum of the sizes up to it is above the capacity of 7"
+    )
+    with pytest.raises(eqx.EquinoxRuntimeError, match=text):
+        jax.block_until_ready(eqx.filter_jit(validated("ab"))(sound.at[1, 0].set(4)))
+
+
+def test_validate_in_a_partly_manual_map_is_refused() -> None:
+    with pytest.raises(NotImplementedError) as error:
+        jax.jit(validated("a"))(jnp.asarray(SIZES))
+    assert str(error.value) == (
+        "`GroupedTensor.validate`: JAX has no run-time errors in a `jax.shard_map` over some axes of a mesh only.\n"
+        "Got axes ('a',) of ('a', 'b').\nValidate outside of it, or map over all axes of the mesh."
+    )
+
+
+# --- explicit axes ----------------------------------------------------------------------------------------------------
+
+DIMS = jnp.array([3, 0, 4, 1], jnp.int32)
+IDS = jnp.array([[0, 1]] * 4 + [[3, 2]] * 4, jnp.int32)
+ROUTE = route(IDS, 4)
+MATRICES = jnp.ones((4, 4, 4))
+
+
+def rows_of(x: Array) -> GroupedTensor:
+    return GroupedTensor(x, DIMS)
+
+
+# Of an array [8, 4] that may be sharded: what is called, by which name errors call it and its operand.
+CALLS: dict[str, tuple[Callable[[Array], Any], str, str]] = {
+    "matmul": (lambda x: ragged.matmul(rows_of(x), MATRICES), "ragged.matmul(lhs, rhs)", "lhs.data"),
+    "matmul, shared": (lambda x: ragged.matmul(rows_of(x), MATRICES[0]), "ragged.matmul(lhs, rhs)", "lhs.data"),
+    "matmul by a shared": (lambda x: ragged.matmul(jnp.ones((4, 4, 8)), x), "ragged.matmul(lhs, rhs)", "rhs"),
+    "recipe": (
+        lambda x: ragged.matmul(rows_of(x), MATRICES, recipe="rowwise"),
+        "ragged.matmul(lhs, rhs)",
+        "lhs.data",
+    ),
+    "existing_out": (
+        lambda x: ragged.matmul(rows_of(jnp.ones((8, 4))), MATRICES, existing_out=x),
+        "ragged.matmul(lhs, rhs)",
+        "existing_out",
+    ),
+    "grouped_matmul": (
+        lambda x: ragged.grouped_matmul(x, MATRICES, DIMS),
+        "ragged.grouped_matmul(lhs, rhs, group_sizes)",
+        "lhs",
+    ),
+    "transposed_grouped_matmul": (
+        lambda x: ragged.transposed_grouped_matmul(x.T, x, DIMS),
+        "ragged.transposed_grouped_matmul(lhs, rhs, group_sizes)",
+        "lhs",
+    ),
+    "quantize": (lambda x: ragged.quantize(rows_of(x), jnp.int8, "row"), "ragged.quantize", "x.data"),
+    "map": (lambda x: rows_of(x).map(jnp.sin), "GroupedTensor.map", "x.data"),
+    "neg": (lambda x: -rows_of(x), "GroupedTensor.map", "x.data"),
+    "add": (lambda x: rows_of(x) + 1, "GroupedTensor +", "x.data"),
+    "subtract": (lambda x: rows_of(jnp.ones((8, 4))) - rows_of(x), "GroupedTensor -", "other.data"),
+    "per_row": (lambda x: rows_of(jnp.ones((8, 4))) * ragged.per_row(x[:, 0]), "GroupedTensor *", "other.value"),
+    "sum": (lambda x: rows_of(x).sum(), "GroupedTensor.sum", "x.data"),
+    "mean": (lambda x: rows_of(x).mT.mean(-1), "GroupedTensor.mean", "x.data"),
+    "max": (lambda x: rows_of(x).max(-1), "GroupedTensor.max", "x.data"),
+    "softmax": (lambda x: rows_of(x).mT.softmax(), "GroupedTensor.softmax", "x.data"),
+    "to_padded": (lambda x: rows_of(x).to_padded(4), "GroupedTensor.to_padded", "x.data"),
+    "from_padded": (
+        lambda x: GroupedTensor.from_padded(x[:, None], jnp.ones(8, jnp.int32)),
+        "GroupedTensor.from_padded",
+        "padded",
+    ),
+    "from_list": (lambda x: GroupedTensor.from_list([x]), "GroupedTensor.from_list", "groups.0"),
+    "index": (lambda x: rows_of(x)[2], "GroupedTensor[2]", "x.data"),
+    "concat": (lambda x: ragged.concat([rows_of(x), rows_of(x)]), "ragged.concat", "tensors.0.data"),
+    "route": (lambda x: route(x.astype(jnp.int32), 4), "ragged.route(group_ids, num_groups)", "group_ids"),
+    "dispatch": (lambda x: ROUTE.dispatch(x), "Route.dispatch(x)", "x"),
+    "combine": (
+        lambda x: ROUTE.combine(GroupedTensor(jnp.concatenate([x, x]), ROUTE.first_dims)),
+        "Route.combine(y, weights)",
+        "y.data",
+    ),
+    "weights": (
+        lambda x: ROUTE.combine(GroupedTensor(jnp.ones((16, 4)), ROUTE.first_dims), x[:, :2]),
+        "Route.combine(y, weights)",
+        "weights",
+    ),
+    "sizes": (
+        lambda x: GroupedTensor(jnp.ones((8, 4)), x[:, 0].astype(jnp.int32)).offsets,
+        "GroupedTensor.offsets",
+        "first_dims",
+    ),
+    "mask": (
+        lambda x: GroupedTensor(jnp.ones((8, 4)), x[:, 0].astype(jnp.int32)).mask,
+        "GroupedTensor.mask",
+        "first_dims",
+    ),
+}
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("case", CALLS.values(), ids=CALLS.keys())
+def test_explicit_axes_are_refused_clearly(case: tuple[Callable[[Array], Any], str, str], jit: bool) -> None:
+    """B9: one text, whatever is called."""
+    call, name, operand = case
+    mesh = mesh_of(EXPLICIT)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P("a", None)))
+        with pytest.raises(NotImplementedError) as error:
+            jax.eval_shape(call, x) if jit else call(x)
+    lines = str(error.value).split("\n")
+    assert lines[0] == f"`{name}`: `{operand}` is sharded over a mesh axis of type `Explicit`."
+    assert lines[1].startswith("Got ") and "@a" in lines[1]
+    assert lines[2:] == ["Call it inside `jax.shard_map`, or make that mesh axis `Auto`."]
+
+
+def test_an_explicit_axis_of_a_map_is_refused_clearly() -> None:
+    """What `vmap` hides from the call, the primitive sees."""
+    mesh = mesh_of(EXPLICIT)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.ones((2, 8, 4)), NamedSharding(mesh, P("a", None, None)))
+        with pytest.raises(NotImplementedError) as error:
+            jax.vmap(lambda x: ragged.matmul(rows_of(x), MATRICES).data)(x)
+    assert str(error.value) == (
+        "`ragged.matmul`: `lhs` is sharded over a mesh axis of type `Explicit`.\n"
+        "Got float32[2@a,8,4].\nCall it inside `jax.shard_map`, or make that mesh axis `Auto`."
+    )
+
+
+def layer(x: Array, w: Array, weights: Array) -> Array:
+    hidden = ragged.matmul(ROUTE.dispatch(x), w) * ragged.per_group(jnp.arange(1.0, 5.0))
+    hidden = ragged.concat([hidden.map(jnp.tanh), hidden])
+    hidden = GroupedTensor(hidden.data[:16], ROUTE.first_dims)
+    return jnp.sum(jnp.sin(ROUTE.combine(hidden, weights))) + jnp.sum(hidden.mean(-2))
+
+
+@pytest.mark.parametrize("where", ["replicated", pytest.param("in a shard_map", marks=pytest.mark.long)])
+def test_explicit_meshes_with_replicated_operands(where: str) -> None:
+    """B4: what is on every device works, forward and backward: equal to the same without a mesh."""
+    rng = np.random.default_rng(4)
+    args = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((8, 4), (4, 4, 4), (8, 2))]
+    step = jax.value_and_grad(layer, (0, 1, 2))
+    want = jax.jit(step)(*args)
+    mesh = mesh_of(EXPLICIT)
+    with jax.set_mesh(mesh):
+        if where == "replicated":
+            got = jax.jit(step)(*jax.device_put(args, NamedSharding(mesh, P())))
+        else:  # every device takes its own of four steps
+            stacked = [jnp.stack([x] * 4) for x in args]
+            local = jax.shard_map(
+                lambda *args: jax.tree.map(lambda x: x[None], step(*(x[0] for x in args))),
+                in_specs=P(("a", "b")),
+                out_specs=P(("a", "b")),
+            )
+            sharded = jax.device_put(stacked, NamedSharding(mesh, P(("a", "b"))))
+            got = jax.tree.map(lambda x: np.asarray(x)[3], jax.jit(local)(*sharded))
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert math.isfinite(float(np.sum(w))) and np.abs(w).max() > 0
+        np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-6)
