@@ -241,11 +241,15 @@ def test_group_offset(layout: str, offset: int) -> None:
     assert np.array_equal(mapped[0], ragged.matmul(case.lhs, case.rhs).data)
 
 
-@pytest.mark.parametrize("offset", [np.uint32(2**32 - 1), np.uint32(2**32 - 2), np.uint32(2**31), np.uint8(255)])
+UNSIGNED = [np.uint32(2**32 - 1), np.uint32(2**32 - 2), np.uint32(2**31), np.uint8(255)]
+BEYOND_INT32 = [np.int64(2**40), np.int64(-(2**32)), np.array(2**32 + 1), np.uint64(2**64 - 1), 2**40, -(2**70)]
+
+
+@pytest.mark.parametrize("offset", [*map(jnp.asarray, UNSIGNED), *BEYOND_INT32], ids=repr)
 def test_an_offset_never_wraps_around(offset: Any) -> None:
-    """K11: far outside of the groups, in any dtype, it meets none of them."""
+    """K11: far outside of the groups, in any dtype, NumPy's and Python's integers too, it meets none of them."""
     case = cases.make("forward", g=4, kind="even")
-    out = ragged.matmul(case.lhs, case.rhs.data[:3], group_offset=jnp.asarray(offset))
+    out = ragged.matmul(case.lhs, case.rhs.data[:3], group_offset=offset)
     assert np.array_equal(np.asarray(out.data), np.zeros(out.shape))
 
 

@@ -59,8 +59,16 @@ VARYING = [
     ("ab", "b", "ab", "a"),
     *(
         pytest.param(*case, marks=pytest.mark.long)
-        for case in [("a", "", "", "a"), ("a", "a", "", "a"), ("a", "a", "a", "a")]
-        + [("ab", "a", "", ""), ("ab", "", "a", ""), ("ab", "", "", "a"), ("ab", "", "b", "a"), ("ab", "ab", "", "b")]
+        for case in [
+            ("a", "", "", "a"),
+            ("a", "a", "", "a"),
+            ("a", "a", "a", "a"),
+            ("ab", "a", "", ""),
+            ("ab", "", "a", ""),
+            ("ab", "", "", "a"),
+            ("ab", "", "b", "a"),
+            ("ab", "ab", "", "b"),
+        ]
     ),
 ]
 
@@ -189,7 +197,7 @@ def test_sizes_that_vary(operation: Operation, names: str) -> None:
 
 @pytest.mark.parametrize("recipe", [None, "rowwise"])
 def test_gradients_in_a_partly_manual_map(recipe: str | None) -> None:
-    """The buffer varies, the sizes don't; a quantised product too, whose gradients nearly are those of the exact one."""
+    """The buffer varies, the sizes don't. A quantised product's gradients are nearly those of the exact one."""
     buffers = np.stack([ROWS, -2 * ROWS])
 
     def local(data: Array) -> Array:

@@ -827,7 +827,7 @@ def with_sizes(kind: str, sizes: tuple[int, ...], others: tuple[int, ...]) -> Gr
 
 @pytest.mark.parametrize("kind, sizes, others, group, name", BAD)
 def test_validate(kind: str, sizes: tuple[int, ...], others: tuple[int, ...], group: int, name: str) -> None:
-    """B9: names the first bad group, its size and the extent; for traced sizes the same at run time, up to what fits."""
+    """B9: names the first bad group, its size and the extent; for traced sizes too, at run time."""
     x = with_sizes(kind, sizes, others)
     packed = (name == "first_dims") == (x.packed_axis == -2)
     above = f"the sum of the sizes up to it is above the capacity of {CAPACITY}"

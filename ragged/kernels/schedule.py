@@ -117,7 +117,7 @@ def make_group_metadata(
     group_sizes: Integer[Array, " g"],
     m: int,
     tm: int,
-    start_group: Integer[Array, ""] | int = 0,
+    start_group: Integer[Array, ""] | np.integer | int = 0,
     num_nonzero_groups: int | None = None,
     visit_empty_groups: bool = False,
 ) -> tuple[tuple[Int[Array, " g+1"], Int[Array, " visits"], Int[Array, " visits"]], Int[Array, ""]]:
