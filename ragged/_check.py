@@ -119,9 +119,9 @@ def check_offset(site: Site, group_offset: Any) -> Array | None:
     site = site.also(group_offset=group_offset)
     if isinstance(group_offset, int) and not isinstance(group_offset, bool):
         return as_int32(group_offset)
+    own = isinstance(group_offset, jax.Array | np.ndarray | np.generic)
     try:
-        offset = np.asarray(group_offset) if isinstance(group_offset, np.generic) else group_offset
-        offset = offset if is_arraylike(offset) else jnp.asarray(offset)
+        offset: Any = group_offset if own else jnp.asarray(group_offset)
     except TypeError:
         site.fail(TypeError, "`group_offset` is not a number.", "Pass `jnp.int32(first)`.")
     if offset.ndim != 0:

@@ -890,7 +890,7 @@ def test_validate_in_buffers_too_large_for_the_codes_of_its_messages() -> None:
     rows = jax.ShapeDtypeStruct((2**30, 0), jnp.float32)
     bad = jnp.full((8,), 2**27, jnp.int32).at[5].set(2**30)
 
-    def sizes(dims: Array, large: int) -> Array:
+    def sizes(dims: Array, large: Array) -> Array:
         data = jnp.zeros(rows.shape, rows.dtype)
         return GroupedTensor(data, dims.at[5].add(large)).validate().packed_dims
 
