@@ -5,12 +5,12 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.experimental.pallas.tpu import InterpretParams
 
 from ragged._lowering import Call, Options, check_backend, illegal_tiling
 from ragged._mesh import refuse_explicit
+from ragged._scaling import is_count
 from ragged._tensor import GroupedTensor, describe, is_arraylike
 from ragged.kernels.schedule import as_int32
 from ragged.kernels.xla import accumulator_dtype, promote
@@ -45,8 +45,9 @@ def result_dtype(site: Site, lhs: Any, rhs: Any, preferred: Any, existing: Any) 
             site.fail(TypeError, f"`{name}` has dtype {dtype}.", "Cast it to a float or an integer dtype.")
     lhs, rhs = jax.dtypes.canonicalize_dtype(lhs), jax.dtypes.canonicalize_dtype(rhs)
     floats = [d for d in (lhs, rhs) if jnp.issubdtype(d, jnp.floating)]
-    if preferred is None and existing is not None:
-        preferred = existing.dtype
+    asked = preferred is not None
+    if not asked and existing is not None:
+        preferred, site = existing.dtype, site.also(existing_out=existing)
     if preferred is not None:
         try:
             preferred = jax.dtypes.canonicalize_dtype(preferred)
@@ -56,7 +57,9 @@ def result_dtype(site: Site, lhs: Any, rhs: Any, preferred: Any, existing: Any) 
         if not numeric or (floats and jnp.issubdtype(preferred, jnp.integer)):
             site.fail(
                 TypeError,
-                f"`preferred_element_type` is {preferred!r}, which can't hold the product.",
+                f"`preferred_element_type` is {preferred!r}, which can't hold the product."
+                if asked
+                else f"`existing_out` has dtype {preferred}, which can't hold the product.",
                 "Pass a real floating dtype (for integer operands, an integer dtype will do), or None.",
             )
         return jnp.dtype(preferred)
@@ -94,7 +97,7 @@ def check_options(
         tiling = chosen
     if tiling is not None:
         sound = isinstance(tiling, tuple | list) and len(tiling) == 3
-        if not sound or not all(isinstance(t, int | np.integer) and t > 0 for t in tiling):
+        if not sound or not all(map(is_count, tiling)):
             site.fail(
                 ValueError,
                 f"`tiling` is {tiling!r}.",
@@ -161,11 +164,6 @@ def check_num_actual_groups(site: Site, num_actual_groups: Any) -> None:
         )
 
 
-def is_count(x: Any) -> bool:
-    """Whether `x` is a positive integer, known now."""
-    return isinstance(x, int | np.integer) and not isinstance(x, bool) and bool(x > 0)
-
-
 def operand(site: Site, name: str, x: Any) -> GroupedTensor | Array:
     """An operand of `matmul`: a `GroupedTensor`, or an array of rank 2 (shared by all groups)."""
     if isinstance(x, GroupedTensor):
@@ -180,9 +178,10 @@ def operand(site: Site, name: str, x: Any) -> GroupedTensor | Array:
     if not is_arraylike(x):
         site.fail(TypeError, f"`{name}` is {describe(x)}, not an array.", "Pass a `GroupedTensor` or an array.")
     if x.ndim not in (2, 3):
-        site.fail(
-            ValueError,
-            f"`{name}` is a plain array with {x.ndim} dims.",
-            "A plain array is uniform with 3 dims [g, first, last], or one matrix shared by all groups with 2.",
-        )
+        mend = "A plain array is uniform with 3 dims [g, first, last], or one matrix shared by all groups with 2."
+        if x.ndim > 3:  # what isn't contracted is one dim
+            g, *_, k = x.shape
+            merged = f"{g}, -1, {k}" if name == "lhs" else f"{g}, {x.shape[1]}, -1"
+            mend += f"\nMerge the dims that aren't contracted: `{name}.reshape({merged})`."
+        site.fail(ValueError, f"`{name}` is a plain array with {x.ndim} dims.", mend)
     return GroupedTensor(jnp.asarray(x)) if x.ndim == 3 else jnp.asarray(x)

@@ -11,7 +11,7 @@ from ragged._check import Site, Tiling
 from ragged._layout import Product
 from ragged._lowering import Call, Operands
 from ragged._primitive import bind
-from ragged._scaling import eight_bits_fixed
+from ragged._scaling import eight_bits_fixed, is_count
 from ragged._tensor import as_int32, is_arraylike
 
 
@@ -65,7 +65,7 @@ def grouped_matmul(
         )
     product = Product("mk", "nk" if transpose_rhs else "kn", "mn", "m")
     options = _check.check_options(site, backend, precision, tiling, interpret, (m, k, n))
-    options = options._replace(input_buffer_count=input_buffer_count)
+    options = options._replace(input_buffer_count=int(input_buffer_count))
     return _bind(
         site, lhs, rhs, product, (m, n), options, group_sizes, group_offset, existing_out, preferred_element_type
     )
@@ -116,12 +116,12 @@ def transposed_grouped_matmul(
         )
     _check.check_num_actual_groups(site, num_actual_groups)
     options = _check.check_options(site, backend, precision, tiling, interpret, (m, k, n))
-    options = options._replace(input_buffer_count=input_buffer_count)
+    options = options._replace(input_buffer_count=int(input_buffer_count))
     if options.tiling is not None:
         # This function's (m, k) are the product's (k, m).
         tile_m, tile_k, tile_n = options.tiling
         options = options._replace(tiling=(tile_k, tile_m, tile_n))
-    shape = (num_actual_groups or group_sizes.shape[0], k, n)
+    shape = (int(num_actual_groups or group_sizes.shape[0]), k, n)
     product = Product("km", "kn", "mn", "k")
     return _bind(
         site, lhs.T, rhs, product, shape, options, group_sizes, group_offset, existing_out, preferred_element_type
@@ -143,7 +143,7 @@ def _check_arrays(
             )
     if group_sizes.dtype not in (jnp.int32, jnp.uint32):
         site.fail(TypeError, "`group_sizes` must be int32 or uint32.", "Cast it: `group_sizes.astype(jnp.int32)`.")
-    if not _check.is_count(input_buffer_count):
+    if not is_count(input_buffer_count):
         site.fail(ValueError, f"`input_buffer_count` is {input_buffer_count!r}.", "It must be a positive int.")
 
 

@@ -14,7 +14,7 @@ from ragged._check import Site, Tiling
 from ragged._layout import Layout, Product, infer_layout
 from ragged._lowering import Call, Operands
 from ragged._recipe import Recipe, casts_of, quantized_product
-from ragged._scaling import eight_bits_fixed, not_differentiable
+from ragged._scaling import eight_bits_fixed, is_count, not_differentiable
 from ragged._shared import product_with_shared
 from ragged._tensor import KINDS, GroupedTensor, as_int32, describe, is_arraylike, is_concrete
 from ragged.kernels import Scales
@@ -279,16 +279,24 @@ def _infer(site: Site, lhs: GroupedTensor | Array, rhs: GroupedTensor | Array) -
     return layout
 
 
+def _fits_turned(name: str, x: GroupedTensor | Array, contracted: int) -> bool:
+    """Whether the operand, which isn't ragged, would have the contracted extent if it were transposed."""
+    return not any(_ragged(x)) and x.shape[-1 if name == "rhs" else -2] == contracted
+
+
 def _check_extents(
     site: Site, layout: Layout, lhs: GroupedTensor | Array, rhs: GroupedTensor | Array, group_offset: Any
 ) -> None:
     """Numbers of groups, and the contracted extent."""
     k_lhs, k_rhs = lhs.shape[-1], rhs.shape[-2]
     if "k" not in layout.ragged and k_lhs != k_rhs:
+        # Transposing what isn't ragged keeps the layout.
+        turned = [f"`{name}.mT`" for name, x, k in (("rhs", rhs, k_lhs), ("lhs", lhs, k_rhs)) if _fits_turned(name, x, k)]
+        hint = f" Did you mean {' or '.join(turned)}?" if turned else ""
         site.fail(
             ValueError,
             f"the last dim of `lhs` is {k_lhs} but the first dim of `rhs` is {k_rhs}.",
-            "They are contracted and must be equal.",
+            "They are contracted and must be equal." + hint,
         )
     if not isinstance(lhs, GroupedTensor) or not isinstance(rhs, GroupedTensor):
         if group_offset is not None:
@@ -363,9 +371,9 @@ def _result_shape(
     layout: Layout,
     lhs: GroupedTensor | Array,
     rhs: GroupedTensor | Array,
-    num_actual_groups: int | None,
-    capacity: int | Any,
-    max_last: int | Any,
+    num_actual_groups: Any,
+    capacity: Any,
+    max_last: Any,
 ) -> tuple[int, ...]:
     """The shape of the result's buffer, rows first."""
     m, n = lhs.shape[-2], rhs.shape[-1]
@@ -374,7 +382,7 @@ def _result_shape(
     assert isinstance(tensor, GroupedTensor)
     num_groups = tensor.num_groups
     for name, value in (("capacity", capacity), ("max_last", max_last)):
-        if value is not None and (not isinstance(value, int) or value < 0):
+        if value is not None and not is_count(value, 0):
             site.fail(
                 ValueError,
                 f"`{name}` is {value!r}.",
@@ -387,7 +395,7 @@ def _result_shape(
     if not out:
         if capacity is not None:
             site.fail(ValueError, "`capacity` for a uniform result.", "Leave it out.")
-        return (num_actual_groups or num_groups, m, n)
+        return (int(num_actual_groups or num_groups), m, n)
     source, axis, extent = (lhs, -2, m) if out[0] == "m" else (rhs, -1, n)
     if isinstance(source, GroupedTensor) and source.packed_axis == axis:
         if capacity is not None:
@@ -397,7 +405,7 @@ def _result_shape(
                 "Leave it out.",
             )
     else:
-        extent = num_groups * extent if capacity is None else capacity
+        extent = num_groups * extent if capacity is None else int(capacity)
     if len(out) == 2:
-        return extent, n if max_last is None else max_last
+        return extent, n if max_last is None else int(max_last)
     return (extent, n) if out[0] == "m" else (m, extent)

@@ -24,7 +24,7 @@ from ragged._lowering import Call, Operands
 from ragged._mesh import vary_together
 from ragged._primitive import bind, check_cotangent
 from ragged._quantize import amax, cast, dtype_name, quantize, scale_of
-from ragged._scaling import NAMED, Scaling
+from ragged._scaling import NAMED, Scaling, is_count
 from ragged._tensor import GroupedTensor, describe, is_arraylike
 
 
@@ -156,7 +156,7 @@ class Recipe(eqx.Module):
 
         `gradients`: the dtype of cotangents, if not the usual one. `length`: of the history of `"delayed"`, in steps.
         """
-        if not isinstance(length, int) or length < 1:
+        if not is_count(length):
             raise ValueError(f"`ragged.Recipe.preset`: `length` is {length!r}.\nIt must be a positive int, in steps.")
         if not isinstance(name, str) or name not in PRESETS:
             raise ValueError(

@@ -16,8 +16,9 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int, Shaped
 
-from ragged._check import Site, is_count
+from ragged._check import Site
 from ragged._mesh import vary_together
+from ragged._scaling import is_count
 from ragged._tensor import GroupedTensor, is_arraylike, is_concrete
 from ragged.kernels.schedule import as_int32, count_up_to
 from ragged.kernels.xla import accumulator_dtype
@@ -138,6 +139,7 @@ def route(group_ids: Int[Array, "tokens *top_k"] | Any, num_groups: int | Any) -
         site.fail(ValueError, problem, "Flatten the tokens' axes into one, those of `x` too.")
     if not is_count(num_groups) or num_groups > np.iinfo(np.int32).max:
         site.fail(ValueError, f"`num_groups` is {num_groups!r}.", "It must be a positive int, known when tracing.")
+    num_groups = int(num_groups)
     site.refuse_explicit()
     ids = as_int32(group_ids).reshape(-1)
     ids = jnp.where((ids >= 0) & (ids < num_groups), ids, num_groups)

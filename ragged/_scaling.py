@@ -62,7 +62,7 @@ class Scaling:
     def __post_init__(self) -> None:
         block, dtype = self.block, self.dtype
         pair = isinstance(block, Sequence) and not isinstance(block, str) and len(block) == 2
-        if block is not None and not (pair and all(b is None or _is_extent(b) for b in block)):
+        if block is not None and not (pair and all(b is None or is_count(b) for b in block)):
             raise ValueError(
                 f"`ragged.Scaling`: `block` is {block!r}.\n"
                 "It must be two extents, each a positive int, or None for a group's whole extent: `(1, 128)`, "
@@ -138,8 +138,9 @@ class Scaling:
         return given.mT if flipped else given
 
 
-def _is_extent(b: Any) -> bool:
-    return isinstance(b, int | np.integer) and not isinstance(b, bool) and bool(b > 0)
+def is_count(x: Any, least: int = 1) -> bool:
+    """Whether `x` is an integer of at least `least`, known now. A bool is none."""
+    return isinstance(x, int | np.integer) and not isinstance(x, bool) and bool(x >= least)
 
 
 NAMED = {

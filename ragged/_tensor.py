@@ -25,7 +25,7 @@ from jaxtyping import Bool, Int, Shaped
 
 from ragged._arithmetic import Arithmetic
 from ragged._mesh import refuse_explicit
-from ragged._scaling import Scaling, eight_bits_fixed, not_differentiable
+from ragged._scaling import Scaling, eight_bits_fixed, is_count, not_differentiable
 from ragged.kernels import Scales, schedule
 from ragged.kernels.schedule import as_int32
 from ragged.kernels.xla import spread
@@ -446,7 +446,7 @@ class GroupedTensor(Arithmetic):
         refuse_explicit("GroupedTensor.to_padded", x=self)
         axis = self._require_packed("to_padded")
         self.require_plain()
-        if not isinstance(max_len, int | np.integer) or max_len < 0:
+        if not is_count(max_len, 0):
             raise ValueError(f"`GroupedTensor.to_padded`: `max_len` must be an int, 0 or more. Got {max_len!r}.")
         if axis == -1:
             return self.mT.to_padded(max_len, fill_value).mT
@@ -482,7 +482,7 @@ class GroupedTensor(Arithmetic):
                 f"`GroupedTensor.from_padded`: `first_dims` must be integers.\nGot first_dims={describe(first_dims)}.\n"
                 "Cast them: `first_dims.astype(jnp.int32)`."
             )
-        if capacity is not None and (not isinstance(capacity, int) or capacity < 0):
+        if capacity is not None and not is_count(capacity, 0):
             raise ValueError(f"`GroupedTensor.from_padded`: `capacity` must be an int, 0 or more. Got {capacity!r}.")
         if first_dims.shape != (g,):
             raise ValueError(
@@ -490,7 +490,7 @@ class GroupedTensor(Arithmetic):
                 f"Got padded={describe(padded)}, first_dims={describe(first_dims)}.\n"
                 "`first_dims` needs one size per group, including empty groups."
             )
-        capacity = g * longest if capacity is None else capacity
+        capacity = g * longest if capacity is None else int(capacity)
         dims = jnp.clip(as_int32(first_dims), 0, longest)
         offsets = schedule.group_offsets(dims, capacity)
         ids = schedule.group_ids(offsets, capacity)
@@ -522,7 +522,7 @@ class GroupedTensor(Arithmetic):
                 "`GroupedTensor.from_list`: needs at least one matrix, all of one dtype.\n"
                 f"Got [{', '.join(map(describe, given))}]."
             )
-        if capacity is not None and (not isinstance(capacity, int) or capacity < 0):
+        if capacity is not None and not is_count(capacity, 0):
             raise ValueError(f"`GroupedTensor.from_list`: `capacity` must be an int, 0 or more. Got {capacity!r}.")
         arrays = [jnp.asarray(a) for a in given]
         if ragged == "last":
@@ -539,7 +539,7 @@ class GroupedTensor(Arithmetic):
                 'Pass `ragged="last"` if only they differ, `ragged="both"` if the first dims do too.'
             )
         total = sum(firsts)
-        capacity = total if capacity is None else capacity
+        capacity = total if capacity is None else int(capacity)
         if capacity < total:
             raise ValueError(f"`GroupedTensor.from_list`: `capacity` is {capacity}, but the groups need {total}.")
         widest = max(lasts)

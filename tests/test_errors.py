@@ -110,6 +110,41 @@ MATMUL: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         f"Got lhs={rows}, rhs=f32[8].\n"
         "A plain array is uniform with 3 dims [g, first, last], or one matrix shared by all groups with 2.",
     ),
+    "weights as torch stores them": (
+        lambda: ragged.matmul(ROWS, jnp.ones((4, 6, 8))),
+        ValueError,
+        "`ragged.matmul(lhs, rhs)`: the last dim of `lhs` is 8 but the first dim of `rhs` is 6.\n"
+        f"Got lhs={rows}, rhs=f32[4,6,8].\n"
+        "They are contracted and must be equal. Did you mean `rhs.mT`?",
+    ),
+    "weights transposed, from the left": (
+        lambda: ragged.matmul(UNIFORM, COLUMNS),
+        ValueError,
+        "They are contracted and must be equal. Did you mean `lhs.mT`?",
+    ),
+    "a shared matrix, transposed": (
+        lambda: ragged.matmul(ROWS, jnp.ones((6, 8))),
+        ValueError,
+        "They are contracted and must be equal. Did you mean `rhs.mT`?",
+    ),
+    "either could be transposed": (
+        lambda: ragged.matmul(UNIFORM, UNIFORM),
+        ValueError,
+        "They are contracted and must be equal. Did you mean `rhs.mT` or `lhs.mT`?",
+    ),
+    "weights with heads": (
+        lambda: ragged.matmul(ROWS, jnp.ones((4, 8, 2, 3))),
+        ValueError,
+        "`ragged.matmul(lhs, rhs)`: `rhs` is a plain array with 4 dims.\n"
+        f"Got lhs={rows}, rhs=f32[4,8,2,3].\n"
+        "A plain array is uniform with 3 dims [g, first, last], or one matrix shared by all groups with 2.\n"
+        "Merge the dims that aren't contracted: `rhs.reshape(4, 8, -1)`.",
+    ),
+    "weights with heads, from the left": (
+        lambda: ragged.matmul(jnp.ones((4, 2, 3, 8)), COLUMNS),
+        ValueError,
+        "Merge the dims that aren't contracted: `lhs.reshape(4, -1, 8)`.",
+    ),
     "kind of an operand": (
         lambda: ragged.matmul([[1.0]], ROWS),
         TypeError,
@@ -266,6 +301,13 @@ MATMUL: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ),
         TypeError,
         "`existing_out` has dtype bfloat16 but the result has float32.",
+    ),
+    "integers as existing_out of floats": (
+        lambda: ragged.matmul(ROWS, UNIFORM, existing_out=jnp.ones((16, 6), jnp.int32)),
+        TypeError,
+        "`ragged.matmul(lhs, rhs)`: `existing_out` has dtype int32, which can't hold the product.\n"
+        f"Got lhs={rows}, rhs=GroupedTensor(f32[4,8,6]), existing_out=i32[16,6].\n"
+        "Pass a real floating dtype (for integer operands, an integer dtype will do), or None.",
     ),
     "kind of existing_out": (
         lambda: ragged.matmul(ROWS, UNIFORM, existing_out=COLUMNS),
@@ -427,6 +469,11 @@ ARRAYS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "`input_buffer_count` is 0.",
     ),
+    "integers as existing_out of floats, of plain arrays": (
+        lambda: ragged.grouped_matmul(X, W, SIZES, existing_out=jnp.ones((16, 6), jnp.int32)),
+        TypeError,
+        "`existing_out` has dtype int32, which can't hold the product.",
+    ),
     "O2: backend": (
         lambda: ragged.transposed_grouped_matmul(X.T, DY, SIZES, backend="mosaic"),
         ValueError,
@@ -439,6 +486,12 @@ ARRAYS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 def test_error(name: str) -> None:
     """O2, K4-K6, K9, K12: at the call, as text."""
     check_error(*{**MATMUL, **ARRAYS}[name])
+
+
+def test_no_transposition_is_proposed_that_would_not_do() -> None:
+    with pytest.raises(ValueError) as caught:
+        ragged.matmul(ROWS, jnp.ones((4, 7, 16)))
+    assert str(caught.value).endswith("They are contracted and must be equal.")
 
 
 def test_errors_while_tracing_show_shapes_only() -> None:
@@ -472,3 +525,31 @@ def test_64_bit_numpy_operands_are_what_jax_makes_of_them() -> None:
         np.testing.assert_array_equal(out[:12], np.full((12, 6), 9))
         assert ragged.transposed_grouped_matmul(x.T, x, sizes).dtype == result
         assert ragged.matmul(GroupedTensor(x, sizes), w).dtype == result
+
+
+COUNTS: dict[str, Callable[[Any], Any]] = {
+    "capacity": lambda n: ragged.matmul(BOTH.mT, ROWS, capacity=n),
+    "max_last": lambda n: ragged.matmul(ROWS, COLUMNS, max_last=n),
+    "num_actual_groups": lambda n: ragged.matmul(COLUMNS, ROWS, num_actual_groups=n),
+    "num_actual_groups of plain arrays": lambda n: ragged.transposed_grouped_matmul(X.T, DY, SIZES, num_actual_groups=n),
+    "input_buffer_count": lambda n: ragged.grouped_matmul(X, W, SIZES, input_buffer_count=n),
+    "tiling": lambda n: ragged.matmul(ROWS, UNIFORM, tiling=(n, n, n)),
+    "block of a scaling": lambda n: ragged.quantize(UNIFORM, jnp.int8, (1, n)),
+    "length of a history": lambda n: ragged.Recipe.preset("delayed", length=n).history,
+    "num_groups of a route": lambda n: ragged.route(jnp.array([0, 2, 1]), n).first_dims,
+    "capacity of from_list": lambda n: GroupedTensor.from_list([jnp.ones((2, 3))], capacity=n),
+    "capacity of from_padded": lambda n: GroupedTensor.from_padded(jnp.ones((4, 2, 3)), DIMS, capacity=n),
+    "max_len of to_padded": lambda n: ROWS.to_padded(n),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_counts(name: str) -> None:
+    """A NumPy integer is a count; a bool isn't, wherever one is taken."""
+    call = COUNTS[name]
+    want = jax.eval_shape(lambda: call(5))
+    for dtype in (np.int64, np.uint8):
+        assert jax.eval_shape(lambda dtype=dtype: call(dtype(5))) == want
+    for bad in (True, np.True_, 5.0, -1):
+        with pytest.raises(ValueError, match=repr(bad) if name != "block of a scaling" else "`block` is"):
+            call(bad)

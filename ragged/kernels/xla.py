@@ -16,8 +16,8 @@ from ragged.kernels import ANY_TARGET, Scales, Target, schedule
 
 def promote(lhs: Any, rhs: Any) -> Any:
     """The operands' common dtype, also where the user has made implicit promotion strict: here it is asked for."""
-    bytes_of = {jnp.dtype(jnp.int4): jnp.dtype(jnp.int8), jnp.dtype(jnp.uint4): jnp.dtype(jnp.uint8)}
-    lhs, rhs = (bytes_of.get(jnp.dtype(d), jnp.dtype(d)) for d in (lhs, rhs))
+    bytes_of = {"int2": "int8", "int4": "int8", "uint2": "uint8", "uint4": "uint8"}
+    lhs, rhs = (jnp.dtype(bytes_of.get(jnp.dtype(d).name, d)) for d in (lhs, rhs))
     with jax.numpy_dtype_promotion("standard"):
         return jnp.promote_types(lhs, rhs)
 
