@@ -291,7 +291,9 @@ def _check_extents(
     k_lhs, k_rhs = lhs.shape[-1], rhs.shape[-2]
     if "k" not in layout.ragged and k_lhs != k_rhs:
         # Transposing what isn't ragged keeps the layout.
-        turned = [f"`{name}.mT`" for name, x, k in (("rhs", rhs, k_lhs), ("lhs", lhs, k_rhs)) if _fits_turned(name, x, k)]
+        turned = [
+            f"`{name}.mT`" for name, x, k in (("rhs", rhs, k_lhs), ("lhs", lhs, k_rhs)) if _fits_turned(name, x, k)
+        ]
         hint = f" Did you mean {' or '.join(turned)}?" if turned else ""
         site.fail(
             ValueError,

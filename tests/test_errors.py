@@ -531,7 +531,9 @@ COUNTS: dict[str, Callable[[Any], Any]] = {
     "capacity": lambda n: ragged.matmul(BOTH.mT, ROWS, capacity=n),
     "max_last": lambda n: ragged.matmul(ROWS, COLUMNS, max_last=n),
     "num_actual_groups": lambda n: ragged.matmul(COLUMNS, ROWS, num_actual_groups=n),
-    "num_actual_groups of plain arrays": lambda n: ragged.transposed_grouped_matmul(X.T, DY, SIZES, num_actual_groups=n),
+    "num_actual_groups of plain arrays": lambda n: ragged.transposed_grouped_matmul(
+        X.T, DY, SIZES, num_actual_groups=n
+    ),
     "input_buffer_count": lambda n: ragged.grouped_matmul(X, W, SIZES, input_buffer_count=n),
     "tiling": lambda n: ragged.matmul(ROWS, UNIFORM, tiling=(n, n, n)),
     "block of a scaling": lambda n: ragged.quantize(UNIFORM, jnp.int8, (1, n)),

@@ -70,6 +70,8 @@ def test_float64_under_x64() -> None:
         ("float32", "float8_e4m3fn", "float32"),
         ("int8", "float8_e4m3fn", "bfloat16"),
         ("int8", "uint8", "int32"),
+        ("int8", "int2", "int32"),
+        ("uint2", "int4", "int32"),
         ("float16", "bfloat16", "float32"),
     ],
 )

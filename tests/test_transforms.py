@@ -465,6 +465,24 @@ except NotImplementedError as error:
     assert "the extent of a ragged dim is symbolic" in str(error)
 else:
     raise AssertionError("an unbounded extent must be refused")
+
+def elements(b, mapped):  # of a map
+    (b,) = export.symbolic_shape(b[0], constraints=b[1:])
+    x = jax.ShapeDtypeStruct((b, 16, 4), jnp.float32)
+    return export.export(jax.jit(lambda x: mapped(lambda x: product(x, w, sizes), x)))(x)
+
+w, sizes = jnp.ones((3, 4, 2)), jnp.array([7, 0, 8], jnp.int32)
+x = jnp.ones((2, 16, 4))
+each = np.where(np.arange(16) < 15, 4.0, 0.0)[:, None].repeat(2, 1)
+np.testing.assert_array_equal(elements(["b"], jax.lax.map).call(x), [each, each])
+assert str(elements(["b", "b >= 513"], lambda f, x: jax.vmap(f)(x)).out_avals[0].shape) == "(b, 16, 2)"
+try:
+    elements(["b"], lambda f, x: jax.vmap(f)(x))
+except NotImplementedError as error:
+    assert "the number of elements of a `vmap` is symbolic" in str(error), error
+    assert "or map with `jax.lax.map`" in str(error)
+else:
+    raise AssertionError("an unbounded number must be refused")
 """
 
 
