@@ -9,6 +9,7 @@ a CPU that is arithmetic to experiment with, not speed.
 
 import argparse
 import time
+from collections.abc import Callable
 from functools import partial
 
 import equinox as eqx
@@ -37,16 +38,20 @@ class QuantizedExperts(eqx.Module):
         return matmul(hidden, down, recipe=self.recipes[1]).astype(x.dtype)
 
 
-def all_recipes(model: Model) -> list[tuple[Recipe | None, Recipe | None]]:
-    return [layer.experts.recipes for layer in model.layers]
+def each_recipe(change: Callable[[Recipe], Recipe], model: Model) -> Model:
+    def is_recipe(x: object) -> bool:
+        return isinstance(x, Recipe)
+
+    return jax.tree.map(lambda x: change(x) if is_recipe(x) else x, model, is_leaf=is_recipe)
 
 
 @partial(jax.jit, donate_argnums=(0, 1, 2))
 def train_step(model: Model, mean: Model, square: Model, step: Array, steps: Array, text: Array) -> tuple:
-    grads, loss = gradient(model, step, text)
-    model, mean, square = adam(model, mean, square, grads, step, steps)
-    # The "gradient" of a recipe is the next recipe.
-    return eqx.tree_at(all_recipes, model, all_recipes(grads), is_leaf=lambda x: x is None), mean, square, loss
+    grads, loss = gradient(each_recipe(Recipe.unsealed, model), step, text)
+    # The "gradient" of a recipe is the next recipe. Sealed, it is no parameter: Adam gets the rest.
+    grads, recipes = eqx.partition(each_recipe(Recipe.sealed, grads), eqx.is_inexact_array)
+    params, mean, square = adam(eqx.filter(model, eqx.is_inexact_array), mean, square, grads, step, steps)
+    return eqx.combine(params, recipes), mean, square, loss
 
 
 def train(name: str, steps: int, text: Array, vocabulary: int) -> Model:
@@ -58,7 +63,7 @@ def train(name: str, steps: int, text: Array, vocabulary: int) -> Model:
     ]
     model = eqx.tree_at(lambda m: [layer.experts for layer in m.layers], model, experts)
     model = jax.tree.map(jnp.copy, model)  # both recipes of a layer have arrays of their own, which steps may reuse
-    mean, square = (jax.tree.map(jnp.zeros_like, model) for _ in range(2))
+    mean, square = (jax.tree.map(jnp.zeros_like, eqx.filter(model, eqx.is_inexact_array)) for _ in range(2))
     for step in range(steps):
         model, mean, square, _ = train_step(model, mean, square, step, steps, text)
     return model

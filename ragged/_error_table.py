@@ -14,17 +14,7 @@ from ragged._lowering import Call, Operands
 from ragged._matmul import plan_matmul
 from ragged._primitive import bind
 from ragged._quantize import LARGEST
-from ragged._recipe import (
-    PRESETS,
-    Cast,
-    Recipe,
-    as_tensor,
-    casts_of,
-    derivative_of,
-    past_of,
-    quantize_operand,
-    quantized,
-)
+from ragged._recipe import PRESETS, Cast, Pair, Recipe, as_tensor, casts_of, derivative_of, past_of, quantize_operand
 from ragged._shared import product_with_shared
 from ragged._tensor import GroupedTensor, describe, is_concrete
 
@@ -37,12 +27,14 @@ class ErrorTable:
     table.
 
     - `recipes`: their names.
-    - `relative_error`: ‖quantised - exact‖ / ‖exact‖, Frobenius norms over all groups.
+    - `relative_error`: ‖quantised - exact‖ / ‖exact‖, Frobenius norms over all groups; infinite if a group of either
+      isn't finite.
     - `sqnr`: the signal-to-quantisation-noise ratio in decibels, -20 log₁₀ of the relative error.
     - `underflow`: percent of the operands' elements that aren't zero and become zero.
     - `overflow`: percent of the operands' elements that lie beyond what their scale can hold, and saturate.
     - `worst_group`: the group with the lowest SQNR; -1 where no group has a signal.
-    - `group_sqnr`: each group's SQNR, NaN where its exact product is zero (or empty).
+    - `group_sqnr`: each group's SQNR; -inf where its exact or its quantised product isn't finite; NaN where its exact
+      product is zero (or empty).
     """
 
     recipes: tuple[str, ...]
@@ -80,11 +72,22 @@ class ErrorTable:
                 "`ErrorTable.plot` draws with matplotlib.\nInstall it: `pip install matplotlib`."
             ) from error
         values = self.group_sqnr[:, PRODUCTS.index(product)]
-        ax = pyplot.subplots(figsize=(2 + 0.5 * values.shape[1], 1.2 + 0.4 * len(values)))[1] if ax is None else ax
-        image = ax.imshow(values, aspect="auto")
-        ax.set(xlabel="group", title=f"{product}: SQNR (dB)", xticks=range(values.shape[1]))
+        # A group of one row may be all but exact. Colours are for the others: three deviations about the median.
+        finite = values[np.isfinite(values)] if np.isfinite(values).any() else np.zeros(1)
+        spread = 4.5 * np.median(np.abs(finite - np.median(finite))) or np.inf
+        low, high = np.clip([finite.min(), finite.max()], np.median(finite) - spread, np.median(finite) + spread)
+        if ax is None:
+            size = min(2 + 0.5 * values.shape[1], 16), 1.4 + 0.4 * len(values)
+            ax = pyplot.subplots(figsize=size, layout="constrained")[1]
+        colours = pyplot.get_cmap("viridis").with_extremes(under="tab:red", over="gold", bad="white")
+        shown = np.nan_to_num(values, nan=np.nan, neginf=low - 1, posinf=high + 1)
+        image = ax.imshow(shown, aspect="auto", cmap=colours, vmin=low, vmax=high)
+        ax.set(xlabel="group", title=f"{product}: SQNR (dB)")
+        ax.xaxis.get_major_locator().set_params(integer=True)
         ax.set_yticks(range(len(self.recipes)), self.recipes)
-        ax.figure.colorbar(image, ax=ax)
+        below, above = (values < low).any(), (values > high).any()
+        extend = {(False, False): "neither", (True, False): "min", (False, True): "max", (True, True): "both"}
+        ax.figure.colorbar(image, ax=ax, extend=extend[bool(below), bool(above)])
         return ax
 
 
@@ -148,18 +151,31 @@ def error_table(
     (operands, call), *_ = products
     ct = jax.random.normal(jax.random.key(0), call.shape) if dy is None else operands.existing
     operands = operands._replace(existing=None)
+    left = call.product.ragged == "n"  # then `lhs` is the weight
     error, sqnr, underflow, overflow = (np.zeros((len(recipes), len(PRODUCTS))) for _ in range(4))
     worst_group = np.full(error.shape, -1)
     group_sqnr = np.full((*error.shape, _num_groups(operands)), np.nan)
-    for i, recipe in enumerate(recipes):
-        for j, (signal, noise, lost, nonzero, over, count) in enumerate(
-            jax.device_get(_measure(recipe, operands, ct, call))
-        ):
+    for j, wrt in enumerate((None, "rhs", "lhs") if left else (None, "lhs", "rhs")):
+        of, its = (operands, call) if wrt is None else derivative_of(wrt, operands, call, ct)
+        its = its._replace(dtype=jnp.float32)
+        exact = _product(of._replace(lhs=of.lhs.astype(jnp.float32), rhs=of.rhs.astype(jnp.float32)), its)
+        for i, recipe in enumerate(recipes):
+            casts, history = casts_of(recipe, call)
+            how = casts.forward if wrt is None else casts.derivative(wrt).forward
+            past = history if wrt is None else past_of(wrt, history)
+            rounded, counts = _rounded(of, its, how, past)
+            powers = jax.device_get(_powers(exact, _product(rounded, its), of.sizes, its))
+            signal, noise = (np.asarray(power, np.float64) for power in powers)
             with np.errstate(divide="ignore", invalid="ignore"):
-                group_sqnr[i, j] = np.where(signal > 0, 10 * np.log10(signal / noise), np.nan)
-                error[i, j] = np.sqrt(noise.sum() / signal.sum())
+                # What isn't finite is worse than any noise.
+                noise = np.where(np.isfinite(signal) & np.isfinite(noise), noise, np.inf)
+                signal = np.where(np.isnan(signal), np.inf, signal)
+                decibels = np.where(np.isinf(noise), -np.inf, 10 * np.log10(signal / noise))
+                group_sqnr[i, j] = np.where(signal > 0, decibels, np.nan)
+                error[i, j] = np.inf if np.isinf(noise).any() else np.sqrt(noise.sum() / signal.sum())
                 sqnr[i, j] = -20 * np.log10(error[i, j])
-                underflow[i, j], overflow[i, j] = 100 * lost / nonzero, 100 * over / count
+                lost, nonzero, over, count = counts
+                underflow[i, j], overflow[i, j] = 100 * np.divide(lost, nonzero), 100 * np.divide(over, count)
             if not np.isnan(group_sqnr[i, j]).all():
                 worst_group[i, j] = np.nanargmin(group_sqnr[i, j])
     names = tuple(recipe.name for recipe in recipes)
@@ -171,41 +187,44 @@ def _num_groups(operands: Operands) -> int:
 
 
 @jax.jit(static_argnames="call")
-def _measure(recipe: Recipe, operands: Operands, ct: Array, call: Call) -> list[tuple[Array, ...]]:
-    """For each product: each group's signal and noise power; how many elements underflow, of how many that aren't zero;
+def _product(operands: Operands, call: Call) -> Array:
+    """The product in float32: one program for the exact operands and for those of every recipe."""
+    return bind(operands, call)
+
+
+@jax.jit(static_argnames="call")
+def _powers(exact: Array, got: Array, sizes: tuple[Array, ...], call: Call) -> tuple[Array, Array]:
+    """Each group's signal and noise power."""
+    of = dict(zip(call.product.ragged, sizes, strict=True))
+    signal, noise = (
+        GroupedTensor(jnp.square(z), *(of.get(letter) for letter in call.product.out)).sum()
+        for z in (exact, got - exact)
+    )
+    return signal, noise
+
+
+def _rounded(operands: Operands, call: Call, how: Pair, past: Array | None) -> tuple[Operands, np.ndarray]:
+    """The operands, quantised and dequantised; how many of their elements become zero, of how many that weren't, and
     how many saturate, of how many."""
-    casts, history = casts_of(recipe, call)
-    left = call.product.ragged == "n"  # then `lhs` is the weight
-    dgrad, wgrad = ("rhs", "lhs") if left else ("lhs", "rhs")
-    out = []
-    for wrt in (None, dgrad, wgrad):
-        if wrt is None:
-            x, c, how, past = operands, call, casts.forward, history
-        else:
-            x, c = derivative_of(wrt, operands, call, ct)
-            how = casts.derivative(wrt).forward
-            past = past_of(wrt, history)
-            c = c._replace(dtype=jnp.float32)
-        exact, got = bind(x, c), bind(*quantized(how, x, c, past))
-        of = dict(zip(c.product.ragged, x.sizes, strict=True))
-        sizes = [of.get(letter) for letter in c.product.out]
-        powers = [GroupedTensor(jnp.square(z), *sizes).sum() for z in (exact, got - exact)]
-        counts = [
-            _counts(as_tensor(name, x, c)[0], cast, None if past is None else past[i])
-            for i, (name, cast) in enumerate(zip(("lhs", "rhs"), how, strict=True))
-        ]
-        out.append((*powers, *(a + b for a, b in zip(*counts, strict=True))))
-    return out
+    total = np.zeros(4)
+    for i, (name, cast) in enumerate(zip(("lhs", "rhs"), how, strict=True)):
+        x, letters = as_tensor(name, operands, call)
+        data, counts = _quantized(x, cast, None if past is None else past[i])
+        turned = letters != getattr(call.product, name)
+        operands = operands._replace(**{name: data.mT if turned else data})
+        total += np.array(jax.device_get(counts), np.float64)
+    return operands, total
 
 
-def _counts(x: GroupedTensor, how: Cast, past: Array | None) -> tuple[Array, ...]:
-    """Elements that become zero, that aren't zero, that saturate, and all."""
+@jax.jit(static_argnames="how")
+def _quantized(x: GroupedTensor, how: Cast, past: Array | None) -> tuple[Array, tuple[Array, ...]]:
+    """What an operand becomes, in float32; elements that become zero, that aren't zero, that saturate, and all."""
     data = jnp.where(x.mask, jnp.asarray(x.data).astype(jnp.float32), 0)
     nonzero, count = jnp.sum(data != 0), jnp.sum(x.mask)
     if how.dtype is None:
-        return jnp.zeros((), nonzero.dtype), nonzero, jnp.zeros((), nonzero.dtype), count
+        return data, (jnp.zeros((), nonzero.dtype), nonzero, jnp.zeros((), nonzero.dtype), count)
     q = quantize_operand(x, how, past)
     lost = jnp.sum((data != 0) & (q.data == 0))
     # Beyond what rounding alone could carry past the largest value.
     over = jnp.sum(jnp.abs(data) > q.element_scales() * LARGEST[how.dtype] * (1 + 1e-6))
-    return lost, nonzero, over, count
+    return jnp.asarray(q.dequantize().data), (lost, nonzero, over, count)

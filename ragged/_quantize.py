@@ -3,12 +3,17 @@
 A block's scale maps its largest absolute value (amax) to the largest that the dtype holds:
 
     scale = amax / largest        data = round(value / scale)        value ≈ data × scale
+
+XLA divides by constants and by broadcast scales as it likes: by a division, or by a product with the reciprocal, which
+may round to the other side of a tie. Here both are products with float32 reciprocals, so that on the CPU the bits are
+the same with `jit` and without.
 """
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from ragged._mesh import refuse_explicit
@@ -160,7 +165,7 @@ def _block_max(x: Array, block: int | None, axis: int) -> Array:
 
 def scale_of(largest: Array, name: str, power_of_two: bool) -> Array:
     """The scale of blocks with these largest absolute values, or the next power of two; 1 for 0. float32."""
-    scale = jnp.maximum(largest / LARGEST[name], jnp.finfo(jnp.float32).tiny)
+    scale = jnp.maximum(largest * np.float32(1 / LARGEST[name]), jnp.finfo(jnp.float32).tiny)
     if power_of_two:
         mantissa, exponent = jnp.frexp(scale)  # the mantissa is in [0.5, 1)
         scale = jnp.ldexp(jnp.float32(1), jnp.where(mantissa == 0.5, exponent - 1, exponent))
@@ -175,7 +180,8 @@ def cast(x: GroupedTensor, name: str, scaling: Scaling, scales: Array) -> Groupe
         scales = jnp.where(lost > 0, jnp.nan, scales)
     quantized = x._with(scales=scales.astype(scaling.dtype), scaling=scaling)
     wide = jnp.float64 if data.dtype == jnp.float64 else jnp.float32
-    data = data.astype(wide) / quantized.element_scales().astype(wide)
+    inverse = x._with(scales=1 / quantized.scales.astype(jnp.float32), scaling=Scaling(scaling.block))
+    data = data.astype(wide) * inverse.element_scales().astype(wide)
     if name.startswith("int"):
         data = jnp.round(data)
     data = jnp.where(jnp.isfinite(data), jnp.clip(data, -LARGEST[name], LARGEST[name]), data)

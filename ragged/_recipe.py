@@ -10,13 +10,16 @@ quantised, computed from quantised operands.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.custom_batching import custom_vmap
+from jax.extend.core import Primitive
+from jax.extend.random import define_prng_impl
+from jax.interpreters import ad, batching, mlir
 from jaxtyping import Float
 
 from ragged import _lowering
@@ -74,6 +77,36 @@ class Cast:
 Pair = tuple[Cast, Cast]
 
 
+def _no_key(*args: Any) -> NoReturn:
+    raise TypeError("`ragged.Recipe`: a sealed history is no random key.\nRead it as `recipe.history`.")
+
+
+# The dtype of JAX's that no arithmetic takes and every transformation does is that of random keys, of whatever kind.
+_SEAL = define_prng_impl(
+    key_shape=(1,),
+    seed=_no_key,
+    split=_no_key,
+    random_bits=_no_key,
+    fold_in=_no_key,
+    name="ragged_history",
+    tag="Recipe.history",
+)
+
+
+def _sealed(history: Array | Any) -> Array | Any:
+    """float32 as what no arithmetic takes; anything else as it is."""
+    if not is_arraylike(history) or history.dtype != jnp.float32:
+        return history
+    return jax.random.wrap_key_data(lax.bitcast_convert_type(jnp.asarray(history), jnp.uint32)[..., None], impl=_SEAL)
+
+
+def _unsealed(state: Array | Any) -> Array | Any:
+    """The float32 of `_sealed`; anything else as it is."""
+    if not is_arraylike(state) or not jnp.issubdtype(state.dtype, jax.dtypes.prng_key):
+        return state
+    return lax.bitcast_convert_type(jax.random.key_data(state)[..., 0], jnp.float32)
+
+
 class Recipe(eqx.Module):
     """How `matmul(x, w, recipe=recipe)` quantises: a pytree whose only leaf is the history of delayed scaling.
 
@@ -103,7 +136,12 @@ class Recipe(eqx.Module):
     **Delayed scaling** carries its state explicitly: the "gradient" with respect to the recipe is the next recipe.
     The first step, without a history, uses the operands' own largest values.
 
-        grads, recipe = jax.grad(loss, argnums=(0, 1))(params, recipe)
+        grads, recipe = jax.grad(loss, argnums=(0, 1))(params, recipe.unsealed())
+        recipe = recipe.sealed()
+
+    A recipe is sealed when it is made: its leaf is of a dtype of its own, that `jnp`, `optax` and `jax.grad` refuse and
+    `eqx.is_inexact_array` leaves out, so that no optimiser, norm or sum takes the history for a parameter. Only
+    `unsealed`, for `jax.grad` and for checkpoints, does it have floats. `matmul` takes both.
 
     Each `matmul` needs a recipe of its own: cotangents of one that is used twice would add up. Under `vmap` and
     `shard_map` one recipe for all elements or devices gets the largest values of all of them. Where the loss doesn't
@@ -116,8 +154,27 @@ class Recipe(eqx.Module):
     forward: Pair | Any = eqx.field(static=True)
     dgrad: Pair | Any = eqx.field(static=True)
     wgrad: Pair | Any = eqx.field(static=True)
-    history: Float[Array, "3 length"] | Any = None
-    name: str = eqx.field(static=True, default="custom", kw_only=True)
+    state: Any  # `history`, sealed or not
+    name: str = eqx.field(static=True)
+
+    def __init__(
+        self, forward: Pair | Any, dgrad: Pair | Any, wgrad: Pair | Any, history: Any = None, *, name: str = "custom"
+    ) -> None:
+        self.forward, self.dgrad, self.wgrad = forward, dgrad, wgrad
+        self.state, self.name = _sealed(history), name
+
+    @property
+    def history(self) -> Float[Array, "*stacked 3 length"] | Any:
+        """The largest values of past steps, float32; None without delayed scaling."""
+        return _unsealed(self.state)
+
+    def unsealed(self) -> "Recipe":
+        """The same recipe with its history as floats: what `jax.grad` takes, and what can be saved."""
+        return jax.tree.map(_unsealed, self)
+
+    def sealed(self) -> "Recipe":
+        """The same recipe with a history that no arithmetic takes."""
+        return jax.tree.map(_sealed, self)
 
     def __check_init__(self) -> None:
         for name in ("forward", "dgrad", "wgrad"):
@@ -127,26 +184,27 @@ class Recipe(eqx.Module):
                     f"`ragged.Recipe`: `{name}` is {pair!r}.\n"
                     "It must be the `ragged.Cast`s of its two operands, a tuple."
                 )
-            if self.history is not None and any(each.dtype and each.scaling.block is not None for each in pair):
+            if self.state is not None and any(each.dtype and each.scaling.block is not None for each in pair):
                 raise ValueError(
                     f"`ragged.Recipe`: `history` with a scaling of `{name}` other than 'tensor'.\nGot {pair!r}.\n"
                     "Delayed scaling knows one largest value of each tensor."
                 )
-        if is_arraylike(self.history):
+        if is_arraylike(self.state):
             self.check_history()
 
     def check_history(self) -> None:
         """Raises unless `history` is None or an array `(3, length)`, float32."""
-        if self.history is None:
+        history = self.history
+        if history is None:
             return
-        if not is_arraylike(self.history) or self.history.dtype != jnp.float32:
+        if not is_arraylike(history) or history.dtype != jnp.float32:
             raise TypeError(
-                f"`ragged.Recipe`: `history` is {describe(self.history)}.\n"
+                f"`ragged.Recipe`: `history` is {describe(history)}.\n"
                 "It must be a float32 array: `Recipe.preset('delayed').history`."
             )
-        if self.history.ndim != 2 or self.history.shape[0] != 3 or not self.history.shape[1]:
+        if history.ndim != 2 or history.shape[0] != 3 or not history.shape[1]:
             raise ValueError(
-                f"`ragged.Recipe`: `history` is {describe(self.history)}.\n"
+                f"`ragged.Recipe`: `history` is {describe(history)}.\n"
                 "It must be (3, length), a row each for `x`, `w` and the cotangent. One a call: map or scan over it."
             )
 
@@ -250,14 +308,50 @@ def quantized_product(recipe: Recipe, operands: Operands, call: Call) -> Array:
     return _product(casts, call, operands, history)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _product(casts: Casts, call: Call, operands: Operands, history: Array | None) -> Array:
+    floats = {name: getattr(operands, name) for name in ("lhs", "rhs", "existing")}
+    floats, history = jax.tree.map(_reverse_only, (floats, history))
+    return _straight_through(casts, call, operands._replace(**floats), history)
+
+
+reverse_only_p = Primitive("ragged_reverse_only")
+"""The tangent of `_reverse_only`: it can be transposed, but not computed."""
+
+
+@jax.custom_jvp
+def _reverse_only(x: Array) -> Array:
+    """`x`, with an error for whoever differentiates by it in forward mode. (`jax.custom_vjp`'s own names no mend.)"""
+    return x
+
+
+@_reverse_only.defjvp
+def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    return _reverse_only(*primals), reverse_only_p.bind(*tangents)
+
+
+def _refuse_forward_mode(*args: Any) -> NoReturn:
+    raise TypeError(
+        "`ragged.matmul`: a product with `recipe` can't be differentiated in forward mode.\n"
+        "Its derivative is straight-through: a rule for cotangents. Take `jax.grad` or `jax.vjp`, and "
+        "`jax.jacrev(jax.grad(f))` in place of `jax.hessian(f)`."
+    )
+
+
+reverse_only_p.def_abstract_eval(lambda x: x)
+reverse_only_p.def_impl(_refuse_forward_mode)
+mlir.register_lowering(reverse_only_p, _refuse_forward_mode)
+ad.deflinear2(reverse_only_p, lambda ct, x: [ct])
+batching.defvectorized(reverse_only_p)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _straight_through(casts: Casts, call: Call, operands: Operands, history: Array | None) -> Array:
     return bind(*quantized(casts.forward, operands, call, history))
 
 
 def _forward(casts: Casts, call: Call, operands: Operands, history: Array | None) -> tuple[Array, Any]:
     check_cotangent(call)
-    return _product(casts, call, operands, history), (operands, history)
+    return _straight_through(casts, call, operands, history), (operands, history)
 
 
 def _backward(casts: Casts, call: Call, residuals: tuple[Operands, Any], ct: Array) -> tuple[Operands, Any]:
@@ -274,7 +368,7 @@ def _backward(casts: Casts, call: Call, residuals: tuple[Operands, Any], ct: Arr
     return zeros, None if history is None else _next(history, operands, call, ct)
 
 
-_product.defvjp(_forward, _backward)
+_straight_through.defvjp(_forward, _backward)
 
 
 def quantized(casts: Pair, operands: Operands, call: Call, history: Array | None = None) -> tuple[Operands, Call]:

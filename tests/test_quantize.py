@@ -283,6 +283,27 @@ def test_under_transformations() -> None:
         assert eqx.tree_equal(eqx.combine(arrays, static), stacked)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_same_bits_with_jit_and_without(dtype: str) -> None:
+    """T1: at ties too, where the last bit of a quotient decides: those of NumPy's float32."""
+    rng = np.random.default_rng(0)
+    largest = int(LARGEST[dtype])
+    halves = rng.integers(-2 * largest, 2 * largest + 1, (3, 40, 64)) / 2  # of a step of the integers; fp8 has others
+    x = (halves * rng.uniform(0.1, 9, (3, 40, 1))).astype(np.float32)
+    x[..., 0] = largest * x[..., 1:].max(axis=-1) / halves[..., 1:].max(axis=-1)
+    for scaling, axes in (((1, 16), -1), ("row", (-2, -1)), ("group", (1, 2, 3)), ("tensor", (0, 1, 2, 3))):
+        amax = np.abs(x).reshape(3, 40, 4, 16).max(axis=axes, keepdims=True)
+        scale = amax * np.float32(1 / LARGEST[dtype])
+        inverse = np.broadcast_to(np.float32(1) / scale, (3, 40, 4, 16)).reshape(x.shape)
+        data = np.clip(x * inverse, -largest, largest)
+        data = (np.round(data) if dtype.startswith("int") else data).astype(jnp.dtype(dtype))
+        eager = quantize(jnp.asarray(x), dtype, scaling)
+        jitted = jax.jit(lambda x, by=scaling: quantize(x, dtype, by))(x)
+        for q in (eager, jitted):
+            np.testing.assert_array_equal(np.asarray(q.scales).ravel(), scale.ravel())
+            np.testing.assert_array_equal(np.asarray(q.data).astype(np.float32), data.astype(np.float32))
+
+
 def test_annotations() -> None:
     """jaxtyping reads the stored dtype; `Float8e8m0fnu` is here, jaxtyping has none."""
 

@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import Array
 from jax.sharding import Mesh
@@ -156,7 +157,7 @@ def training(recipe: Any, x: GroupedTensor, w: Array) -> Array:
 def test_under_transformations(preset: str) -> None:
     """T1-T6: jit, vmap, scan, remat: all the same as a loop of plain calls."""
     case = cases.make("forward", g=3, capacity=20, uniform=(0, 9, 5), fill=0.0)
-    recipe, (x, w) = Recipe.preset(preset), (case.lhs, case.rhs.data)
+    recipe, (x, w) = Recipe.preset(preset).unsealed(), (case.lhs, case.rhs.data)
     grad = jax.grad(lambda x, w, r: training(r, x._replace_data(x.data), w), argnums=(1, 2))
     want = grad(x, w, recipe)
 
@@ -240,7 +241,7 @@ def test_over_a_mesh() -> None:
         return jnp.sum(matmul(x, w, recipe=recipe).data ** 2)
 
     for preset in ("rowwise", "delayed"):
-        recipe = Recipe.preset(preset)
+        recipe = Recipe.preset(preset).unsealed()
         arguments = (x.data, w, recipe)
         got, want = (
             jax.jit(jax.grad(lambda d, w, r, f=f: f(x._replace_data(d), w, r), argnums=(0, 1, 2)))(*arguments)
@@ -254,7 +255,7 @@ def test_delayed_scaling() -> None:
     """The history moves by a step; scales are those of its largest value; what is above it saturates."""
     case = cases.make("forward", g=2, kind="even", capacity=16, slack=False, uniform=(0, 6, 4))
     x, w = case.lhs, case.rhs.data
-    recipe = Recipe.preset("delayed", length=3)
+    recipe = Recipe.preset("delayed", length=3).unsealed()
 
     def step(recipe: Recipe, factor: float) -> tuple[Array, Recipe]:
         def loss(recipe: Recipe) -> tuple[Array, Array]:
@@ -293,7 +294,7 @@ def test_a_history_that_a_map_shares() -> None:
     def loss(recipe: Recipe) -> Array:
         return jnp.sum(jax.vmap(lambda f: matmul(case.lhs * f, case.rhs.data, recipe=recipe).data)(factors))
 
-    history = jax.grad(loss)(Recipe.preset("delayed", length=2)).history
+    history = jax.grad(loss)(Recipe.preset("delayed", length=2).unsealed()).history
     largest = [5 * np.abs(case.lhs.data).max(), np.abs(case.rhs.data).max(), 1.0]
     np.testing.assert_allclose(history[:, 0], largest, rtol=1e-6)
 
@@ -408,11 +409,76 @@ def test_a_heat_map_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
         error_table(x, w, "rowwise").plot()
 
 
+def test_no_optimiser_takes_a_history_for_a_parameter() -> None:
+    """U3: it, a norm or a sum refuses a recipe among the parameters, or leaves it alone; so does `jax.grad`."""
+    params = {"w": W, "recipe": Recipe.preset("delayed", length=2)}
+
+    def loss(params: Any) -> Array:
+        return jnp.mean(matmul(W.mT, params["w"], recipe=params["recipe"]).data ** 2)
+
+    with pytest.raises(TypeError, match=r"key<Recipe\.history>"):
+        jax.grad(loss)(params)
+    # As with Equinox: what is left out of the gradient is left out of the norm, the sum and the step.
+    grads = eqx.filter_jit(eqx.filter_grad(loss))(params)
+    assert grads["recipe"].state is None
+    norm = optax.tree.norm(grads)
+    np.testing.assert_allclose(norm, np.linalg.norm(np.asarray(grads["w"], np.float64)), rtol=1e-6)
+    for make in (optax.adamw, optax.sgd, lambda rate: optax.chain(optax.clip_by_global_norm(0.1), optax.lion(rate))):
+        optimiser = make(1e-2)
+        kept = eqx.filter(params, eqx.is_inexact_array)
+        updates, _ = optimiser.update(grads, optimiser.init(kept), kept)
+        stepped = eqx.apply_updates(params, updates)
+        assert not np.array_equal(stepped["w"], W)
+        np.testing.assert_array_equal(stepped["recipe"].history, np.zeros((3, 2)))
+        # Without a filter it fails.
+        with pytest.raises((TypeError, NotImplementedError)):
+            optimiser.update(params, optimiser.init(params), params)
+    for careless in (
+        optax.tree.norm,
+        lambda tree: jax.tree.map(jnp.add, tree, tree),
+        lambda tree: jax.tree.map(lambda x: 0.9 * x, tree),
+        lambda tree: optax.apply_updates(tree, tree),
+        lambda tree: optax.incremental_update(tree, tree, 0.1),
+        lambda tree: jax.random.split(tree["recipe"].state[0, 0]),
+    ):
+        with pytest.raises((TypeError, NotImplementedError)):
+            careless(params)
+    nothing = jax.tree.map(jnp.add, grads, grads)
+    assert nothing["recipe"].state is None
+
+
+def test_a_history_is_sealed_and_unsealed(tmp_path: Path) -> None:
+    """Values, `jit`, stacking and the next step are the same; a checkpoint takes what is unsealed."""
+    largest = jnp.arange(6.0).reshape(3, 2)
+    recipe = Recipe(ONE, ONE, ONE, largest)
+    for each in (recipe, recipe.unsealed(), recipe.unsealed().sealed(), recipe.sealed(), jax.jit(lambda r: r)(recipe)):
+        np.testing.assert_array_equal(each.history, largest)
+    assert recipe.unsealed().state.dtype == jnp.float32 and not eqx.is_inexact_array(recipe.state)
+    assert Recipe.preset("rowwise").unsealed().history is None
+    stacked = jax.tree.map(lambda x: jnp.stack([x, x]), recipe)
+    np.testing.assert_array_equal(stacked.history, jnp.stack([largest, largest]))
+
+    def loss(w: Array, recipe: Recipe) -> Array:
+        return matmul(W.mT, w, recipe=recipe).data.sum()
+
+    step = jax.jit(jax.grad(loss, argnums=(0, 1)))
+    dw, following = step(W, recipe.unsealed())
+    np.testing.assert_array_equal(dw, jax.jit(jax.grad(loss))(W, recipe))
+    np.testing.assert_array_equal(following.sealed().history[:, 1], largest[:, 0])
+    eqx.tree_serialise_leaves(tmp_path / "recipe.eqx", (W, following))
+    _, back = eqx.tree_deserialise_leaves(tmp_path / "recipe.eqx", (W, recipe.unsealed()))
+    np.testing.assert_array_equal(back.sealed().history, following.history)
+
+
 X = GroupedTensor(jax.random.normal(jax.random.key(0), (8, 64)), jnp.array([3, 5], jnp.int32))
 W = jax.random.normal(jax.random.key(1), (2, 64, 16))
 ROW = (Cast(E4M3, "row"), Cast(E4M3, "row"))
 ONE = (Cast(E4M3), Cast(E4M3))
 TILES: dict[str, Any] = {"backend": "pallas_tpu", "tiling": (8, 64, 128), "interpret": True}  # too low for 8 bits
+
+
+def product(w: Array) -> Array:
+    return matmul(X, w, recipe="rowwise").data
 
 
 def over_two_devices(check_vma: bool, by_device: bool = False) -> Any:
@@ -433,12 +499,12 @@ def test_histories_on_several_devices() -> None:
     """X1: the largest value of all devices where they share the history; each its own where they don't."""
     largest = np.array([np.abs(X.data).max(), np.abs(W).max(), 1.0])
     step = jax.jit(jax.grad(over_two_devices(True)))
-    shared = step(Recipe.preset("delayed", length=2))
+    shared = step(Recipe.preset("delayed", length=2).unsealed())
     np.testing.assert_allclose(shared.history[:, 0], largest * [2, 1, 1], rtol=1e-6)
     again = step(shared)
     np.testing.assert_allclose(again.history[:, 1], shared.history[:, 0])
     own = jax.tree.map(lambda h: jnp.stack([h, h]), Recipe.preset("delayed", length=2))
-    own = jax.jit(jax.grad(over_two_devices(True, True)))(own)
+    own = jax.jit(jax.grad(over_two_devices(True, True)))(own.unsealed())
     np.testing.assert_allclose(own.history[:, :, 0], [largest] * 2, rtol=1e-6)
 
 
@@ -448,7 +514,7 @@ def test_integers_and_delayed_scaling() -> None:
     for bad in (jnp.nan, jnp.inf):
         x = X._replace_data(X.data.at[0, 0].set(bad))
         assert np.isnan(matmul(x, W, recipe=recipe).data).all()
-        step = jax.grad(lambda r, x=x: matmul(x, W, recipe=r).data.sum())(recipe)
+        step = jax.grad(lambda r, x=x: matmul(x, W, recipe=r).data.sum())(recipe.unsealed())
         assert np.isfinite(step.history).all()
         dw = jax.grad(lambda w, bad=bad: bad * matmul(X, w, recipe=recipe).data.sum())(W)
         assert np.isnan(dw).all()
@@ -468,7 +534,7 @@ def test_second_derivatives_by_the_recipe() -> None:
     def penalty(recipe: Recipe) -> Array:
         return jnp.sum(jax.grad(lambda d: jnp.sum(matmul(X._replace_data(d), W, recipe=recipe).data ** 2))(X.data) ** 2)
 
-    history = jax.jit(jax.grad(penalty))(Recipe.preset("delayed", length=2)).history
+    history = jax.jit(jax.grad(penalty))(Recipe.preset("delayed", length=2).unsealed()).history
     np.testing.assert_allclose(history[:2, 0], [np.abs(X.data).max(), np.abs(W).max()], rtol=1e-6)
 
 
@@ -542,6 +608,23 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
         NotImplementedError,
         "delayed scaling in a `jax.shard_map` with `check_vma=False`",
     ),
+    **{
+        f"forward mode: {name}": (
+            call,
+            TypeError,
+            "`ragged.matmul`: a product with `recipe` can't be differentiated in forward mode.\n"
+            "Its derivative is straight-through: a rule for cotangents. Take `jax.grad` or `jax.vjp`, and "
+            "`jax.jacrev(jax.grad(f))` in place of `jax.hessian(f)`.",
+        )
+        for name, call in {
+            "jvp": lambda: jax.jvp(product, (W,), (W,)),
+            "jvp in jit": lambda: jax.jit(lambda w: jax.jvp(product, (w,), (w,)))(W),
+            "jvp of jit": lambda: jax.jvp(jax.jit(product), (W,), (W,)),
+            "jvp of vjp": lambda: jax.jvp(jax.vjp(product, W)[1], (X.data[:, :16],), (X.data[:, :16],)),
+            "vmapped": lambda: jax.jvp(jax.vmap(product), (W[None],), (W[None],)),
+            "hessian": lambda: jax.hessian(lambda w: product(w).sum())(W),
+        }.items()
+    },
     "tiling": (
         lambda: matmul(GroupedTensor(jnp.ones((96, 64)), X.first_dims), W, **TILES, recipe="rowwise"),
         ValueError,
