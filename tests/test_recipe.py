@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import ragged
-from ragged import Cast, GroupedTensor, Recipe, Scaling, error_table, matmul, quantize
+from ragged import Cast, ErrorTable, GroupedTensor, Recipe, Scaling, _error_table, error_table, matmul, quantize
 from ragged._recipe import PRESETS
 
 from . import cases, oracle
@@ -389,9 +389,59 @@ def test_error_table() -> None:
     assert zero.worst_group[0, 0] == -1 and "none" in str(zero)
 
 
-def test_a_heat_map() -> None:
-    matplotlib = pytest.importorskip("matplotlib")
-    matplotlib.use("Agg")
+def test_error_table_of_what_is_not_finite() -> None:
+    """Its group is the worst one and is named; so say the totals."""
+    x = GroupedTensor(X.data.at[4, 3].set(jnp.nan), X.first_dims)
+    table = error_table(x, W, ["rowwise"], dy=jnp.ones((8, 16)))
+    np.testing.assert_array_equal(table.worst_group[0, [0, 2]], [1, 1])  # a dgrad doesn't read `x`
+    np.testing.assert_array_equal(table.group_sqnr[0, [0, 2], 1], [-np.inf] * 2)
+    np.testing.assert_array_equal(table.relative_error[0, [0, 2]], [np.inf] * 2)
+    np.testing.assert_array_equal(table.sqnr[0, [0, 2]], [-np.inf] * 2)
+    assert np.isfinite(table.sqnr[0, 1]) and np.isfinite(table.group_sqnr[0, :, 0]).all()
+    assert "1 (-inf)" in str(table)
+
+
+def test_error_table_computes_the_exact_products_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And all products of a kind by one program, whatever the recipe."""
+    of, calls = _error_table._product, []
+    monkeypatch.setattr(_error_table, "_product", lambda *args: calls.append(args) or of(*args))
+    before = of._cache_size()
+    error_table(X, W[:, :, :7], ["rowwise", "blockwise", MIXED], dy=jnp.ones((8, 7)))
+    assert len(calls) == 3 * (1 + 3)
+    assert of._cache_size() - before <= 3
+
+
+@pytest.fixture
+def agg() -> None:
+    pytest.importorskip("matplotlib").use("Agg")
+
+
+def table_of(group_sqnr: Any) -> ErrorTable:
+    """A table of these groups' decibels, `[recipes, groups]`, for each of the three products."""
+    group = np.repeat(np.asarray(group_sqnr, np.float64)[:, None], 3, axis=1)
+    total = np.ones(group.shape[:2])
+    return ErrorTable(tuple(PRESETS)[: len(group)], total, total, total, total, np.zeros(total.shape, int), group)
+
+
+def test_colours_and_labels_of_a_heat_map(agg: None) -> None:
+    """A group of one row, which is all but exact, leaves the others their colours; no label leaves the picture."""
+    rng = np.random.default_rng(0)
+    decibels = rng.uniform(24, 29, (5, 6))
+    decibels[:, 2], decibels[1, 4], decibels[2, 5] = 141.0, -np.inf, np.nan
+    ax = table_of(decibels).plot("dgrad")
+    low, high = ax.images[0].get_clim()
+    assert 20 < low <= 24.5 and 28.5 <= high < 40
+    shown = np.asarray(ax.images[0].get_array().filled(np.nan))
+    assert (shown[:, 2] > high).all() and shown[1, 4] < low and np.isnan(shown[2, 5])
+    np.testing.assert_array_equal(shown[:, :2], decibels[:, :2])
+    ax.figure.canvas.draw()
+    page = ax.figure.bbox
+    for label in (*ax.get_yticklabels(), *ax.get_xticklabels(), ax.title, ax.xaxis.label):
+        box = label.get_window_extent()
+        assert page.x0 <= box.x0 and box.x1 <= page.x1 and page.y0 <= box.y0 and box.y1 <= page.y1, label
+
+
+def test_a_heat_map(agg: None) -> None:
     x, w = GroupedTensor(jnp.ones((8, 16)), jnp.array([3, 5], jnp.int32)), jnp.ones((2, 16, 4)) / 3
     table = error_table(x, w, ["tensorwise", "rowwise"])
     ax = table.plot("wgrad")
@@ -421,28 +471,33 @@ def test_no_optimiser_takes_a_history_for_a_parameter() -> None:
     # As with Equinox: what is left out of the gradient is left out of the norm, the sum and the step.
     grads = eqx.filter_jit(eqx.filter_grad(loss))(params)
     assert grads["recipe"].state is None
-    norm = optax.tree.norm(grads)
-    np.testing.assert_allclose(norm, np.linalg.norm(np.asarray(grads["w"], np.float64)), rtol=1e-6)
-    for make in (optax.adamw, optax.sgd, lambda rate: optax.chain(optax.clip_by_global_norm(0.1), optax.lion(rate))):
-        optimiser = make(1e-2)
-        kept = eqx.filter(params, eqx.is_inexact_array)
-        updates, _ = optimiser.update(grads, optimiser.init(kept), kept)
-        stepped = eqx.apply_updates(params, updates)
-        assert not np.array_equal(stepped["w"], W)
-        np.testing.assert_array_equal(stepped["recipe"].history, np.zeros((3, 2)))
-        # Without a filter it fails.
-        with pytest.raises((TypeError, NotImplementedError)):
-            optimiser.update(params, optimiser.init(params), params)
-    for careless in (
-        optax.tree.norm,
-        lambda tree: jax.tree.map(jnp.add, tree, tree),
-        lambda tree: jax.tree.map(lambda x: 0.9 * x, tree),
-        lambda tree: optax.apply_updates(tree, tree),
-        lambda tree: optax.incremental_update(tree, tree, 0.1),
-        lambda tree: jax.random.split(tree["recipe"].state[0, 0]),
-    ):
-        with pytest.raises((TypeError, NotImplementedError)):
-            careless(params)
+    with jax.numpy_dtype_promotion("standard"):  # as optax needs
+        norm = optax.tree.norm(grads)
+        np.testing.assert_allclose(norm, np.linalg.norm(np.asarray(grads["w"], np.float64)), rtol=1e-6)
+        for make in (
+            optax.adamw,
+            optax.sgd,
+            lambda rate: optax.chain(optax.clip_by_global_norm(0.1), optax.lion(rate)),
+        ):
+            optimiser = make(1e-2)
+            kept = eqx.filter(params, eqx.is_inexact_array)
+            updates, _ = optimiser.update(grads, optimiser.init(kept), kept)
+            stepped = eqx.apply_updates(params, updates)
+            assert not np.array_equal(stepped["w"], W)
+            np.testing.assert_array_equal(stepped["recipe"].history, np.zeros((3, 2)))
+            # Without a filter it fails.
+            with pytest.raises((TypeError, NotImplementedError)):
+                optimiser.update(params, optimiser.init(params), params)
+        for careless in (
+            optax.tree.norm,
+            lambda tree: jax.tree.map(jnp.add, tree, tree),
+            lambda tree: jax.tree.map(lambda x: 0.9 * x, tree),
+            lambda tree: optax.apply_updates(tree, tree),
+            lambda tree: optax.incremental_update(tree, tree, 0.1),
+            lambda tree: jax.random.split(tree["recipe"].state[0, 0]),
+        ):
+            with pytest.raises((TypeError, NotImplementedError)):
+                careless(params)
     nothing = jax.tree.map(jnp.add, grads, grads)
     assert nothing["recipe"].state is None
 
