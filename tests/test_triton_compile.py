@@ -51,12 +51,7 @@ def test_hopper(layout: str, dtype: str) -> None:
     for kernel in kernels(H200, layout, LARGE, dtype):
         assert kernel.spill_bytes == 0
         assert kernel.sass_counts["UTMALDG"]
-        assert kernel.sass_counts["HGMMA"] + kernel.sass_counts["QGMMA"] or layout in (
-            "outer",
-            "inner_rows",
-            "inner_columns",
-            "ragged",
-        )
+        assert kernel.sass_counts["HGMMA"] + kernel.sass_counts["QGMMA"]
     if dtype == FP8 and layout in ("batched", "forward", "forward_left", "wgrad"):
         assert kernels(H200, layout, LARGE, dtype)[0].sass_counts["QGMMA"]
 
@@ -79,8 +74,10 @@ def test_hopper(layout: str, dtype: str) -> None:
 )
 def test_compiles(chip: str, layout: str, shape: Shape, dtype: str) -> None:
     """B6, O3: within the chip's shared memory and registers; spills on no Hopper."""
+    # Of groups of 143 rows, tiles have 32: fewer than Blackwell's own tensor cores take.
+    names = (*TENSOR_CORES[chip], *(["HMMA"] if shape == ODD else []))
     for kernel in kernels(chip, layout, shape, dtype):
-        assert any(kernel.sass_counts[name] for name in TENSOR_CORES[chip]) or layout in ("outer", "inner_rows")
+        assert any(kernel.sass_counts[name] for name in names)
         assert kernel.spill_bytes <= (0 if chip == H200 else 128)
 
 
@@ -101,7 +98,7 @@ def test_what_is_measured(chip: str, shape: Shape) -> None:
     for kernel in gpu.compile_for(chip, train, x, w, Aval((groups,), jnp.int32), dy):
         assert kernel.spill_bytes == 0 and not kernel.remarks
         assert kernel.sass_counts["UTMALDG"] or chip == A100
-        assert kernel.sass_counts["HGMMA"] or rows == 64
+        assert kernel.sass_counts["HGMMA"] or rows == 64  # 8 a group: fewer than HGMMA takes
 
 
 def test_scales_are_applied_in_the_kernel() -> None:

@@ -337,7 +337,10 @@ def _product(
     dot = _dot(a.array.dtype, b.array.dtype, ways, precision, chip)
     a_geometry, b_geometry = a.geometry(r, sizes), b.geometry(c, sizes)
     extent = {r: out_shape[0], c: out_shape[1], k: min(x["EXTENTS"][1] for x in (a_geometry, b_geometry))}
-    mean = {x: max(1, -(-n // num_groups)) if x in sizes else n for x, n in extent.items()}
+    # Of a mean group: its share of a buffer that packs the letter. One that is packed nowhere: the widest group's.
+    rows = {letter: x.array.shape[-2] for x in (a, b) if (letter := x.letters[0]) in sizes}
+    rows |= {r: out_shape[0]} if r in sizes else {}
+    mean = {x: max(1, min(n, -(-rows[x] // num_groups))) if x in rows else n for x, n in extent.items()}
     problem = Problem(
         mean[r],
         mean[c],
