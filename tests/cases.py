@@ -102,10 +102,14 @@ def make(
     uniform: tuple[int, int, int] = (7, 5, 6),
     lhs_packed_last: bool = False,
     rhs_packed_last: bool = False,
+    aligned: int = 1,
     seed: int = 0,
     fill: float = np.nan,
 ) -> Case:
-    """Random operands for a layout. Ragged letters have sizes that sum to the capacity, or to less with `slack`."""
+    """Random operands for a layout. Ragged letters have sizes that sum to the capacity, or to less with `slack`.
+
+    A ragged-both buffer is wider than its widest group, and a multiple of `aligned`.
+    """
     rng = np.random.default_rng(seed)
     letters = LETTERS[layout]
     sizes = {}
@@ -126,6 +130,7 @@ def make(
     rhs_groups = [values((k, n)) for k, n in zip(sizes["k"], sizes["n"], strict=True)]
     lhs_widest = int(max(sizes["m"] if lhs_packed_last else sizes["k"])) + 3
     rhs_widest = int(max(sizes["k"] if rhs_packed_last else sizes["n"])) + 2
+    lhs_widest, rhs_widest = (-(-widest // aligned) * aligned for widest in (lhs_widest, rhs_widest))
     lhs = tensor(lhs_groups, flags("mk"), capacity, lhs_widest, packed_last=lhs_packed_last, fill=fill)
     rhs = tensor(rhs_groups, flags("kn"), capacity, rhs_widest, packed_last=rhs_packed_last, fill=fill)
     return Case(layout, sizes, lhs_groups, rhs_groups, lhs, rhs)

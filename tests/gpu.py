@@ -23,6 +23,7 @@ from ragged.kernels import triton_call
 
 ARCHITECTURES = {"NVIDIA A100": "sm_80", "NVIDIA H200": "sm_90a", "NVIDIA B200": "sm_100a"}
 SHARED_BYTES = {"NVIDIA A100": 166_912, "NVIDIA H200": 232_448, "NVIDIA B200": 232_448}  # that one block may have
+FIRST_WITH_FP8 = "NVIDIA L4"  # of compute capability 8.9, and without TMA
 
 # XLA's description of an H200: what NVIDIA publishes, in the fields of `stream_executor.GpuTargetConfigProto`.
 _H200 = """
@@ -104,13 +105,17 @@ def compile_whole(function: Callable[..., Any], *avals: Any, donated: tuple[int,
         return jitted.trace(*avals).lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
 
 
+def on(chip: str) -> Any:
+    """What is lowered in here is for a chip, of which there may be none."""
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(chip, None, "gpu")))
+
+
 @contextmanager
 def _pretend(chip: str) -> Iterator[None]:
     """What is lowered in here is for `chip`, even on a machine that has another GPU, which jax-triton asks first."""
     library = triton_call.load().triton_lib.triton_kernel_call_lib
-    device = AbstractDevice(chip, None, "gpu")
     with ExitStack() as stack:
-        stack.enter_context(jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)))
+        stack.enter_context(on(chip))
         absent = RuntimeError("no GPU")
         stack.enter_context(mock.patch.object(library, "get_compute_capability", side_effect=absent))
         yield

@@ -12,6 +12,16 @@ def matmul(lhs: Groups, rhs: Groups) -> Groups:
     return [np.asarray(a, np.float64) @ np.asarray(b, np.float64) for a, b in zip(lhs, rhs, strict=True)]
 
 
+def clipped(sizes: Sequence[int], capacity: int) -> list[tuple[int, int]]:
+    """Where each group begins in a buffer that packs it, and how much of it lies in there, whatever the sizes are."""
+    spans, start = [], 0
+    for size in sizes:
+        held = min(max(size, 0), capacity - start)
+        spans.append((start, held))
+        start += held
+    return spans
+
+
 def pack(
     groups: Groups, ragged: tuple[bool, bool], shape: Sequence[int], fill: float = np.nan, packed_last: bool = False
 ) -> np.ndarray:

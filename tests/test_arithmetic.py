@@ -548,7 +548,7 @@ def softmax(group: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_softmax(kind: str) -> None:
-    """B4, T11: along each group's own last dim; zero beyond it, in rows without columns and in the tail."""
+    """B4: along each group's own last dim; zero beyond it, in rows without columns and in the tail."""
     e = example(kind)
     want = [softmax(g) for g in e.groups]
     jitted = jax.jit(GroupedTensor.softmax)

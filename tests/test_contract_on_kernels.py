@@ -2,15 +2,11 @@
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
-import jax
 import pytest
-from jax import Array
 
-from ragged import _lowering
-from ragged._lowering import Call, Operands
-from ragged.kernels import Target
-
+from . import cases, gpu, ran
 from .test_grouped import (  # noqa: F401
     test_fewer_matrices_than_sizes_are_a_shard,
     test_gradients_equal_the_definition,
@@ -37,20 +33,28 @@ from .test_transforms import SUBSETS, check_vmap, test_experts_over_a_mesh, test
 pytestmark = pytest.mark.long
 
 
-@pytest.fixture(scope="module", autouse=True, params=["pallas_tpu", "triton_gpu"])
-def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+@pytest.fixture(scope="module", params=["pallas_tpu", "triton_gpu"])
+def kernels(request: pytest.FixtureRequest) -> Iterator[tuple[str, ran.Launches]]:
     """On the CPU, another platform's kernels are its own, and are interpreted."""
-    compute = _lowering.compute
+    if request.param == "triton_gpu":
+        gpu.needs_triton()
+    with ran.interpreted(request.param) as launches:
+        yield request.param, launches
 
-    def interpreted(platform: str, operands: Operands, call: Call, target: Target) -> Array:
-        return compute(platform, operands, call, target._replace(interpret=True))
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(_lowering.PLATFORMS, "cpu", request.param)
-        patch.setattr(_lowering, "compute", interpreted)
-        jax.clear_caches()
+@pytest.fixture(autouse=True)
+def nothing_but_the_kernels(kernels: tuple[str, ran.Launches], request: pytest.FixtureRequest) -> Iterator[None]:
+    """XLA's run only where a backend has none, as its `lacks` says; and there they do."""
+    backend, launches = kernels
+    arguments: dict[str, Any] = request.node.callspec.params
+    expected = backend
+    if "uint8" in arguments.values() or (backend == "pallas_tpu" and "float16" in arguments.values()):
+        expected = "xla"  # dtypes that the backend doesn't multiply
+    several = len(cases.LETTERS.get(arguments.get("layout", ""), "")) > 1
+    if backend == "pallas_tpu" and several and "dims" in arguments.get("mapped", ()):
+        expected = "pallas_tpu and xla"  # a map over the sizes of several letters, and the loop that it equals
+    with ran.only(expected, launches):
         yield
-    jax.clear_caches()
 
 
 @pytest.mark.parametrize(

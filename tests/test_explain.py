@@ -157,7 +157,7 @@ def check(
     ],
 )
 def test_explain_says_what_is_lowered(machine: str, layout: str, call: str, said: str) -> None:
-    """O1, T10: a row of each kind; all of them are among the long tests."""
+    """T10: a row of each kind; all of them are among the long tests."""
     if MACHINES[machine][0] == "cuda":
         gpu.needs_triton()
     assert check(machine, layout, **CALLS[call]) == said
@@ -167,7 +167,7 @@ def test_explain_says_what_is_lowered(machine: str, layout: str, call: str, said
 @pytest.mark.parametrize("layout", [*NAMES, *SHARED])
 @pytest.mark.parametrize("machine", MACHINES)
 def test_explain_says_what_is_lowered_everywhere(machine: str, layout: str) -> None:
-    """O1, T10: every layout, and matrices that all groups share, on every platform, in awkward calls."""
+    """T10: every layout, and matrices that all groups share, on every platform, in awkward calls."""
     if MACHINES[machine][0] == "cuda":
         gpu.needs_triton()
     said = {name: check(machine, layout, **call) for name, call in CALLS.items()}
@@ -177,7 +177,7 @@ def test_explain_says_what_is_lowered_everywhere(machine: str, layout: str) -> N
 
 
 def test_explain_leaks_no_tracer_and_takes_arrays_of_numpy() -> None:
-    """O1: under `jax.check_tracer_leaks`, with a recipe and with NumPy's arrays among the options."""
+    """Under `jax.check_tracer_leaks`, with a recipe and with NumPy's arrays among the options."""
     x = GroupedTensor(jnp.ones((16, 4)), jnp.array([3, 5, 0, 4], jnp.int32))
     with jax.check_tracer_leaks():
         for options in ({}, {"recipe": "delayed"}, {"existing_out": np.ones((16, 8), np.float32)}):

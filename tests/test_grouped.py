@@ -70,11 +70,11 @@ def test_fewer_matrices_than_sizes_are_a_shard() -> None:
 
 
 def test_options_reach_the_product() -> None:
-    """K7, K8, K24, K31, O7, O14: dtype, existing_out, tiling in this function's letters, interpret."""
+    """K7, K8, K24, O7: dtype, existing_out, tiling in this function's letters."""
     lhs, rhs, dout, sizes = operands()
     args = jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(sizes)
     out = ragged.grouped_matmul(*args)
-    again = ragged.grouped_matmul(*args, existing_out=jnp.full_like(out, 2), interpret=True, backend="xla")
+    again = ragged.grouped_matmul(*args, existing_out=jnp.full_like(out, 2), backend="xla")
     np.testing.assert_allclose(again[:60], out[:60] + 2, atol=1e-5)
     assert np.array_equal(again[60:], np.zeros((10, 11)))
     assert ragged.grouped_matmul(*args, preferred_element_type=jnp.bfloat16).dtype == jnp.bfloat16

@@ -60,7 +60,7 @@ def test_the_module_s_table_is_the_data() -> None:
 
 
 def test_explain() -> None:
-    """O1, T10: what would run, from shapes alone."""
+    """T10: what would run, from shapes alone."""
     x = GroupedTensor(jnp.ones((16, 4)), first_dims=jnp.array([3, 5, 0, 4], jnp.int32))
     w = jnp.ones((4, 4, 8))
     want = (

@@ -103,7 +103,7 @@ CASES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("layout", NAMES)
 def test_every_layout_and_dtype(layout: str, recipe: str, launches: list[str]) -> None:
-    """K1, K3, K14, K18, K19, K20, K21, K22, K25, K26, K31, K35, B1, B4: whole tiles and none; NaN tails."""
+    """K1, K3, K18, K19, K20, K21, K22, K26, B1, B4: whole tiles and none; NaN tails."""
     dtype, options, worst, rms = RECIPES[recipe]
     product = jax.jit(partial(ragged.matmul, **options))
     for seed, kwargs in enumerate(CASES):
@@ -129,7 +129,7 @@ TILES = [(16, 16, 16), (32, 64, 256), (64, 32, 64), (128, 64, 128), (128, 64, 25
 @pytest.mark.parametrize("tiling", TILES, ids=str)
 @pytest.mark.parametrize("layout", ["forward", "wgrad", "outer"])
 def test_tilings(layout: str, tiling: tuple[int, int, int]) -> None:
-    """K7, O9: tiles smaller and larger than groups."""
+    """K7: tiles smaller and larger than groups."""
     case = cases.make(layout, dtype="bfloat16", **ALIGNED)
     test_matmul.check(case, jax.jit(partial(ragged.matmul, tiling=tiling))(case.lhs, case.rhs))
 

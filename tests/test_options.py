@@ -110,7 +110,7 @@ def test_int8_is_exact_over_the_full_range(layout: str) -> None:
 
 @pytest.mark.parametrize("layout", NAMES)
 def test_preferred_element_type(layout: str) -> None:
-    """K24: the accumulator is float32 whatever the operands are, and is rounded once."""
+    """K24, K26: the accumulator is float32 whatever the operands are, and is rounded once."""
     case = cases.make(layout, dtype="bfloat16")
     out = ragged.matmul(case.lhs, case.rhs, preferred_element_type=jnp.float32)
     got = case.unpack(np.asarray(out.data))
@@ -326,7 +326,7 @@ def test_a_tiling_function_is_asked_with_the_extents() -> None:
 
 @pytest.mark.parametrize("layout", NAMES)
 def test_interpret_and_backend_xla(layout: str) -> None:
-    """K31, O1, O6, O14: XLA has nothing to interpret; naming it changes nothing on the CPU."""
+    """O6: XLA has nothing to interpret; naming it changes nothing on the CPU."""
     case = cases.make(layout)
     want = ragged.matmul(case.lhs, case.rhs).data
     assert np.array_equal(ragged.matmul(case.lhs, case.rhs, interpret=True, backend="xla").data, want)
@@ -405,33 +405,53 @@ def test_nan_weights_of_an_empty_group(layout: str) -> None:
 )
 @pytest.mark.parametrize("layout", [name for name in NAMES if name != "batched"])
 def test_wrong_sizes_never_leave_the_buffers(layout: str, dims: list[int]) -> None:
-    """A negative size counts as 0, what is past the capacity is cut off; the groups before that are right."""
-    case = cases.make(layout, g=3, kind="even", capacity=24, slack=False)
-    capacity, sound, room = 24, [], 24
-    for size in dims:
-        sound.append(min(max(size, 0), room))
-        room -= sound[-1]
+    """B4: a negative size counts as 0; what is past a buffer's capacity, or wider than it, is cut off. Of a letter
+    that several buffers hold, the least is left. Groups are where their sizes say, whatever other groups are."""
+    letters, (rows, width, uniform) = LETTERS[layout], (24, 9, {"m": 7, "k": 5, "n": 6})
+    of = {letter: [*dims[at:], *dims[:at]] for at, letter in enumerate(letters)}  # another size in each letter
     rng = np.random.default_rng(0)
-    letters = LETTERS[layout]
+    begin: dict[tuple[str, int], list[int]] = {}
+    length = {letter: [[rows] * 3] if letter in letters else [[uniform[letter]] * 3] for letter in "mkn"}
 
-    def operands(sizes: list[int]) -> tuple[GroupedTensor, GroupedTensor]:
-        dims = jnp.array(sizes, jnp.int32)
-        of = {letter: dims if letter in letters else None for letter in "mkn"}
-        return (
-            GroupedTensor(case.lhs.data, of["m"], of["k"]),
-            GroupedTensor(case.rhs.data, of["k"], of["n"]),
-        )
+    def buffer(term: str) -> np.ndarray:
+        """Random; where its groups begin and how much of them it holds is noted by the way."""
+        packed = next((axis for axis in (0, 1) if term[axis] in letters), None)
+        shape = [uniform[letter] for letter in term]
+        for axis in range(2) if packed is not None else ():
+            begin[term, axis], held = [0] * 3, [shape[axis]] * 3
+            if axis == packed:
+                shape[axis] = rows
+                begin[term, axis], held = map(list, zip(*oracle.clipped(of[term[axis]], rows), strict=True))
+            elif term[axis] in letters:
+                shape[axis] = width
+                held = [min(max(size, 0), width) for size in of[term[axis]]]
+            length[term[axis]].append(held)
+        if packed is None:
+            begin[term, 0] = begin[term, 1] = [0] * 3
+        return rng.standard_normal(shape if packed is not None else (3, *shape)).astype(np.float32)
 
-    case.lhs = case.lhs._replace_data(jnp.asarray(rng.standard_normal(case.lhs.shape), jnp.float32))
-    case.rhs = case.rhs._replace_data(jnp.asarray(rng.standard_normal(case.rhs.shape), jnp.float32))
-    # A ragged-both operand is also cut off at its width, which is not less than any sound size here.
-    widths = [x.shape[-1] for x in operands(sound) if x.kind == "ragged both"]
-    sound = [min([s, *widths]) if len(letters) > 1 else s for s in sound]
-    if widths and any(s > min(widths) for s in np.clip(dims, 0, capacity)):
-        pytest.skip("cut off along both axes: covered by the other sizes")
-    got = ragged.matmul(*operands(dims)).data
-    want = ragged.matmul(*operands(sound)).data
-    assert np.array_equal(np.asarray(got), np.asarray(want))
+    lhs, rhs, old = (buffer(term) for term in ("mk", "kn", "mn"))
+    held = {letter: np.min(each, axis=0) for letter, each in length.items()}
+
+    def part(data: np.ndarray, term: str, i: int) -> np.ndarray:
+        data = data if data.ndim == 2 else data[i]
+        first, second = (slice(begin[term, axis][i], begin[term, axis][i] + held[x][i]) for axis, x in enumerate(term))
+        return data[first, second]
+
+    want = np.zeros(old.shape)
+    for i in range(3):
+        part(want, "mn", i)[...] = part(lhs, "mk", i).astype(np.float64) @ part(rhs, "kn", i)
+    dims_of = {letter: jnp.array(sizes, jnp.int32) for letter, sizes in of.items()}
+    x = GroupedTensor(jnp.asarray(lhs), dims_of.get("m"), dims_of.get("k"))
+    y = GroupedTensor(jnp.asarray(rhs), dims_of.get("k"), dims_of.get("n"))
+    options: dict[str, Any] = {}
+    if layout in ("outer", "ragged"):
+        options["max_last"] = width
+    if layout == "inner_columns":
+        options["capacity"] = rows
+    out = ragged.matmul(x, y, **options)
+    assert out.shape == want.shape
+    oracle.assert_close([np.asarray(out.data)], [want], max=2e-5)
 
 
 @pytest.mark.parametrize("side", ["lhs", "rhs"])
@@ -467,6 +487,17 @@ def test_a_matrix_shared_by_all_groups(side: str, kind: str) -> None:
     for which in (0, 1):
         with pytest.raises(TypeError, match="the result is float8_e4m3fn, and so would its cotangent be"):
             jax.grad(lambda *args: jnp.sum(eight_bits(*args).data.astype(jnp.float32)), which)(matrix, tensor.data)
+
+
+def test_a_shape_alone_groups_nothing() -> None:
+    """T12: a matrix with as many rows as there are groups is one matrix of all groups; two have no groups at all."""
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((4, 4), (4, 3)))
+    out = ragged.matmul(GroupedTensor(x, jnp.ones((4,), jnp.int32)), w)
+    assert out.kind == "ragged rows" and out.num_groups == 4
+    oracle.assert_close([np.asarray(out.data)], [np.asarray(x, np.float64) @ w], max=2e-6)
+    with pytest.raises(ValueError, match="there are no groups"):
+        ragged.matmul(x, w)
 
 
 @pytest.mark.parametrize("layout", NAMES)

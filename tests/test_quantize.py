@@ -89,7 +89,7 @@ def half_a_unit(value: np.ndarray, dtype: str) -> np.ndarray:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_half_a_unit_in_the_last_place(kind: str, dtype: str) -> None:
-    """T1, T7: every scaling: the scale is its block's, no block straddles two groups, NaN tails don't count."""
+    """B4: every scaling: the scale is its block's, no block straddles two groups, NaN tails don't count."""
     flipped = (KINDS[kind][1] and not KINDS[kind][0]) or kind == "both mT"
     for scaling, power_of_two in itertools.product(SCALINGS, (False, True)):
         groups, x = make(kind, fill=1e30 if power_of_two else np.nan)
@@ -154,7 +154,7 @@ SHAPES = [
 
 @pytest.mark.parametrize("kind, scaling, shape", SHAPES, ids=str)
 def test_shapes_of_scales_and_mT(kind: str, scaling: Any, shape: tuple[int, ...]) -> None:
-    """T1: the table of `Scaling`; `mT` moves scales along, and twice is nothing."""
+    """T5: the table of `Scaling`; `mT` moves scales along, and twice is nothing."""
     _, x = make(kind)
     if kind == "columns":
         x = GroupedTensor(jnp.ones((40, 30)), last_dims=x.last_dims)
@@ -427,7 +427,7 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_error(name: str) -> None:
-    """O2: at the call, as text."""
+    """B9: at the call, as text."""
     cases.check_error(*ERRORS[name])
 
 

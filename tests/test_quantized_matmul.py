@@ -1,5 +1,7 @@
 """`matmul` of quantised operands, against NumPy on what they dequantise to."""
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import ragged
 from ragged import GroupedTensor, Scaling, matmul, quantize
 
-from . import cases, oracle
+from . import cases, gpu, oracle, ran
 from .cases import LETTERS, NAMES
 
 BACKENDS: dict[str, dict[str, Any]] = {
@@ -30,6 +32,18 @@ ALL = ["xla", *(pytest.param(name, marks=pytest.mark.long) for name in KERNELS)]
 F32 = {"preferred_element_type": jnp.float32}
 SCALINGS = (None, "tensor", "group", "row", "column", (1, 64), "mx")
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+
+
+@pytest.fixture(autouse=True)
+def the_kernels_ran(request: pytest.FixtureRequest) -> Iterator[None]:
+    """In a test whose `backend` has some. Triton's are for a GPU that has fp8: the portable program lacks it."""
+    backend = request.node.callspec.params.get("backend") if hasattr(request.node, "callspec") else None
+    if backend not in KERNELS:
+        yield
+        return
+    with ran.watch() as launches, gpu.on(gpu.FIRST_WITH_FP8) if backend == "triton_gpu" else nullcontext():
+        yield
+    assert backend in {name for name, _ in launches}, "XLA's kernels ran"
 
 
 def groups_of(x: GroupedTensor, firsts: Any, lasts: Any) -> oracle.Groups:
@@ -167,7 +181,7 @@ def test_existing_out(layout: str, backend: str) -> None:
 @pytest.mark.parametrize("backend", ALL)
 @pytest.mark.parametrize("scaling", ["tensor", "group", "row", "column", "mx"], ids=str)
 def test_shards_of_groups(scaling: Any, backend: str) -> None:
-    """K14, X1: `rhs` holds some groups with their scales; a wgrad computes some."""
+    """K13, K14, K23: `rhs` holds some groups with their scales; a wgrad computes some."""
     case = cases.make("forward", g=4, kind="even", capacity=64, uniform=(0, 40, 24))
     lhs, rhs = quantize(case.lhs, E4M3, scaling), quantize(case.rhs, E4M3, scaling)
     whole = np.asarray(matmul(lhs, rhs, **F32).data)
@@ -219,7 +233,7 @@ def test_gradient_by_the_plain_operand(layout: str, wrt: str) -> None:
 @pytest.mark.parametrize("backend", ALL)
 @pytest.mark.parametrize("layout", ["batched", "forward", "wgrad", "outer", "ragged"])
 def test_vmap(layout: str, backend: str, scaling: Any) -> None:
-    """T4: over quantised operands, over one of them, over scales alone; equal to a loop."""
+    """B3: over quantised operands, over one of them, over scales alone; equal to a loop."""
     if scaling not in (("group", "row") if backend != "xla" else ("tensor", "group", (1, 4))):
         pytest.skip("covered by the other scalings")
     made = [cases.make(layout, g=2, capacity=20, uniform=(6, 9, 5), seed=0, fill=0.5) for _ in range(2)]
@@ -244,7 +258,7 @@ def test_vmap(layout: str, backend: str, scaling: Any) -> None:
 
 @pytest.mark.parametrize("backend", ALL)
 def test_a_sum_over_a_batch(backend: str) -> None:
-    """T4: the gradient of weights that a `vmap` shares sums over its elements, each with scales of its own."""
+    """B3: the gradient of weights that a `vmap` shares sums over its elements, each with scales of its own."""
     case = cases.make("forward", g=2, capacity=24, uniform=(0, 9, 5), fill=0.0)
     stacked = jnp.stack([case.lhs.data, 5 * case.lhs.data[::-1]])
     xs = jax.vmap(lambda d: quantize(case.lhs._replace_data(d), E4M3, "row"))(stacked)
@@ -259,7 +273,7 @@ def test_a_sum_over_a_batch(backend: str) -> None:
 
 @pytest.mark.parametrize("layout", ["batched", "forward_left", "wgrad", "ragged"])
 def test_jit_scan_remat_and_jvp(layout: str) -> None:
-    """T1-T6."""
+    """T1, B2: the scales go where the data goes; forward mode, by the plain operand, is scaled too."""
     case = cases.make(layout, capacity=40, uniform=(6, 9, 5))
     lhs = along(case.lhs, "row", E4M3)
 
@@ -280,7 +294,7 @@ def test_jit_scan_remat_and_jvp(layout: str) -> None:
 
 
 def test_experts_over_a_mesh() -> None:
-    """X1: quantised weights sharded by group, with their scales."""
+    """K14, O8: quantised weights sharded by group, with their scales."""
     mesh = Mesh(np.array(jax.devices()[:4]), ("experts",))
     case = cases.make("forward", g=8, capacity=64, uniform=(0, 40, 24))
     x, w = quantize(case.lhs, E4M3, "row"), quantize(case.rhs, E4M3, (8, 8))
@@ -300,7 +314,7 @@ def test_experts_over_a_mesh() -> None:
 @pytest.mark.parametrize("side", ["lhs", "rhs"])
 @pytest.mark.parametrize("layout", ["batched", "forward", "forward_left"])
 def test_with_one_matrix_for_all_groups(layout: str, side: str, scaling: Any) -> None:
-    """O1: the quantised operand's groups are those of a single matrix; scales by group stay by group."""
+    """The quantised operand's groups are those of a single matrix; scales by group stay by group."""
     case = cases.make(layout, capacity=30, uniform=(6, 8, 5))
     if layout != "batched" and side == {"forward": "rhs", "forward_left": "lhs"}[layout]:
         side = {"lhs": "rhs", "rhs": "lhs"}[side]
@@ -411,7 +425,7 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_error(name: str) -> None:
-    """O2, T7: at the call, as text."""
+    """B9, T7: at the call, as text."""
     cases.check_error(*ERRORS[name])
 
 

@@ -20,7 +20,7 @@ from ragged._recipe import PRESETS
 
 from . import cases, oracle
 from .cases import NAMES
-from .test_quantized_matmul import BACKENDS, groups_of
+from .test_quantized_matmul import BACKENDS, groups_of, the_kernels_ran  # noqa: F401
 
 F32 = {"preferred_element_type": jnp.float32}
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -88,7 +88,7 @@ def check_recipe(case: cases.Case, recipe: Recipe, **options: Any) -> None:
 )
 @pytest.mark.parametrize("layout", NAMES)
 def test_each_product_is_quantised_on_its_own(layout: str, recipe: Any) -> None:
-    """T7, T8: along what it contracts; straight-through; NaN tails; empty groups."""
+    """T3, T7: along what it contracts; straight-through; NaN tails; empty groups."""
     check_recipe(cases.make(layout, g=3, kind="half_empty", capacity=40, uniform=(6, 9, 5)), Recipe.of(recipe))
 
 
@@ -155,7 +155,7 @@ def training(recipe: Any, x: GroupedTensor, w: Array) -> Array:
 
 @pytest.mark.parametrize("preset", [pytest.param("rowwise", marks=pytest.mark.long), "delayed"])
 def test_under_transformations(preset: str) -> None:
-    """T1-T6: jit, vmap, scan, remat: all the same as a loop of plain calls."""
+    """T1, B3: jit, vmap, scan, remat: all the same as a loop of plain calls."""
     case = cases.make("forward", g=3, capacity=20, uniform=(0, 9, 5), fill=0.0)
     recipe, (x, w) = Recipe.preset(preset).unsealed(), (case.lhs, case.rhs.data)
     grad = jax.grad(lambda x, w, r: training(r, x._replace_data(x.data), w), argnums=(1, 2))
@@ -224,7 +224,7 @@ def test_second_derivatives(layout: str, recipe: Any) -> None:
 
 
 def test_over_a_mesh() -> None:
-    """X1: experts sharded over devices, each device scaling its own shard; they share a history."""
+    """K14, O8: experts sharded over devices, each device scaling its own shard; they share a history."""
     mesh = Mesh(np.array(jax.devices()[:4]), ("experts",))
     case = cases.make("forward", g=8, kind="even", capacity=64, uniform=(0, 9, 5), fill=0.0)
     x, w = case.lhs, case.rhs.data
@@ -302,7 +302,7 @@ def test_a_history_that_a_map_shares() -> None:
 @pytest.mark.parametrize("recipe", [MIXED, "blockwise", "delayed"], ids=lambda x: getattr(x, "name", x))
 @pytest.mark.parametrize("layout", ["batched", "forward", "forward_left"])
 def test_with_one_matrix_for_all_groups(layout: str, recipe: Any) -> None:
-    """O1: all groups are one for scales too, as the sum over them in a wgrad needs."""
+    """All groups are one for scales too, as the sum over them in a wgrad needs."""
     case = cases.make(layout, g=3, capacity=24, uniform=(6, 8, 5), fill=0.0)
     x = case.lhs if layout != "forward_left" else case.rhs.mT
     total = jnp.sum(x.first_dims)[None] if layout != "batched" else None
@@ -327,7 +327,7 @@ def test_with_one_matrix_for_all_groups(layout: str, recipe: Any) -> None:
 
 
 def test_options_reach_the_quantised_products() -> None:
-    """O6, O7, O9: existing_out has its gradient; dtype, tiling and offset are what they are without a recipe."""
+    """O7, O8: existing_out has its gradient; dtype, tiling and offset are what they are without a recipe."""
     case = cases.make("forward", g=4, kind="even", capacity=40, uniform=(0, 9, 5), fill=0.0)
     bare = matmul(case.lhs, case.rhs.data[1:3], group_offset=jnp.int32(1), recipe="rowwise")
     existing = jax.random.normal(jax.random.key(0), bare.shape)
@@ -551,7 +551,7 @@ def over_two_devices(check_vma: bool, by_device: bool = False) -> Any:
 
 
 def test_histories_on_several_devices() -> None:
-    """X1: the largest value of all devices where they share the history; each its own where they don't."""
+    """The largest value of all devices where they share the history; each its own where they don't."""
     largest = np.array([np.abs(X.data).max(), np.abs(W).max(), 1.0])
     step = jax.jit(jax.grad(over_two_devices(True)))
     shared = step(Recipe.preset("delayed", length=2).unsealed())
@@ -690,7 +690,7 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_error(name: str) -> None:
-    """O2, T7: at the call, as text."""
+    """B9, T7: at the call, as text."""
     cases.check_error(*ERRORS[name])
 
 
@@ -731,7 +731,7 @@ def test_held_out_losses() -> None:
 
 
 def test_recipes_are_pytrees() -> None:
-    """T1: presets have no leaves but delayed scaling's history; static parts compare and hash."""
+    """Presets have no leaves but delayed scaling's history; static parts compare and hash."""
     for name in PRESETS:
         recipe = Recipe.preset(name)
         assert len(jax.tree.leaves(recipe)) == (name == "delayed")

@@ -10,7 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragged import GroupedTensor
+from ragged.kernels import pallas_tpu_tiled as tiled
 from ragged.kernels import schedule
+
+from . import oracle
 
 INT32 = np.iinfo(np.int32)
 
@@ -132,11 +135,8 @@ any_int32 = st.one_of(st.integers(-3, 20), st.sampled_from([INT32.min, INT32.max
 
 
 def sound_offsets(sizes: list[int], capacity: int) -> list[int]:
-    """Exact integers: a negative size is 0, and nothing reaches past the capacity."""
-    offsets = [0]
-    for size in sizes:
-        offsets.append(min(offsets[-1] + max(size, 0), capacity))
-    return offsets
+    """A negative size is 0, and nothing reaches past the capacity."""
+    return [0, *(start + held for start, held in oracle.clipped(sizes, capacity))]
 
 
 @given(st.lists(any_int32, min_size=5, max_size=5), st.sampled_from([0, 13]), st.sampled_from([1, 4]))
@@ -268,3 +268,173 @@ def test_segments_of_all_groups() -> None:
     assert starts.tolist() == [[0, 3, 3], [0, 1, 2]] and stops.tolist() == [[3, 3, 5], [1, 2, 3]]
     starts, stops = schedule.segments(sizes, 6, held=2)
     assert starts.tolist() == [[0, 3], [0, 1]] and stops.tolist() == [[3, 3], [1, 2]]
+
+
+def tiles_with(start: int, end: int, tile: int) -> list[int]:
+    """The tiles that a row of `start..end - 1` lies in."""
+    return sorted({row // tile for row in range(start, end)})
+
+
+ROWS, TILE, SEGMENTS = 13, 4, 4
+
+
+@st.composite
+def spans(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
+    """First and end rows `[2, s]` of segments in order, with gaps between them; an empty one begins anywhere."""
+    cuts = [sorted(draw(st.lists(st.integers(0, ROWS), min_size=8, max_size=8))) for _ in range(2)]
+    starts, ends = (np.array([cut[first::2] for cut in cuts], np.int32) for first in (0, 1))
+    anywhere = np.array(draw(st.lists(st.integers(0, ROWS), min_size=8, max_size=8)), np.int32).reshape(2, SEGMENTS)
+    return np.where(starts == ends, anywhere, starts), np.where(starts == ends, anywhere, ends)
+
+
+def read(visits: schedule.Visits, bound: int) -> list[tuple[int, int, int, int, int, int]]:
+    """(element, tile, start, end, matrix, rest) of each visit that counts."""
+    v = schedule.Visits(*(np.asarray(x) for x in visits))
+    assert all(x.dtype == np.int32 for x in v)
+    assert len(v.piece) == len(v.tile) == bound and v.count.shape == (1,) and v.count[0] <= bound
+    # Those that don't count are in range, too: they are read ahead of time.
+    assert v.piece.min() >= 0 and v.piece.max() < len(v.start) and v.tile.min() >= 0 and v.tile.max() < -(-ROWS // TILE)
+    assert v.matrix.min() >= 0 and v.matrix.max() < SEGMENTS and v.rest.min() >= -1
+    by_piece = [v.batch, v.start, v.end, v.matrix, v.rest]
+    columns = [by_piece[0][v.piece], v.tile, *(x[v.piece] for x in by_piece[1:])]
+    return list(zip(*(x[: v.count[0]].tolist() for x in columns), strict=True))
+
+
+row_visits = jax.jit(functools.partial(schedule.row_visits, rows=ROWS, tile=TILE))
+group_visits = jax.jit(functools.partial(schedule.group_visits, rows=ROWS, tile=TILE), static_argnames="sum_batch")
+
+
+@given(spans())
+@settings(deadline=None, max_examples=40)
+def test_visits_of_rows(given: tuple[np.ndarray, np.ndarray]) -> None:
+    """K19, K25: each tile of rows in turn: once for each segment that has a row in it, or once if none has any."""
+    starts, ends = given
+    found = iter(read(row_visits(*map(jnp.asarray, given)), bound=2 * (4 + SEGMENTS - 1)))
+    for element in range(2):
+        tiles_of = [tiles_with(*span, TILE) for span in zip(starts[element], ends[element], strict=True)]
+        present = [segment for segment, tiles in enumerate(tiles_of) if tiles]
+        for tile in range(4):
+            for segment in [segment for segment in present if tile in tiles_of[segment]]:
+                span = int(starts[element, segment]), int(ends[element, segment])
+                assert next(found) == (element, tile, *span, segment, -1)
+            if any(tile in tiles for tiles in tiles_of):
+                continue
+            got_element, got_tile, start, end, matrix, rest = next(found)
+            assert (got_element, got_tile) == (element, tile) and start == end
+            # Meanwhile the next segment's matrix and first tile are fetched, or the last one's stay.
+            later = [segment for segment in present if tiles_of[segment][0] > tile]
+            if present:
+                assert matrix == (later or present[-1:])[0]
+                assert rest in (tiles_of[matrix][:1] if later else tiles_of[matrix])
+            assert 0 <= rest < 4
+    assert not list(found)
+
+
+@pytest.mark.parametrize("sum_batch", [False, True])
+@given(spans())
+@settings(deadline=None, max_examples=40)
+def test_visits_of_groups(sum_batch: bool, given: tuple[np.ndarray, np.ndarray]) -> None:
+    """K21, K25: each segment in turn: once for each tile that it has a row in; an empty one once, of no row."""
+    starts, ends = given
+    found = iter(read(group_visits(*map(jnp.asarray, given), sum_batch=sum_batch), bound=2 * (4 + SEGMENTS - 1)))
+    order = [(element, segment) for element in range(2) for segment in range(SEGMENTS)]
+    for element, segment in sorted(order, key=lambda both: both[::-1]) if sum_batch else order:
+        start, end = int(starts[element, segment]), int(ends[element, segment])
+        for tile in tiles_with(start, end, TILE) or [None]:
+            got_element, got_tile, *got_span, matrix, rest = next(found)
+            assert (got_element, matrix, rest) == (element, segment, -1)
+            assert got_span == [start, end] and tile in (got_tile, None)
+    assert not list(found)
+
+
+STORED = [  # the ragged letters; how lhs, rhs and the result are stored: the packed letter first
+    ("mn", ("mk", "nk", "mn")),
+    ("mn", ("mk", "nk", "nm")),
+    ("mk", ("mk", "kn", "mn")),
+    ("mk", ("km", "kn", "mn")),
+    ("kn", ("km", "kn", "nm")),
+    ("kn", ("km", "nk", "nm")),
+    ("mkn", ("mk", "kn", "mn")),
+    ("mkn", ("mk", "nk", "nm")),
+    ("mkn", ("km", "kn", "mn")),
+    ("mkn", ("km", "nk", "nm")),
+]
+SIZES = {  # sound ones; empty groups and whole tiles; too large, negative
+    "sound": {"m": [200, 0, 70, 20], "k": [10, 150, 128, 0], "n": [3, 129, 0, 140]},
+    "aligned": {"m": [128, 128, 0, 0], "k": [0, 128, 128, 0], "n": [128, 0, 0, 128]},
+    "wrong": {"m": [100, -5, 2**31 - 1, 8], "k": [2**31 - 1, 40, 200, 7], "n": [150, 400, -(2**31), 9]},
+    "none": {"m": [0] * 4, "k": [0] * 4, "n": [-1] * 4},
+}
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("letters, axes", STORED, ids=str)
+def test_tables_of_the_tiled_kernel(letters: str, axes: tuple[str, str, str], sizes: str) -> None:
+    """K25, T11: what the TPU's kernel for several ragged letters visits, and where in its buffers each group lies."""
+    rows, width, tile = {"lhs": 300, "rhs": 290, "out": 310}, {"m": 135, "k": 260, "n": 140}, 128
+    terms = dict(zip(rows, axes, strict=True))
+    of = {letter: SIZES[sizes][letter] for letter in letters}
+    groups = range(4)
+    # 1. By the definition: where each group begins in each buffer, and how much of it all buffers hold.
+    start = {(term, packed): oracle.clipped(of[packed], rows[term]) for term, (packed, _) in terms.items()}
+    length = {letter: [width[letter]] * 4 for letter in "mkn"}
+    for letter in letters:
+        held = [[h for _, h in start[term, letter]] for term, (packed, _) in terms.items() if packed == letter]
+        cut = [[min(max(s, 0), width[letter]) for s in of[letter]]] * any(other == letter for _, other in axes)
+        length[letter] = [min(each) for each in zip(*held, *cut, strict=True)]
+
+    # 2. The tables.
+    shapes = {term: (rows[term], width[other]) for term, (_, other) in terms.items()}
+    operands = {term: jnp.zeros((1, *shapes[term])) for term in ("lhs", "rhs")}
+    asked = dict.fromkeys("mkn", tile)
+    p = tiled._problem(operands, {}, of_arrays(of), axes, shapes["out"], jnp.dtype("float32"), False, None, asked)
+    assert p.tile == asked
+    tables, count = jax.tree.map(np.asarray, tiled._tables(p, of_arrays(of), axes, tuple(shapes.values())))
+    assert count <= p.visits == len(tables.visit)
+
+    # 3. Each group's elements are where the definition says. A tile's place in a buffer is its own, shifted.
+    row, column = axes[2]
+    contracted = p.contracted
+    whole = [g for g in groups if all(length[letter][g] for letter in "mkn")]
+    for g in whole:
+        for operand in p.operands:
+            for axis, side in enumerate(operand.sides):
+                if side.letter in letters:
+                    shift = tables.block[side.shift][g] * tile + tables.offset[side.shift][g] if side.shifted else 0
+                    want = start[operand.name, side.letter][g][0] if axis == 0 else 0
+                    assert tables.begin[side.letter][g] + shift == want
+        assert tables.begin[row][g] == start["out", row][g][0] and (
+            column not in letters or tables.begin[column][g] == 0
+        )
+        assert all(tables.end[x][g] - tables.begin[x][g] == length[x][g] for x in letters)
+
+    # 4. What is multiplied: for each tile of the result, for each group with elements in it, all that is contracted.
+    def tiles(letter: str, g: int) -> list[int]:
+        if letter not in letters:
+            return [0]
+        begin = int(tables.begin[letter][g])
+        return tiles_with(begin, begin + length[letter][g], tile)
+
+    grid = [(j, i) for j in range(p.tiles(column) if column in letters else 1) for i in range(p.tiles(row))]
+    want = [
+        (j, i, g, step)
+        for j, i in grid
+        for g in whole
+        if i in tiles(row, g) and j in tiles(column, g)
+        for step in tiles(contracted, g)
+    ]
+    places = [p.place((0, 0, visit, 0), tables) for visit in range(count)]
+    visits = [
+        (int(at.tile[column]), int(at.tile[row]), int(tables.group[at.piece]), int(at.tile[contracted]))
+        for at in places
+    ]
+    assert [visit for visit, at in zip(visits, places, strict=True) if at.active] == want
+    # 5. Every tile of the result is visited, and opened by the first of its visits, which writes its zeros.
+    opened = [(visit, bool(at.active)) for visit, at in zip(visits, places, strict=True) if at.opens]
+    firsts = [next(visit for visit in visits if visit[:2] == both) for both in grid]
+    assert list(dict.fromkeys(visit[:3] for visit, _ in opened)) == [visit[:3] for visit in firsts]
+    assert list(dict.fromkeys(visit[:2] for visit in visits)) == grid
+
+
+def of_arrays(sizes: dict[str, list[int]]) -> dict[str, jax.Array]:
+    return {letter: jnp.array(of, jnp.int32) for letter, of in sizes.items()}

@@ -327,7 +327,7 @@ def test_default_precision(dtype: str) -> None:
 
 
 def test_programs_for_several_devices() -> None:
-    """O12: a kernel inside a full `shard_map`, also with `check_vma`; XLA's product where XLA does the partitioning."""
+    """D3: a kernel inside a full `shard_map`, also with `check_vma`; XLA's product where XLA does the partitioning."""
     tpu.device("v5e")
     mesh = Mesh(topologies.get_topology_desc("v5e:2x2", platform="tpu").devices, ("x",))
     avals = Aval((1024, 512), jnp.bfloat16), Aval((8, 512, 256), jnp.bfloat16), Aval((8,), jnp.int32)

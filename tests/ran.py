@@ -1,0 +1,89 @@
+"""Which kernels ran, as opposed to which were asked for: a product that a backend lacks runs in XLA, silently."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import jax
+import pytest
+from jax import Array
+from jax.experimental import pallas
+
+from ragged import _lowering
+from ragged._lowering import Call, Operands
+from ragged.kernels import ANY_TARGET, Target, triton_call, xla
+
+from . import gpu
+
+Launches = list[tuple[str, str]]
+
+_PRODUCTS = ("batched_matmul", "grouped_matmul", "tiled_matmul", "transposed_grouped_matmul")
+
+
+@contextmanager
+def watch() -> Iterator[Launches]:
+    """Lists what computes products that are to be interpreted, each time that it runs in here:
+    `("pallas_tpu", "grouped_matmul_64x128x128")`, `("xla", "grouped_matmul")`, ….
+
+    A result passes through a callback, which notes it: what was only traced, or whose result nobody needs, doesn't
+    count; and a program counts each time that it runs, however often it was compiled.
+    """
+    launches: Launches = []
+
+    def note(backend: str, name: str, out: Any) -> Any:
+        def announce(x: Any) -> Any:
+            launches.append((backend, name))
+            return x
+
+        return jax.tree.map(lambda x: jax.pure_callback(announce, jax.ShapeDtypeStruct(x.shape, x.dtype), x), out)
+
+    def pallas_call(*args: Any, **options: Any) -> Callable[..., Any]:
+        run = pallas_call_itself(*args, **options)
+        if not options.get("interpret"):
+            return run
+        return lambda *operands: note("pallas_tpu", options.get("name", ""), run(*operands))
+
+    def triton(*args: Any, name: str, interpret: bool, **options: Any) -> Any:
+        out = triton_itself(*args, name=name, interpret=interpret, **options)
+        return note("triton_gpu", name, out) if interpret else out
+
+    def product(name: str, itself: Callable[..., Any], *args: Any, target: Target = ANY_TARGET, **options: Any) -> Any:
+        out = itself(*args, target=target, **options)
+        return note("xla", name, out) if target.interpret else out
+
+    pallas_call_itself, triton_itself = pallas.pallas_call, triton_call.call
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pallas, "pallas_call", pallas_call)
+        patch.setattr(triton_call, "call", triton)
+        for name in _PRODUCTS:
+            patch.setattr(xla, name, partial(product, name, getattr(xla, name)))
+        jax.clear_caches()  # programs that were compiled before don't tell
+        yield launches
+    jax.clear_caches()
+
+
+@contextmanager
+def only(backends: str, launches: Launches) -> Iterator[None]:
+    """That these backends, "pallas_tpu" or "pallas_tpu and xla", and no others, compute products in here."""
+    launches.clear()
+    yield
+    assert {backend for backend, _ in launches} == set(backends.split(" and ")), f"these ran: {sorted(set(launches))}"
+
+
+@contextmanager
+def interpreted(backend: str) -> Iterator[Launches]:
+    """On the CPU, another platform's kernels are its own in here, and are interpreted. What ran, as `watch` has it.
+
+    Triton's are for a GPU that has fp8: the portable program lacks it.
+    """
+    compute, device = _lowering.compute, (gpu.FIRST_WITH_FP8, 0) if backend == "triton_gpu" else None
+
+    def on_cpu(platform: str, operands: Operands, call: Call, target: Target) -> Array:
+        return compute(platform, operands, call, target._replace(interpret=True, device=device))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(_lowering.PLATFORMS, "cpu", backend)
+        patch.setattr(_lowering, "compute", on_cpu)
+        with watch() as launches:
+            yield launches
