@@ -14,8 +14,9 @@ from ragged.kernels import schedule
 def concat(tensors: Iterable[GroupedTensor] | Any) -> GroupedTensor:
     """One tensor with the groups of all `tensors`, in order.
 
-    All must be of one kind, dtype and non-ragged extent. The result's capacity is the sum of theirs; its groups are
-    packed without gaps, and its tail is zero. Works under `jit`.
+    All must be of one kind, dtype and non-ragged extent; those that are ragged in both dims, packed along one axis. In
+    which order their buffers lie in memory (`transposed`) makes no other difference. The result's capacity is the sum
+    of theirs; its groups are packed without gaps, and its tail is zero. Works under `jit`.
 
     **Raises:** `TypeError` for what isn't a sequence of tensors, `ValueError` if they can't be joined.
     """
@@ -28,12 +29,13 @@ def concat(tensors: Iterable[GroupedTensor] | Any) -> GroupedTensor:
     refuse_explicit("ragged.concat", tensors=tensors)
     for tensor in tensors:
         tensor.require_plain()
+        tensor.require_groups()
     head = tensors[0]
     free = None if head.packed_axis is None else -3 - head.packed_axis
     for i, other in enumerate(tensors):
         same = (
             other.kind == head.kind
-            and other.transposed == head.transposed
+            and other.packed_axis == head.packed_axis
             and other.dtype == head.dtype
             and (other.shape[1:] == head.shape[1:] if free is None else other.shape[free] == head.shape[free])
         )

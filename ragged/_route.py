@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int, Shaped
 
+from ragged._arithmetic import broadcast_wide
 from ragged._check import Site
 from ragged._mesh import vary_together
 from ragged._scaling import is_count
@@ -60,7 +61,8 @@ class Route(eqx.Module):
             site.fail(ValueError, problem, f"The route was made for {tokens} tokens.")
         site.refuse_explicit(route=self)
         x = jnp.asarray(x)
-        rows = jnp.broadcast_to(x[:, None], (tokens, self.top_k, x.shape[1])).reshape(tokens * self.top_k, x.shape[1])
+        rows = broadcast_wide(x[:, None], x.dtype, (tokens, self.top_k, x.shape[1]))
+        rows = rows.reshape(tokens * self.top_k, x.shape[1])
         out = GroupedTensor(_permute(rows, self.order, self.place.reshape(-1)), first_dims=self.first_dims)
         return out._replace_data(out._filled(0))
 

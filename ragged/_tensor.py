@@ -23,7 +23,7 @@ from jax import Array
 from jax.core import Tracer
 from jaxtyping import Bool, Int, Shaped
 
-from ragged._arithmetic import Arithmetic
+from ragged._arithmetic import Arithmetic, broadcast_wide
 from ragged._mesh import refuse_explicit
 from ragged._scaling import Scaling, eight_bits_fixed, is_count, not_differentiable
 from ragged.kernels import Scales, schedule
@@ -75,12 +75,19 @@ class GroupedTensor(Arithmetic):
 
     - `data`: the buffer.
     - `first_dims`, `last_dims`: `(g,)` int32 (or uint32), the size of each group's first / last dim; None: not ragged.
+      float0 in a tangent.
     - `scales`, `scaling`: of a quantised tensor, whose values are `data × scales`: one scale a block, float32 or
       float8_e8m0fnu, and the static `Scaling` that says which elements make a block. `ragged.quantize` makes them.
     - `transposed`: static. Whether the buffer is seen through `mT`, that is, whether `data.mT` is what lies in memory.
       `mT` flips it. For a ragged-both tensor it says which axis is packed: with `transposed`, `data` is
       `[max_first, cols]` and group `i` is `data[:first_dims[i], o[i]:o[i+1]]`, where `o` are the offsets of
       `last_dims`.
+
+    **Cotangents and tangents** of a ragged tensor have a buffer, and no groups: JAX gives integers none, so their dims
+    are None (`equinox.filter_grad`) or float0 (`allow_int=True`, `jax.jvp`). `g * 2`, `g + g` and `g.map` work on the
+    buffer, `x - g` has the groups of `x`; what needs groups raises a `TypeError`. A **stack** of tensors, with an axis
+    in front of the buffer or the dims, can be cast, transposed, mapped and scanned over; all else raises a
+    `ValueError`.
 
     **Raises:** `TypeError` or `ValueError` for what can be seen without looking at values: ranks, numbers of groups,
     dtypes of dims, shape and dtype of scales. `validate` checks the values. Leaves that are no arrays (None, specs,
@@ -114,7 +121,7 @@ class GroupedTensor(Arithmetic):
                 )
             if not is_arraylike(dims):
                 continue
-            if dims.dtype not in (jnp.int32, jnp.uint32):
+            if dims.dtype not in (jnp.int32, jnp.uint32, jax.dtypes.float0):
                 raise TypeError(
                     f"`GroupedTensor`: `{name}` must be int32 or uint32, one size a group.\n"
                     f"Got {name}={describe(dims)}.\n"
@@ -197,13 +204,48 @@ class GroupedTensor(Arithmetic):
         return self.first_dims is not None, self.last_dims is not None
 
     @property
+    def is_cotangent(self) -> bool:
+        """Whether it is a cotangent or tangent of a ragged tensor: its dims are float0, or None next to a matrix."""
+        dims = [d for d in (self.first_dims, self.last_dims) if d is not None]
+        if not dims:
+            return is_arraylike(self.data) and self.data.ndim == 2
+        return any(is_arraylike(d) and d.dtype == jax.dtypes.float0 for d in dims)
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether there are axes in front of the buffer, or of the dims."""
+        dims = [d for d in (self.first_dims, self.last_dims) if d is not None]
+        ndim = 2 if dims else 3
+        return (is_arraylike(self.data) and self.data.ndim > ndim) or any(is_arraylike(d) and d.ndim > 1 for d in dims)
+
+    def require_groups(self) -> None:
+        """Raises if it has no groups: a `TypeError` if it is a cotangent, a `ValueError` if it is a stack."""
+        if self.is_cotangent:
+            raise TypeError(
+                "`GroupedTensor`: a cotangent or tangent, whose groups are unknown, has elementwise operations only.\n"
+                f"Got {self!r}.\n"
+                "Take the groups of the tensor that was differentiated: `x - g`, or "
+                "`GroupedTensor(g.data, x.first_dims, x.last_dims, transposed=x.transposed)`."
+            )
+        if self.is_stack:
+            raise ValueError(
+                "`GroupedTensor`: a stack of tensors, with a batch axis in front.\n"
+                f"Got {self!r}.\n"
+                "Map over it: `jax.vmap(lambda x: ...)(stack)`; one is `jax.tree.map(lambda leaf: leaf[0], stack)`."
+            )
+
+    @property
     def kind(self) -> str:
-        """`"uniform"`, `"ragged rows"`, `"ragged columns"` or `"ragged both"`."""
+        """`"uniform"`, `"ragged rows"`, `"ragged columns"`, `"ragged both"`; or `"cotangent"`, without groups."""
+        if self.is_cotangent:
+            return "cotangent"
         return KINDS["·".join("R" if is_ragged else "U" for is_ragged in self.ragged)]
 
     @property
     def packed_axis(self) -> int | None:
         """The buffer's axis along which the groups are packed: -2 (rows), -1 (columns), or None if uniform."""
+        if self.kind == "cotangent":
+            self.require_groups()
         if self.kind == "ragged both":
             return -1 if self.transposed else -2
         return {"uniform": None, "ragged rows": -2, "ragged columns": -1}[self.kind]
@@ -216,7 +258,9 @@ class GroupedTensor(Arithmetic):
 
     @property
     def num_groups(self) -> int:
-        """How many matrices it holds, empty ones included."""
+        """How many matrices it holds, empty ones included; of a stack, how many each of its tensors holds."""
+        if self.is_cotangent:
+            self.require_groups()
         for dims in (self.first_dims, self.last_dims):
             if dims is not None:
                 return dims.shape[-1]
@@ -247,6 +291,7 @@ class GroupedTensor(Arithmetic):
     def mask(self) -> Bool[Array, "..."]:
         """True where the buffer holds an element of a group. The buffer's shape."""
         refuse_explicit("GroupedTensor.mask", first_dims=self.first_dims, last_dims=self.last_dims)
+        self.require_groups()
         if self.packed_axis is None:
             return jnp.ones(self.shape, bool)
         if self.packed_axis == -1:
@@ -294,6 +339,7 @@ class GroupedTensor(Arithmetic):
         return f"GroupedTensor({', '.join(parts)})"
 
     def _require_packed(self, what: str) -> int:
+        self.require_groups()
         if self.packed_axis is None:
             raise ValueError(
                 f"`GroupedTensor.{what}`: a uniform tensor has no ragged axis.\nGot {self!r}.\n"
@@ -393,6 +439,7 @@ class GroupedTensor(Arithmetic):
         return f"{problem}\nGot {name}={sizes.tolist()}.\n{_VALIDATE_MEND}"
 
     def __len__(self) -> int:
+        self.require_groups()
         return self.num_groups
 
     def __getitem__(self, index: int | Any) -> Shaped[Array, "first last"]:
@@ -402,6 +449,7 @@ class GroupedTensor(Arithmetic):
                 f"`GroupedTensor[...]`: the index must be an int, the group. Got {describe(index)}.\n"
                 "Index the buffer itself as `x.data[...]`."
             )
+        self.require_groups()
         if not -self.num_groups <= index < self.num_groups:
             raise IndexError(f"`GroupedTensor[{index}]`: there are {self.num_groups} groups.")
         self.require_plain()
@@ -430,6 +478,7 @@ class GroupedTensor(Arithmetic):
 
     def to_list(self) -> list[Array]:
         """The groups as arrays. Needs concrete dims."""
+        self.require_groups()
         return [self[i] for i in range(self.num_groups)]
 
     def astype(self, dtype: Any) -> "GroupedTensor":
@@ -459,7 +508,8 @@ class GroupedTensor(Arithmetic):
         if not self.capacity:
             return jnp.full((self.num_groups, max_len, self.shape[-1]), fill_value, self.dtype)
         padded = jnp.asarray(self.data).at[rows].get(mode="fill", fill_value=0)
-        return jnp.where(inside, padded, jnp.asarray(fill_value, self.dtype))
+        fill = broadcast_wide(jnp.asarray(fill_value, self.dtype), self.dtype, padded.shape)
+        return jnp.where(inside, padded, fill)
 
     @classmethod
     def from_padded(

@@ -3,6 +3,7 @@
 In every example the buffer holds NaN, infinities or garbage where no group has an element.
 """
 
+import itertools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from jax import Array
 
+import ragged
 from ragged import GroupedTensor, per_group, per_row
 
 from .test_tensor import CAPACITY, KINDS, RAGGED, SIZES, Example, example, floats, ints
@@ -181,20 +183,56 @@ def test_another_packed_axis() -> None:
     assert np.array_equal((y + seen_through).data[:3], 2 * np.ones((3, 3)))
 
 
-def test_plain_arrays() -> None:
-    """B9"""
-    x = example("ragged rows").tensor
+GROUP = "One value a group is `ragged.per_group(v)`."
+ROW = "One value a row is `ragged.per_row(v)`."
+COLUMN = "One value a column is `x.map(lambda rows: rows {} v)`."
+
+
+@pytest.mark.parametrize(
+    "kind, shape, mend",
+    [
+        ("ragged rows", (3,), COLUMN),
+        ("ragged rows", (4,), GROUP),
+        ("ragged rows", (4, 3), "One row a group is `ragged.per_group(v)`."),
+        ("ragged rows", (CAPACITY,), ROW),
+        ("ragged rows", (CAPACITY, 3), "A value for each element is `x.map(lambda data: data {} v)`."),
+        ("ragged columns", (2,), ROW),
+        ("ragged columns", (4, 2), "One column a group is `ragged.per_group(v)`."),
+        ("ragged columns", (CAPACITY,), COLUMN),
+        ("ragged both", (4,), f"{GROUP} {COLUMN}"),
+        ("uniform", (2,), COLUMN),
+        ("uniform", (4, 3), ROW),
+        (
+            "ragged rows",
+            (5,),
+            "Wrap it: `ragged.per_group(v)` for one value a group, `ragged.per_row(v)` for one a row. "
+            "Or reach the whole buffer, as in `x.map(lambda data: data {} v)`.",
+        ),
+    ],
+)
+def test_plain_arrays(kind: str, shape: tuple[int, ...], mend: str) -> None:
+    """B9: the mend is the one for the shape that came, and it works."""
+    x = example(kind).tensor
     for symbol, op in OPERATORS.items():
-        for array in (np.ones(3, np.float32), jnp.ones((CAPACITY, 3))):
+        for array in (np.ones(shape, np.float32), jnp.ones(shape)):
             for a, b in ((x, array), (array, x)):
                 with pytest.raises(TypeError) as error:
                     op(a, b)
+                text = mend.format(symbol)
+                text = text.replace(f"rows {symbol} v", f"v {symbol} rows") if a is array else text
+                text = text.replace(f"data {symbol} v", f"v {symbol} data") if a is array else text
                 assert str(error.value) == (
                     f"`GroupedTensor {symbol} array`: a plain array has no groups to match.\n"
-                    f"Got {x!r} and an array of shape {array.shape}.\n"
-                    "Wrap it: `ragged.per_group(v)` for one value a group, `ragged.per_row(v)` for one a row. "
-                    "Or reach the whole buffer, as in `x.map(lambda data: data * v)`."
+                    f"Got {x!r} and an array of shape {array.shape}.\n{text}"
                 )
+    v = jnp.ones(shape)
+    with jax.numpy_rank_promotion("allow"):
+        if "per_group" in mend and "Wrap" not in mend:
+            assert (x + per_group(v)).shape == x.shape
+        if "per_row" in mend and "Wrap" not in mend:
+            assert (x + per_row(v)).shape == x.shape
+        if "for each" in mend or COLUMN in mend:
+            assert x.map(lambda rows: rows + v).shape == x.shape
 
 
 def test_dtypes_are_not_promoted_silently() -> None:
@@ -278,6 +316,7 @@ def test_wrong_shapes_of_values(kind: str, wrapped: per_group | per_row, want: t
             if isinstance(wrapped, per_row)
             else "One value a group, or one row a group."
         )
+        + " For one value a column: `x.map(lambda rows: rows * v)`, or `+`." * (wrapped.value.shape == x.shape[-1:])
     )
 
 
@@ -594,6 +633,206 @@ def test_softmax_gradient(kind: str) -> None:
         want = np.zeros(data.shape)
         want[e.mask] = (losses(data + steps) - losses(data - steps)) / 2e-5
         np.testing.assert_allclose(gradient, want, rtol=1e-7, atol=1e-9)
+
+
+# --- accumulation ---------------------------------------------------------------------------------------------------
+
+# What is differentiated, its cotangent's shape, and its gradient from the cotangent, in float64.
+Way = tuple[Callable[[Array], Array], Array | float, tuple[int, ...], Callable[[np.ndarray], Any]]
+
+
+def ways(sizes: list[int], rows: int, dtype: Any) -> dict[str, Way]:
+    """Every place where one value reaches many elements, so that its gradient is a sum over them."""
+    ends = np.cumsum([0, *sizes])
+    along = [slice(a, b) for a, b in itertools.pairwise(ends.tolist())]
+    dims, g, half = ints(*sizes), len(sizes), rows // 2
+    packed = GroupedTensor(jnp.zeros((rows, 2), dtype), dims)
+    columns = GroupedTensor(jnp.zeros((2, rows), dtype), None, dims)
+    uniform = GroupedTensor(jnp.zeros((2, half, 2), dtype))
+    few = GroupedTensor(jnp.zeros((3, rows), dtype), ints(2))
+    route = ragged.route(jnp.arange(8 * 16, dtype=jnp.int32).reshape(16, 8) % 3, 3)
+    place = np.asarray(route.place)
+    return {
+        "one a group": (
+            lambda v: (packed + per_group(v)).data,
+            jnp.zeros(g, dtype),
+            (rows, 2),
+            lambda c: [c[a].sum() for a in along],
+        ),
+        "a row a group": (
+            lambda v: (packed + per_group(v)).data,
+            jnp.zeros((g, 2), dtype),
+            (rows, 2),
+            lambda c: [c[a].sum(0) for a in along],
+        ),
+        "one a group of columns": (
+            lambda v: (columns + per_group(v)).data,
+            jnp.zeros(g, dtype),
+            (2, rows),
+            lambda c: [c[:, a].sum() for a in along],
+        ),
+        "one a uniform group": (
+            lambda v: (uniform + per_group(v)).data,
+            jnp.zeros(2, dtype),
+            (2, half, 2),
+            lambda c: c.sum((1, 2)),
+        ),
+        "a row a uniform group": (
+            lambda v: (uniform + per_group(v)).data,
+            jnp.zeros((2, 2), dtype),
+            (2, half, 2),
+            lambda c: c.sum(1),
+        ),
+        "one a row": (
+            lambda v: (few + per_row(v)).data,
+            jnp.zeros(3, dtype),
+            (3, rows),
+            lambda c: c.sum(1) * [1, 1, 0],
+        ),
+        "one in all": (lambda v: (packed + v).data, jnp.zeros((), dtype), (rows, 2), lambda c: c[: ends[-1]].sum()),
+        "a float": (lambda v: (packed + v).data, 0.0, (rows, 2), lambda c: c[: ends[-1]].sum()),
+        "the fill": (
+            lambda v: few.to_padded(9, v),
+            jnp.zeros((), dtype),
+            (1, 9, rows),
+            lambda c: c[0, 2:].sum(),
+        ),
+        "a token of eight rows": (
+            lambda v: route.dispatch(v).data,
+            jnp.zeros((16, 2), dtype),
+            (128, 2),
+            lambda c: c[place].sum(1),
+        ),
+    }
+
+
+def check_sums(sizes: list[int], rows: int, dtype: Any, bias: float) -> None:
+    """Gradients are rounded once, and their sums as exact as float32's (float64's) in blocks."""
+    table = ways(sizes, rows, dtype)
+    rng = np.random.default_rng(0)
+    # Of one sign, nearly: a serial sum in 16 bits stops growing.
+    cotangents = {
+        name: jnp.asarray(rng.standard_normal(shape) + bias, dtype) for name, (_, _, shape, _) in table.items()
+    }
+    backward = jax.jit(lambda cs: {name: jax.vjp(f, v)[1](cs[name])[0] for name, (f, v, _, _) in table.items()})
+    exact = 1e-14 if dtype == jnp.float64 else 1e-6
+    for name, got in backward(cotangents).items():
+        c = np.asarray(cotangents[name], np.float64)
+        want, scale = (np.asarray(table[name][3](each)) for each in (c, np.abs(c)))
+        error = np.abs(np.asarray(got, np.float64) - want)
+        assert np.all(error <= float(jnp.finfo(got.dtype).eps) / 2 * np.abs(want) + exact * scale), name
+
+
+def test_gradients_are_summed_in_float32() -> None:
+    """Over 16,384 rows in bfloat16, whatever is broadcast and however: the issue of a bias of each expert."""
+    y = GroupedTensor(jnp.zeros((16_384, 2), jnp.bfloat16), ints(16_384))
+    gradient = jax.grad(lambda b: 2 * jnp.mean((y + per_group(b)).data))(jnp.zeros((1, 2), jnp.bfloat16))
+    assert gradient.tolist() == [[1, 1]]
+    check_sums([1, 0, 127, 128, 129, 1000, 14_000], 16_384, jnp.bfloat16, 1.0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64])
+@pytest.mark.parametrize("sizes", [[100_000], [1, 2, 0, 40_000, 59_997], [10] * 10_000, [99_000]], ids=str)
+def test_gradients_of_many_rows(sizes: list[int], dtype: Any) -> None:
+    """From groups of one row to one group of all, with a tail and without."""
+    with jax.enable_x64(dtype == jnp.float64):
+        check_sums(sizes, 100_000, dtype, 0.25)
+
+
+def test_sums_do_not_drift() -> None:
+    """A serial float32 sum of as many tenths is off by 1e-4."""
+    rows = 2**17
+    x = GroupedTensor(jnp.full((rows, 1), 0.1), ints(rows - 1, 1))
+    for tensor in (x, x.mT):
+        np.testing.assert_allclose(tensor.mean(), np.float32([0.1, 0.1]), rtol=3e-6)
+        np.testing.assert_allclose(
+            tensor.sum(tensor.packed_axis).reshape(-1)[0], (rows - 1) * np.float32(0.1), rtol=3e-6
+        )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize("sizes", [[2_000_000], [1, 1_500_000, 3, 0, 499_000]], ids=str)
+def test_sums_of_many_rows(sizes: list[int], dtype: Any) -> None:
+    """Two million rows of 0.1, along every axis."""
+    x = GroupedTensor(jnp.full((2_000_000, 1), 0.1, dtype), ints(*sizes))
+    rounded = float(jnp.finfo(dtype).eps)
+    one, count = float(x.data[0, 0]), np.array(sizes)
+    for axis in (None, -2):
+        np.testing.assert_allclose(x.mean(axis).astype(jnp.float32).reshape(-1), one * (count > 0), rtol=rounded + 5e-6)
+        if dtype != jnp.float16:  # whose largest is 65504
+            np.testing.assert_allclose(x.sum(axis).astype(jnp.float32).reshape(-1), one * count, rtol=rounded + 5e-6)
+
+
+def check_softmax(sizes: list[int], columns: int, dtype: Any, tolerance: float) -> None:
+    """Values and gradients of the softmax of packed columns, against float64, relative to a group's largest."""
+    rng = np.random.default_rng(0)
+    data, ct = (jnp.asarray(rng.standard_normal((2, columns)) + shift, dtype) for shift in (0, 3))
+    x = GroupedTensor(data, None, ints(*sizes))
+    out, backward = jax.vjp(jax.jit(lambda d: GroupedTensor(d, None, x.last_dims).softmax().data), data)
+    (gradient,) = backward(ct)
+    start = 0
+    for size in sizes:
+        group = slice(start, start + size)
+        start += size
+        p = softmax(np.asarray(data, np.float64)[:, group])
+        c = np.asarray(ct, np.float64)[:, group]
+        want = p * (c - (p * c).sum(-1, keepdims=True))
+        for got, wanted, scale in ((out, p, np.max(p, initial=0)), (gradient, want, np.max(p, initial=0))):
+            error = np.abs(np.asarray(got, np.float64)[:, group] - wanted)
+            assert np.max(error, initial=0) <= tolerance * scale
+    assert not np.asarray(gradient)[:, start:].any() and not np.asarray(out)[:, start:].any()
+
+
+def test_gradient_of_softmax_in_bfloat16() -> None:
+    check_softmax([1, 0, 3000, 13_000], 16_384, jnp.bfloat16, 2**-6)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype, tolerance", [(jnp.bfloat16, 2**-6), (jnp.float16, 2**-9), (jnp.float32, 1e-5)])
+def test_gradient_of_softmax_of_many_columns(dtype: Any, tolerance: float) -> None:
+    check_softmax([1, 0, 59_000, 40_000], 100_000, dtype, tolerance)
+    check_softmax([100_000], 100_000, dtype, tolerance)
+
+
+def test_every_transformation_of_per_group() -> None:
+    """B2, B3: forward over reverse, reverse over reverse, vmap over values and over sizes, more than one block."""
+    rows = 300
+    data = jnp.linspace(0.5, 1.5, 2 * rows).reshape(rows, 2)
+    dims = jnp.array([[130, 0, 160], [0, 299, 1]], jnp.int32)
+    value = jnp.array([[2.0, 3.0, 4.0], [1.0, 2.0, 3.0]])
+
+    def loss(v: Array, dims: Array) -> Array:
+        return jnp.sum((GroupedTensor(data, dims) * per_group(v)).map(jnp.square).data)
+
+    # sum of x² over each group, of which the loss is v² times
+    squares = np.array([[np.sum(np.square(g, dtype=np.float64)) for g in GroupedTensor(data, d)] for d in dims])
+    both = jax.jit(jax.vmap(loss))(value, dims)
+    np.testing.assert_allclose(both, np.sum(squares * np.square(value), -1), rtol=1e-5)
+    gradients = jax.jit(jax.vmap(jax.grad(loss)))(value, dims)
+    np.testing.assert_allclose(gradients, 2 * squares * value, rtol=1e-5)
+    shared = jax.vmap(jax.grad(loss), (0, None))(value, dims[0])
+    np.testing.assert_allclose(shared, 2 * squares[:1] * value, rtol=1e-5)
+    by_sizes = jax.vmap(jax.grad(loss), (None, 0))(value[0], dims)
+    np.testing.assert_allclose(by_sizes, 2 * squares * value[:1], rtol=1e-5)
+    want = [np.diag(2 * s) for s in squares]
+    for hessian in (jax.jacfwd(jax.grad(loss)), jax.jacrev(jax.grad(loss)), jax.jacrev(jax.jacfwd(loss))):
+        np.testing.assert_allclose(jax.jit(hessian)(value[0], dims[0]), want[0], rtol=1e-5)
+    tangent = jax.jvp(lambda v: loss(v, dims[1]), (value[1],), (jnp.ones(3),))[1]
+    np.testing.assert_allclose(tangent, np.sum(2 * squares[1] * value[1]), rtol=1e-5)
+    integers = jnp.array([1, 2, 3], jnp.int32)
+    x = GroupedTensor(jnp.ones((rows, 2), jnp.int32), dims[0])
+    zero = np.zeros(3, jax.dtypes.float0)
+    assert jax.jvp(lambda v: (x * per_group(v)).data, (integers,), (zero,))[1].dtype == jax.dtypes.float0
+
+
+def test_without_groups() -> None:
+    """All of the buffer is tail."""
+    for x in (GroupedTensor(floats(5, 2), ints()), GroupedTensor(floats(5, 2), None, ints()).mT.mT):
+        assert not np.asarray((x + per_group(jnp.zeros(0))).data).any()
+        assert x.sum().shape == x.mean().shape == (0,)
+        assert not np.asarray(x.softmax().data).any()
 
 
 # --- containment ----------------------------------------------------------------------------------------------------
