@@ -1,5 +1,6 @@
 """Grouped arrays and grouped matrix products for JAX."""
 
+from ragged import _export as _export
 from ragged._arithmetic import per_group as per_group
 from ragged._arithmetic import per_row as per_row
 from ragged._concat import concat as concat

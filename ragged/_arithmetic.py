@@ -174,6 +174,7 @@ class Arithmetic(eqx.Module):
         refuse_explicit("GroupedTensor.mean", x=self)
         x = _tensor(self)
         x.require_plain()
+        x.require_groups()
         dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.dtype(jnp.float32)
         wide = accumulator_dtype(dtype)
         count = x._replace_data(jnp.ones(x.shape, jnp.int32)).sum(axis).astype(wide)
@@ -260,6 +261,7 @@ def _spread(x: "GroupedTensor", wrapped: per_group | per_row) -> Array:
 
 
 def _along(x: "GroupedTensor", wrapped: per_group | per_row) -> Array:
+    x.require_groups()
     value, name = jnp.asarray(wrapped.value), type(wrapped).__name__
     axis = x.packed_axis
     if isinstance(wrapped, per_row):

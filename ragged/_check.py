@@ -171,6 +171,8 @@ def operand(site: Site, name: str, x: Any) -> GroupedTensor | Array:
             if not is_arraylike(value) and (field == "data" or value is not None):
                 problem = f"`{name}` is a GroupedTensor whose {field} is {describe(value)}, not an array."
                 site.fail(TypeError, problem, "Pass a `GroupedTensor` of arrays.")
+        if x.is_cotangent:
+            x.require_groups()
         dims = [d for d in (x.first_dims, x.last_dims) if d is not None]
         if x.ndim != (2 if dims else 3) or any(d.ndim != 1 for d in dims):
             site.fail(ValueError, f"`{name}` has a batch axis.", "Map over it: `jax.vmap(ragged.matmul)(lhs, rhs)`.")

@@ -482,7 +482,7 @@ class GroupedTensor(Arithmetic):
         return [self[i] for i in range(self.num_groups)]
 
     def astype(self, dtype: Any) -> "GroupedTensor":
-        """The same tensor with its buffer cast to `dtype`."""
+        """The same tensor with its buffer cast to `dtype`. A stack of tensors or a cotangent too."""
         self.require_plain()
         return self._replace_data(jnp.asarray(self.data).astype(dtype))
 

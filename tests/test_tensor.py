@@ -405,7 +405,6 @@ def test_concat_gradient(kind: str) -> None:
         GroupedTensor(floats(2, 8), None, ints(3, 4)),
         GroupedTensor(floats(8, 3), ints(3, 4)),
         GroupedTensor(floats(8, 2).astype(jnp.bfloat16), ints(3, 4)),
-        GroupedTensor(floats(2, 8), None, ints(3, 4)).mT,
         GroupedTensor(floats(2, 8, 2)),
     ],
     ids=repr,
@@ -419,6 +418,25 @@ def test_concat_errors(other: GroupedTensor) -> None:
         f"`ragged.concat`: tensor 2 doesn't fit tensor 0.\nGot {other!r} and {x!r}.\n"
         "All must be of one kind, dtype and non-ragged extent."
     )
+
+
+@pytest.mark.parametrize("kind", ["uniform", "ragged rows", "ragged columns"])
+def test_concat_of_other_memory_orders(kind: str) -> None:
+    """`transposed` is how a buffer lies in memory, which is no difference in kind."""
+    a, b = example(kind, seed=1), example(kind, seed=2)
+    turned = b.tensor
+    turned = GroupedTensor(turned.data, turned.first_dims, turned.last_dims, transposed=not a.tensor.transposed)
+    for tensors, examples in (([a.tensor, turned], (a, b)), ([turned, a.tensor], (b, a))):
+        joined = jax.jit(ragged.concat)(tensors)
+        assert_groups(joined, [g for e in examples for g in e.groups])
+        assert np.all(np.asarray(joined.data)[~np.asarray(joined.mask)] == 0)
+
+
+def test_concat_of_other_packed_axes() -> None:
+    """Ragged in both dims, the flag says which axis is packed: such tensors can't be joined."""
+    x, y = (GroupedTensor(floats(4, 4), ints(1, 2), ints(2, 1), transposed=t) for t in (False, True))
+    with pytest.raises(ValueError, match="tensor 1 doesn't fit tensor 0"):
+        ragged.concat([x, y])
 
 
 def test_concat_of_nothing() -> None:
@@ -625,6 +643,179 @@ def test_in_axes_as_a_tensor() -> None:
     shared = jax.tree.unflatten(jax.tree.structure(x), [x.data, x.first_dims, dims])
     out = jax.vmap(lambda t: t.sum(), in_axes=(GroupedTensor(None, None, 0, transposed=True),))(shared)
     np.testing.assert_allclose(out, [want, want * [1, 1, 1, 0]], rtol=1e-6)
+
+
+# --- export ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_export_round_trip(kind: str) -> None:
+    """B5: a function of tensors survives serialising: their kind, `transposed`, and what it computes."""
+    for x in (example(kind).tensor, example(kind).tensor.mT):
+        f = jax.jit(lambda t: {"doubled": 2 * t, "sums": t.sum()})
+        want = f(x)
+        exported = jax.export.deserialize(jax.export.export(f)(x).serialize())
+        got = exported.call(x)
+        assert jax.tree.structure(got) == jax.tree.structure(want)
+        assert jax.tree.structure(got["doubled"]) == jax.tree.structure(x)
+        assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True))
+        with pytest.raises(ValueError, match="tree"):
+            exported.call(x.mT)
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row", (2, 1), "mx"])
+def test_export_of_quantised_tensors(scaling: Any) -> None:
+    """The scaling survives, block and dtype; so do a route and a recipe."""
+    q = ragged.quantize(example("uniform").tensor.mT, jnp.float8_e4m3fn, scaling)
+    f = jax.jit(lambda q: (q.mT, q.dequantize().data))
+    exported = jax.export.deserialize(jax.export.export(f)(q).serialize())
+    got, values = exported.call(q)
+    assert (got.scaling, got.transposed) == (q.scaling.mT, not q.transposed)
+    assert jax.tree.structure(got) == jax.tree.structure(q.mT)
+    assert np.array_equal(values, q.dequantize().data)
+
+
+def test_export_of_routes_and_recipes() -> None:
+    route, recipe = ragged.route(ints(1, 0, 1), 2), ragged.Recipe.preset("delayed")
+    wrapped = (ragged.per_group(floats(2)), ragged.per_row(floats(3)))
+    f = jax.jit(lambda *arguments: arguments)
+    exported = jax.export.deserialize(jax.export.export(f)(route, recipe, wrapped).serialize())
+    got = exported.call(route, recipe, wrapped)
+    assert jax.tree.structure(got) == jax.tree.structure((route, recipe, wrapped))
+    assert got[1].wgrad == recipe.wgrad and np.array_equal(got[0].order, route.order)
+
+
+# --- cotangents and stacks ------------------------------------------------------------------------------------------
+
+NO_GROUPS = "`GroupedTensor`: a cotangent or tangent, whose groups are unknown, has elementwise operations only.\nGot "
+STACK = "`GroupedTensor`: a stack of tensors, with a batch axis in front.\nGot "
+NEED_GROUPS: dict[str, Callable[[GroupedTensor], Any]] = {
+    "len": len,
+    "index": lambda t: t[0],
+    "list": list,
+    "to_list": lambda t: t.to_list(),
+    "to_padded": lambda t: t.to_padded(3),
+    "mask": lambda t: t.mask,
+    "offsets": lambda t: t.offsets,
+    "group_ids": lambda t: t.group_ids,
+    "packed_dims": lambda t: t.packed_dims,
+    "capacity": lambda t: t.capacity,
+    "sum": lambda t: t.sum(),
+    "mean": lambda t: t.mean(-1),
+    "max": lambda t: t.max(-2),
+    "softmax": lambda t: t.softmax(),
+    "per_group": lambda t: t * ragged.per_group(jnp.ones(4)),
+    "per_row": lambda t: t * ragged.per_row(jnp.ones(4)),
+    "concat": lambda t: ragged.concat([t, t]),
+}
+
+
+def cotangents(e: Example) -> list[GroupedTensor]:
+    """Of the sum of an example's squares: dims None, and dims float0."""
+
+    def loss(t: GroupedTensor) -> Array:
+        return jnp.sum(t.map(jnp.square).data)
+
+    return [eqx.filter_grad(loss)(e.tensor), jax.grad(loss, allow_int=True)(e.tensor)]
+
+
+@pytest.mark.parametrize("kind", RAGGED)
+def test_cotangents(kind: str) -> None:
+    """U3: what is elementwise works on the buffer, and with the tensor itself gives its groups, with a zero tail."""
+    e = example(kind)
+    groups = [2 * g for g in e.groups]
+    for g in cotangents(e):
+        assert g.kind == "cotangent" and g.is_cotangent and not e.tensor.is_cotangent
+        for out, scale in (
+            (g * 2, 2),
+            (0.5 * g, 0.5),
+            (g + g, 2),
+            (-g, -1),
+            (g.map(lambda d: d * 3), 3),
+            (g - g / 2, 0.5),
+        ):
+            assert out.is_cotangent and jax.tree.structure(out) == jax.tree.structure(g)
+            np.testing.assert_allclose(out.data, e.pack([scale * d for d in groups]), rtol=1e-6)
+        x, dirty = e.tensor, g._replace_data(jnp.where(e.mask, g.data, jnp.nan))
+        for cotangent in (g, dirty):
+            for out, sign in ((x - 0.25 * cotangent, 1), (0.25 * cotangent - x, -1)):
+                assert jax.tree.structure(out) == jax.tree.structure(x)
+                want = [sign * (d - 0.5 * d) for d in e.groups]
+                assert np.array_equal(out.data, e.pack(want).astype(np.float32))
+        assert (g.astype(jnp.bfloat16) * 2).dtype == jnp.bfloat16
+        assert jax.tree.structure(g.mT.mT) == jax.tree.structure(g)
+        stepped = eqx.apply_updates(x, jax.tree.map(lambda d: -d / 4, eqx.filter(g, eqx.is_inexact_array)))
+        assert_groups(stepped, [d / 2 for d in e.groups])
+
+    # A tangent, made by hand, and what `jvp` returns.
+    zeros = [None if d is None else np.zeros(d.shape, jax.dtypes.float0) for d in (x.first_dims, x.last_dims)]
+    tangent = GroupedTensor(jnp.ones(x.shape), *zeros, transposed=x.transposed)
+    out = jax.jvp(lambda t: t * t, (x,), (tangent,))[1]
+    assert out.is_cotangent
+    assert_groups(x - out, [-d for d in e.groups])
+
+
+@pytest.mark.parametrize("kind", RAGGED)
+def test_gradients_through_cotangents(kind: str) -> None:
+    """B4: NaN in a cotangent's tail reaches no gradient."""
+    e = example(kind)
+    g = cotangents(e)[0]
+
+    def loss(data: Array) -> Array:
+        return jnp.sum((e.tensor / g._replace_data(data)).data)
+
+    gradient = jax.grad(loss)(jnp.where(e.mask, g.data, jnp.nan))
+    np.testing.assert_allclose(gradient, e.pack([-0.25 / d for d in e.groups]), rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", RAGGED)
+def test_what_cotangents_refuse(kind: str) -> None:
+    """B9, U3: what needs groups, with the mend."""
+    for g in cotangents(example(kind)):
+        for use in (*NEED_GROUPS.values(), lambda t: t.num_groups, lambda t: ragged.quantize(t, jnp.int8, "row")):
+            with pytest.raises(TypeError) as error:
+                use(g)
+            assert str(error.value) == (
+                f"{NO_GROUPS}{g!r}.\nTake the groups of the tensor that was differentiated: `x - g`, or "
+                "`GroupedTensor(g.data, x.first_dims, x.last_dims, transposed=x.transposed)`."
+            )
+        with pytest.raises(ValueError, match=r"must keep the rank and the extent of axes \[-2, -1\]"):
+            g.map(lambda d: d[:1])
+        with pytest.raises(TypeError, match="a plain array has no groups to match"):
+            g + jnp.ones(7)
+        for other in (GroupedTensor(floats(3, 3), ints(1, 2)), g.mT, g.mT._with(data=g.data)):
+            with pytest.raises(ValueError, match="ragged in different ways"):
+                g + other
+        with pytest.raises(TypeError, match="a cotangent or tangent"):
+            ragged.matmul(g, jnp.ones((4, g.shape[-1], 2)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_stacks_refuse(kind: str) -> None:
+    """B9, U3: one error, that says to map; and mapping works."""
+    x = example(kind).tensor
+    stack = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), x)
+    assert stack.is_stack and not x.is_stack
+    shared = stack._with(first_dims=x.first_dims, last_dims=x.last_dims)  # only the buffer has the axis
+    for t in (stack, shared):
+        for name, use in (
+            *NEED_GROUPS.items(),
+            ("map", lambda t: t.map(jnp.exp)),
+            ("*", lambda t: t * 2),
+            ("+", lambda t: t + t),
+            ("x +", lambda t: x + t),
+        ):
+            with pytest.raises(ValueError) as error:
+                use(t)
+            if name != "x +":
+                assert str(error.value) == (
+                    f"{STACK}{t!r}.\nMap over it: `jax.vmap(lambda x: ...)(stack)`; one is "
+                    "`jax.tree.map(lambda leaf: leaf[0], stack)`."
+                )
+    sums = jax.vmap(lambda t: t.sum())(stack)
+    assert np.array_equal(sums[1], x.sum())
+    one = jax.tree.map(lambda leaf: leaf[0], stack)
+    assert repr(one) == repr(x) and len(one) == 4
 
 
 # --- annotations ----------------------------------------------------------------------------------------------------

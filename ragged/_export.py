@@ -1,0 +1,80 @@
+"""`jax.export` of functions that take or return what the library defines: how static fields are written down.
+
+The trees of a function's arguments and results are part of what `Exported.serialize` writes. Arrays are not in them,
+but static fields are: here as JSON, with a tag for what JSON doesn't know.
+"""
+
+import dataclasses
+import json
+from typing import Any
+
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import default_registry
+
+from ragged._arithmetic import per_group, per_row
+from ragged._recipe import Cast, Recipe
+from ragged._route import Route
+from ragged._scaling import Scaling
+from ragged._tensor import GroupedTensor
+
+STATIC: dict[str, Any] = {"Scaling": Scaling, "Cast": Cast}
+"""The types of static fields, besides JSON's own, tuples and dtypes."""
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return {"tuple": [_to_json(each) for each in value]}
+    if isinstance(value, np.dtype):
+        return {"dtype": value.name}
+    if type(value) in STATIC.values():
+        fields = {field.name: _to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {type(value).__name__: fields}
+    return value
+
+
+def _from_json(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    ((tag, of),) = value.items()
+    if tag == "tuple":
+        return tuple(map(_from_json, of))
+    if tag == "dtype":
+        return jnp.dtype(of)
+    return STATIC[tag](**{name: _from_json(each) for name, each in of.items()})
+
+
+def _register(cls: Any) -> None:
+    fields = dataclasses.fields(cls)
+    leaves = [field.name for field in fields if not field.metadata.get("static", False)]
+    static = [field.name for field in fields if field.metadata.get("static", False)]
+
+    def build(static: dict[str, Any], children: Any) -> Any:
+        instance = object.__new__(cls)
+        for name, value in (*zip(leaves, children, strict=True), *static.items()):
+            object.__setattr__(instance, name, value)
+        return instance
+
+    # Where equinox has the static fields in what it gives JAX is seen from an instance that has their names in them.
+    flat = default_registry.flatten_one_level(build({name: name for name in static}, leaves))
+    assert flat is not None
+    place = {name: flat[1].index(name) for name in static}
+
+    def serialize(auxdata: Any) -> bytes:
+        return json.dumps({name: _to_json(auxdata[at]) for name, at in place.items()}).encode()
+
+    def deserialize(data: bytes | bytearray) -> dict[str, Any]:
+        return {name: _from_json(value) for name, value in json.loads(data).items()}
+
+    jax.export.register_pytree_node_serialization(
+        cls,
+        serialized_name=f"ragged.{cls.__name__}",
+        serialize_auxdata=serialize,
+        deserialize_auxdata=deserialize,
+        from_children=build,
+    )
+
+
+for _cls in (GroupedTensor, Route, Recipe, per_group, per_row):
+    _register(_cls)
