@@ -164,7 +164,7 @@ class Arithmetic(eqx.Module):
           column) of the buffer, `(rows,)`, with `empty` in the tail. Uniform tensors: as `jnp.sum` within each group.
         - `empty`: the value where there is nothing to reduce.
 
-        Small floats are summed in float32, small integers in int32. The same bits each time on a CPU or a TPU.
+        Small floats are summed in float32, small integers in int32.
         """
         refuse_explicit("GroupedTensor.sum", x=self)
         return self._reduce(axis, _sum_groups, jnp.sum, 0, empty)
@@ -334,7 +334,7 @@ def _mend(x: "GroupedTensor", shape: tuple[int, ...], symbol: str, reflected: bo
     )
 
 
-# How many rows are summed one after another. Half of it was a fifth slower, on a CPU, with many columns.
+# How many rows are summed one after another. A quarter of it was slower where there are many columns, on a CPU.
 _BLOCK = 128
 
 

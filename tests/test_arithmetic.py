@@ -827,6 +827,26 @@ def test_every_transformation_of_per_group() -> None:
     assert jax.jvp(lambda v: (x * per_group(v)).data, (integers,), (zero,))[1].dtype == jax.dtypes.float0
 
 
+def test_blocks_keep_groups_apart() -> None:
+    """B4: NaN or infinity in one group and in the tail, next to others in one block: sums, gradients, to the bit."""
+    dims = ints(130, 20, 0, 100)
+    good = np.linspace(0.5, 1.5, 600, dtype=np.float32).reshape(300, 2)
+
+    @jax.jit
+    def compute(data: Array) -> tuple[Array, Array]:
+        x = GroupedTensor(data, dims)
+        gradient = jax.grad(lambda v: jnp.sum((x * per_group(v)).data))(jnp.ones((4, 2)))
+        return x.sum(-2), gradient
+
+    want = compute(jnp.asarray(good))
+    for poison in (np.nan, np.inf):
+        bad = good.copy()
+        bad[130:150] = bad[250:] = poison
+        for got, wanted in zip(compute(jnp.asarray(bad)), want, strict=True):
+            assert not np.any(np.isfinite(got[1]))
+            assert np.array_equal(np.delete(got, 1, 0), np.delete(wanted, 1, 0))
+
+
 def test_without_groups() -> None:
     """All of the buffer is tail."""
     for x in (GroupedTensor(floats(5, 2), ints()), GroupedTensor(floats(5, 2), None, ints()).mT.mT):

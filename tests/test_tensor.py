@@ -655,7 +655,7 @@ def test_export_round_trip(kind: str) -> None:
         f = jax.jit(lambda t: {"doubled": 2 * t, "sums": t.sum()})
         want = f(x)
         exported = jax.export.deserialize(jax.export.export(f)(x).serialize())
-        got = exported.call(x)
+        got: Any = exported.call(x)
         assert jax.tree.structure(got) == jax.tree.structure(want)
         assert jax.tree.structure(got["doubled"]) == jax.tree.structure(x)
         assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True))
@@ -669,7 +669,8 @@ def test_export_of_quantised_tensors(scaling: Any) -> None:
     q = ragged.quantize(example("uniform").tensor.mT, jnp.float8_e4m3fn, scaling)
     f = jax.jit(lambda q: (q.mT, q.dequantize().data))
     exported = jax.export.deserialize(jax.export.export(f)(q).serialize())
-    got, values = exported.call(q)
+    outs: Any = exported.call(q)
+    got, values = outs
     assert (got.scaling, got.transposed) == (q.scaling.mT, not q.transposed)
     assert jax.tree.structure(got) == jax.tree.structure(q.mT)
     assert np.array_equal(values, q.dequantize().data)
@@ -680,7 +681,7 @@ def test_export_of_routes_and_recipes() -> None:
     wrapped = (ragged.per_group(floats(2)), ragged.per_row(floats(3)))
     f = jax.jit(lambda *arguments: arguments)
     exported = jax.export.deserialize(jax.export.export(f)(route, recipe, wrapped).serialize())
-    got = exported.call(route, recipe, wrapped)
+    got: Any = exported.call(route, recipe, wrapped)
     assert jax.tree.structure(got) == jax.tree.structure((route, recipe, wrapped))
     assert got[1].wgrad == recipe.wgrad and np.array_equal(got[0].order, route.order)
 
@@ -723,22 +724,24 @@ def cotangents(e: Example) -> list[GroupedTensor]:
 def test_cotangents(kind: str) -> None:
     """U3: what is elementwise works on the buffer, and with the tensor itself gives its groups, with a zero tail."""
     e = example(kind)
-    groups = [2 * g for g in e.groups]
+    x, groups = e.tensor, [2 * g for g in e.groups]
     for g in cotangents(e):
-        assert g.kind == "cotangent" and g.is_cotangent and not e.tensor.is_cotangent
-        for out, scale in (
+        assert g.kind == "cotangent" and g.is_cotangent and not x.is_cotangent
+        outs: list[tuple[Any, float]] = [
             (g * 2, 2),
             (0.5 * g, 0.5),
             (g + g, 2),
             (-g, -1),
             (g.map(lambda d: d * 3), 3),
             (g - g / 2, 0.5),
-        ):
+        ]
+        for out, scale in outs:
             assert out.is_cotangent and jax.tree.structure(out) == jax.tree.structure(g)
             np.testing.assert_allclose(out.data, e.pack([scale * d for d in groups]), rtol=1e-6)
-        x, dirty = e.tensor, g._replace_data(jnp.where(e.mask, g.data, jnp.nan))
+        dirty = g._replace_data(jnp.where(e.mask, g.data, jnp.nan))
         for cotangent in (g, dirty):
-            for out, sign in ((x - 0.25 * cotangent, 1), (0.25 * cotangent - x, -1)):
+            steps: list[tuple[Any, int]] = [(x - cotangent / 4, 1), (cotangent / 4 - x, -1)]
+            for out, sign in steps:
                 assert jax.tree.structure(out) == jax.tree.structure(x)
                 want = [sign * (d - 0.5 * d) for d in e.groups]
                 assert np.array_equal(out.data, e.pack(want).astype(np.float32))
@@ -782,10 +785,10 @@ def test_what_cotangents_refuse(kind: str) -> None:
         with pytest.raises(ValueError, match=r"must keep the rank and the extent of axes \[-2, -1\]"):
             g.map(lambda d: d[:1])
         with pytest.raises(TypeError, match="a plain array has no groups to match"):
-            g + jnp.ones(7)
+            _ = g + jnp.ones(7)
         for other in (GroupedTensor(floats(3, 3), ints(1, 2)), g.mT, g.mT._with(data=g.data)):
             with pytest.raises(ValueError, match="ragged in different ways"):
-                g + other
+                _ = g + other
         with pytest.raises(TypeError, match="a cotangent or tangent"):
             ragged.matmul(g, jnp.ones((4, g.shape[-1], 2)))
 
