@@ -366,7 +366,7 @@ def _steps(offsets: Int[Array, " g_plus_1"], ids: Int[Array, " capacity"]) -> li
 def _sum_groups(x: "GroupedTensor", data: Shaped[Array, "rows *last"]) -> Shaped[Array, "g *last"]:
     """The sum of each group's rows. The tail's go nowhere."""
     for index, count in _steps(x.offsets, x.group_ids):
-        data = jax.ops.segment_sum(data, index, count, indices_are_sorted=True)
+        data = jax.ops.segment_sum(data, index, count, indices_are_sorted=True, mode="promise_in_bounds")
     return data[:-1]
 
 
