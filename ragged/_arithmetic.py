@@ -221,7 +221,10 @@ class Arithmetic(eqx.Module):
         if axis != -2:
             data, some = dense_fn(data, axis=-1, initial=neutral), jnp.any(some, axis=-1)  # (rows,)
         if axis != -1:
-            data, some = groups_fn(x, data), _max_groups(x, some.astype(jnp.int32)) > 0
+            data, columns = groups_fn(x, data), x.shape[-1]
+            widths = columns if x.last_dims is None else jnp.minimum(x.last_dims, columns).astype(jnp.int32)
+            widths = jnp.where(jnp.diff(x.offsets) > 0, widths, 0)  # (g,)
+            some = widths > 0 if axis is None else jnp.arange(columns, dtype=jnp.int32)[None] < widths[:, None]
         return jnp.where(some, data, empty).astype(dtype)
 
     def softmax(self) -> "GroupedTensor":
