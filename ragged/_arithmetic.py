@@ -319,11 +319,13 @@ def _same_structure(x: "GroupedTensor", other: "GroupedTensor", symbol: str) -> 
 def _mend(x: "GroupedTensor", shape: tuple[int, ...], symbol: str, reflected: bool) -> str:
     """What to write in place of `x + v`, by the shape of `v`."""
     row, data = (f"v {symbol} {name}" if reflected else f"{name} {symbol} v" for name in ("rows", "data"))
-    packed = not x.is_cotangent and x.packed_axis is not None
-    of = {} if x.is_cotangent else {(x.num_groups,): "One value a group is `ragged.per_group(v)`."}
-    if packed:
-        name = "row" if x.packed_axis == -2 else "column"
-        of[x.num_groups, x.shape[-3 - x.packed_axis]] = f"One {name} a group is `ragged.per_group(v)`."
+    axis = None if x.is_cotangent else x.packed_axis
+    of: dict[tuple[int, ...], str] = {}
+    if not x.is_cotangent:
+        of[x.num_groups,] = "One value a group is `ragged.per_group(v)`."
+    if axis is not None:
+        name = "row" if axis == -2 else "column"
+        of[x.num_groups, x.shape[-3 - axis]] = f"One {name} a group is `ragged.per_group(v)`."
     mends = [of[shape]] if shape in of else []
     if shape == x.shape[:-1] and not x.is_cotangent:
         mends.append("One value a row is `ragged.per_row(v)`.")
@@ -388,7 +390,7 @@ def _take(values: Array, offsets: Int[Array, " g_plus_1"], ids: Int[Array, " cap
 
 
 @_take.defjvp
-def _(primals: tuple[Array, Array, Array], tangents: tuple[Any, Any, Any]) -> tuple[Array, Array]:
+def _(primals: tuple[Array, Array, Array], tangents: tuple[Any, Any, Any]) -> tuple[Array, Any]:
     values, offsets, ids = primals
     if not jnp.issubdtype(values.dtype, jnp.inexact):
         out = _take(values, offsets, ids)

@@ -50,9 +50,9 @@ def _register(cls: Any) -> None:
     leaves = [field.name for field in fields if not field.metadata.get("static", False)]
     static = [field.name for field in fields if field.metadata.get("static", False)]
 
-    def build(static: dict[str, Any], children: Any) -> Any:
+    def build(aux_data: Any, children: Any) -> Any:
         instance = object.__new__(cls)
-        for name, value in (*zip(leaves, children, strict=True), *static.items()):
+        for name, value in (*zip(leaves, children, strict=True), *aux_data.items()):
             object.__setattr__(instance, name, value)
         return instance
 
