@@ -90,6 +90,20 @@ def test_a_read_out_of_bounds_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         contraction("forward", TWO_CORES)
 
 
+@pytest.mark.parametrize("whole", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize("layout", ["outer", *(pytest.param(x, marks=pytest.mark.long) for x in NAMES if x != "outer")])
+def test_existing_out_in_place(layout: str, whole: bool) -> None:
+    """O7: each element is read before it is written, and once, where the result takes the place of what is added to;
+    with partial blocks as well."""
+    case = cases.make(layout, g=3, capacity=128, uniform=(128, 128, 128) if whole else (37, 150, 140))
+    product = ragged.matmul(case.lhs, case.rhs, **({"max_last": 128} if layout == "outer" and whole else {}))
+    existing = product._replace_data(jnp.where(product.mask, 2.0, jnp.nan))
+    out = matmul(case.lhs, case.rhs, TWO_CORES, existing_out=existing, tiling=(128, 128, 128))
+    worst, rms = TOLERANCE["float32"]
+    want = [x + 2 for x in oracle.matmul(case.lhs_groups, case.rhs_groups)]
+    oracle.assert_close(case.unpack(np.asarray(out.data)), want, max=worst, rms=rms)
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("layout", NAMES)

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import Array
 
@@ -17,8 +18,8 @@ import ragged
 from ragged import GroupedTensor, _lowering
 from ragged.kernels import triton_call
 
-from . import cases, gpu, ran
-from .cases import NAMES, SPREADS
+from . import cases, gpu, oracle, ran
+from .cases import NAMES, SPREADS, TOLERANCE
 from .test_matmul import check
 from .test_pallas_tpu import check_gradients
 
@@ -143,6 +144,20 @@ def test_descriptors(layout: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -
 def test_gradients(layout: str, dtype: str) -> None:
     """O16: by each operand, `dout @ rhs.T` and `lhs.T @ dout` of each group; zeros where an operand has its tail."""
     check_gradients(cases.make(layout, g=3, dtype=dtype, uniform=(37, 150, 140), seed=3), dtype, matmul)
+
+
+@interpreted
+@pytest.mark.parametrize("layout", ["batched", "forward", "wgrad", "outer"])
+def test_existing_out_in_place(layout: str) -> None:
+    """O7: where the result begins as what is added to, each element is read and written once, and the tail is zero."""
+    case = cases.make(layout, g=3, uniform=(37, 50, 40))
+    product = matmul(case.lhs, case.rhs)
+    existing = product._replace_data(jnp.where(product.mask, 2.0, jnp.nan))
+    out = matmul(case.lhs, case.rhs, existing_out=existing)
+    worst, rms = TOLERANCE["float32"]
+    want = [x + 2 for x in oracle.matmul(case.lhs_groups, case.rhs_groups)]
+    oracle.assert_close(case.unpack(np.asarray(out.data)), want, max=worst, rms=rms)
+    case.assert_tail_zero(out)
 
 
 @interpreted

@@ -371,6 +371,20 @@ def test_a_block_has_no_truth_value() -> None:
 
 
 @triton.jit
+def adds(x, out):
+    at = tl.arange(0, 4)
+    tl.store(out + at, tl.load(out + at) + tl.load(x + at))
+
+
+def test_what_is_updated_keeps_its_values() -> None:
+    x = np.arange(4, dtype=np.float32)
+    run(adds, (1,), {"x": x, "out": (out := np.ones(4, np.float32))}, [], ["out"])
+    np.testing.assert_array_equal(out, x + 1)
+    run(adds, (1,), {"x": x, "out": out}, ["out"])
+    assert np.isnan(out).all()
+
+
+@triton.jit
 def warns(x, out):
     at = tl.arange(0, 4)
     values = tl.load(x + at)

@@ -30,6 +30,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import ManualAxisType
 
 from ragged.kernels import ANY_TARGET, Refused, Scales, Target, kernel_metadata, schedule, tpu_scales
+from ragged.kernels.pipeline import in_place
 from ragged.kernels.tpu_tiling import LANES, SMEM, round_up
 from ragged.kernels.xla import accumulator_dtype, compute_dtype
 
@@ -527,7 +528,7 @@ def _launch(
         cost_estimate=pl.CostEstimate(
             flops=flops, bytes_accessed=sum(x.size * x.dtype.itemsize for x in moved), transcendentals=0
         ),
-        input_output_aliases={} if existing is None else {len(given) - 1: 0},
+        input_output_aliases={} if existing is None else in_place(len(given) - 1, out, out_spec, interpret),
         interpret=interpret,
         name=f"tiled_matmul_{tile}",
         metadata=kernel_metadata((first, second, p.row + p.column), p.tile, dtypes, p.num_groups),

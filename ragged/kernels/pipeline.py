@@ -150,6 +150,16 @@ def buffered_pallas_call(
     return run
 
 
+def in_place(operand: int, out: jax.ShapeDtypeStruct, block: pl.BlockSpec, interpret: Any) -> dict[int, int]:
+    """`input_output_aliases` for an operand whose place the result takes.
+
+    Of what is aliased, `pltpu.InterpretParams` (jax 0.11 and 0.12) returns whole blocks, also where the result ends in
+    part of one: there they are two arrays.
+    """
+    whole = all(size is None or extent % size == 0 for extent, size in zip(out.shape, block.block_shape, strict=True))
+    return {operand: 0} if whole or not isinstance(interpret, pltpu.InterpretParams) else {}
+
+
 def _buffered(spec: Any, count: int | None, use_lookahead: bool = False) -> Any:
     """`spec` with `count` buffers. Two are what it has by itself."""
     if count is None or count == 2 or spec.memory_space is pl.ANY:

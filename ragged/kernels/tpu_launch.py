@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import ManualAxisType
 
 from ragged.kernels import Refused, Target, kernel_metadata, tpu_scales, tpu_tiling
-from ragged.kernels.pipeline import buffered_pallas_call
+from ragged.kernels.pipeline import buffered_pallas_call, in_place
 from ragged.kernels.schedule import Visits
 from ragged.kernels.tpu_scales import Blocks
 from ragged.kernels.tpu_tiling import Chip, Problem
@@ -145,6 +145,7 @@ class Launch:
         num_groups = shape[1] if p.kind == "batched" else p.groups
         moved = sum(x.size * x.dtype.itemsize for x in (lhs, rhs, existing, out) if x is not None)
         scalars = jax.tree.leaves(visits)
+        aliases = {} if existing is None else in_place(len(scalars) + 2, out, out_block, self.target.interpret)
         with jax.named_scope(f"ragged_{name}"):
             return buffered_pallas_call(
                 body,
@@ -156,7 +157,7 @@ class Launch:
                 scratch_shapes=[pltpu.VMEM(shape, self.accumulator) for shape in accumulators],
                 dimension_semantics=semantics,
                 vmem_limit_bytes=None if self.target.device is None else self.chip.vmem * 6 // 5,
-                input_output_aliases={} if existing is None else {len(scalars) + 2: 0},
+                input_output_aliases=aliases,
                 interpret=self.target.interpret,
                 device=self.target.device or tpu_tiling.DEFAULT_DEVICE,
                 name=f"{name}_{tile}",
