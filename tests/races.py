@@ -9,7 +9,8 @@ import jax
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
-_STATE: Any = interpret_pallas_call.RaceDetectionState
+_INTERPRETER: Any = interpret_pallas_call
+_STATE = _INTERPRETER.RaceDetectionState
 
 
 @contextmanager
@@ -21,7 +22,7 @@ def no_races() -> Iterator[None]:
         states.append(_STATE(*args, **kwargs))  # each kernel has its own
         return states[-1]
 
-    with mock.patch.object(interpret_pallas_call, "RaceDetectionState", state):
+    with mock.patch.object(_INTERPRETER, "RaceDetectionState", state):
         try:
             yield
             jax.effects_barrier()

@@ -40,11 +40,16 @@ def accumulation(layout: str, dtype: Any, adds: bool = True) -> tuple[Callable[.
     return function, [*(Aval(shape, dtype) for shape in shapes), Aval((GROUPS,), jnp.int32)]
 
 
+def some(*layouts: str) -> list[Any]:
+    """All of them, but only these in the main run."""
+    return [x if x in layouts else pytest.param(x, marks=pytest.mark.long) for x in LAYOUTS]
+
+
 def size(aval: Any) -> int:
     return aval.size * aval.dtype.itemsize
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", some("wgrad"))
 def test_xla(layout: str) -> None:
     """O7: nothing of the result's size beyond what the bare product needs; a uniform product is one dot, and its
     result is there before it is added."""
@@ -69,7 +74,7 @@ def test_tpu(layout: str) -> None:
     assert text.count("stablehlo.custom_call @tpu_custom_call") == text.count(ALIAS) == 1
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", some("forward", "outer"))
 def test_gpu(layout: str) -> None:
     """O7: the kernel's result is its operand `existing`, as lowered."""
     function, avals = accumulation(layout, jnp.bfloat16)
@@ -83,9 +88,7 @@ def check_compiled(text: str, memory: Any, existing: Any) -> None:
     assert memory.temp_size_in_bytes < size(existing) // 4
 
 
-@pytest.mark.parametrize(
-    "layout", ["outer", *(pytest.param(x, marks=pytest.mark.long) for x in LAYOUTS if x != "outer")]
-)
+@pytest.mark.parametrize("layout", some("outer"))
 @pytest.mark.parametrize("generation", ["v5e", pytest.param("tpu7x", marks=pytest.mark.long)])
 def test_compiled_for_a_tpu(generation: str, layout: str) -> None:
     """O7, B6: in place, as libtpu compiles the whole program."""
@@ -94,9 +97,8 @@ def test_compiled_for_a_tpu(generation: str, layout: str) -> None:
     check_compiled(compiled.text, compiled.memory, avals[2])
 
 
-@pytest.mark.parametrize(
-    "layout", ["outer", *(pytest.param(x, marks=pytest.mark.long) for x in LAYOUTS if x != "outer")]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_compiled_for_a_gpu(layout: str) -> None:
     """O7, B6: in place, as XLA compiles the whole program for an H200."""
     function, avals = accumulation(layout, jnp.bfloat16)

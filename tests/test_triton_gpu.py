@@ -112,11 +112,13 @@ def test_executed_visits(monkeypatch: pytest.MonkeyPatch) -> None:
     for sizes in ([128, *[0] * 7], [0] * 8, [1] * 8, [50, 0, 0, 40, 1, 1, 1, 1]):
         dims = jnp.array(sizes, jnp.int32)
         in_groups = sum(map(tiles, sizes))
-        stored.clear(), multiplied.clear()
+        stored.clear()
+        multiplied.clear()
         jax.block_until_ready(matmul(GroupedTensor(x, dims), w, tiling=(tile, 16, 16)))
         assert len(stored) == 2 * (in_groups + tiles(rows - sum(sizes)))
         assert len(multiplied) == 2 * 2 * in_groups
-        stored.clear(), multiplied.clear()
+        stored.clear()
+        multiplied.clear()
         jax.block_until_ready(matmul(GroupedTensor(x, dims).mT, GroupedTensor(dy, dims), tiling=(16, tile, 16)))
         assert len(stored) == 2 * 2 * len(sizes)
         assert len(multiplied) == 2 * 2 * in_groups

@@ -156,7 +156,8 @@ def in_place(operand: int, out: jax.ShapeDtypeStruct, block: pl.BlockSpec, inter
     Of what is aliased, `pltpu.InterpretParams` (jax 0.11 and 0.12) returns whole blocks, also where the result ends in
     part of one: there they are two arrays.
     """
-    whole = all(size is None or extent % size == 0 for extent, size in zip(out.shape, block.block_shape, strict=True))
+    shape: Any = block.block_shape
+    whole = all(size is None or extent % size == 0 for extent, size in zip(out.shape, shape, strict=True))
     return {operand: 0} if whole or not isinstance(interpret, pltpu.InterpretParams) else {}
 
 
