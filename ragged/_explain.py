@@ -7,7 +7,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from ragged import _lowering
 from ragged._layout import LAYOUTS
@@ -41,7 +40,7 @@ def explain(lhs: GroupedTensor | Array | Any, rhs: GroupedTensor | Array | Any, 
     """
     inspect.signature(matmul).bind(lhs, rhs, **options)
     jaxpr, out, _ = eqx.filter_make_jaxpr(matmul)(lhs, rhs, **options)
-    (product,) = _products(jaxpr.jaxpr)
+    (product,) = _products(jaxpr)
     call: Call = product.params["call"]
     operands = unflatten([jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in product.invars], call)
     layout = LAYOUTS[call.product.ragged]
@@ -58,13 +57,12 @@ def explain(lhs: GroupedTensor | Array | Any, rhs: GroupedTensor | Array | Any, 
     return "\n".join(lines + [f"on {platform}: {_ran(platform, operands, call)}" for platform in _lowering.PLATFORMS])
 
 
-def _products(jaxpr: Jaxpr) -> list[JaxprEqn]:
-    """The equations of `ragged_matmul_p`, those of inner programs too."""
+def _products(jaxpr: Any) -> list[Any]:
+    """The equations of `ragged_matmul_p` in a jaxpr, and in those that its equations hold."""
     found = [equation for equation in jaxpr.eqns if equation.primitive is ragged_matmul_p]
     for equation in jaxpr.eqns:
-        for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: isinstance(x, Jaxpr | ClosedJaxpr)):
-            if isinstance(inner, Jaxpr | ClosedJaxpr):
-                found += _products(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner)
+        parameters = jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns"))
+        found += [product for inner in parameters if hasattr(inner, "eqns") for product in _products(inner)]
     return found
 
 
