@@ -15,6 +15,8 @@ from ragged import GroupedTensor
 
 from .cases import LETTERS, NAMES
 
+pytestmark = pytest.mark.sampled
+
 
 def shapes(layout: str, g: int, rows: int = 2048, k: int = 128, n: int = 96) -> tuple[GroupedTensor, GroupedTensor]:
     """Operands as shapes: `rows` along packed axes, ragged-both operands 64 wide."""
@@ -65,6 +67,7 @@ def temporary(program: jax.stages.Lowered) -> int:
     return memory.temp_size_in_bytes
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", NAMES)
 def test_temporary_memory(layout: str) -> None:
     """At 64 groups, forward and backward need at most twice the size of operands and results besides."""
@@ -76,6 +79,7 @@ def test_temporary_memory(layout: str) -> None:
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", [name for name in NAMES if name != "batched"])
 def test_the_program_does_not_grow_with_the_groups(layout: str) -> None:
     """With 8 times the groups: as many instructions, and temporary memory that grows by the list of groups alone."""

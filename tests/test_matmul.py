@@ -15,6 +15,8 @@ from ragged import GroupedTensor
 from . import cases, oracle
 from .cases import NAMES, SPREADS, TOLERANCE
 
+pytestmark = pytest.mark.sampled
+
 
 def check(case: cases.Case, out: GroupedTensor) -> None:
     assert out.ragged == case.out_ragged
@@ -50,6 +52,7 @@ def test_operands_seen_through_mT(layout: str, lhs_last: bool, rhs_last: bool) -
     oracle.assert_close(got, oracle.matmul(case.lhs_groups, case.rhs_groups), max=worst, rms=rms)
 
 
+@pytest.mark.long
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(
     layout=st.sampled_from(NAMES),

@@ -17,6 +17,8 @@ from ragged import GroupedTensor
 from . import cases, oracle
 from .cases import LETTERS, NAMES, TOLERANCE
 
+pytestmark = pytest.mark.sampled
+
 
 @pytest.mark.parametrize(
     "dtype, result",
@@ -108,6 +110,7 @@ def test_int8_is_exact_over_the_full_range(layout: str) -> None:
     assert np.array_equal(np.asarray(out), want)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", NAMES)
 def test_preferred_element_type(layout: str) -> None:
     """K24, K26: the accumulator is float32 whatever the operands are, and is rounded once."""
@@ -119,6 +122,7 @@ def test_preferred_element_type(layout: str) -> None:
     assert np.array_equal(np.asarray(out.data.astype(jnp.bfloat16)), np.asarray(rounded.data))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", NAMES)
 def test_existing_out(layout: str) -> None:
     """O7: added before rounding; its own tail, NaN here, comes out zero; its gradient is the identity on real
@@ -286,6 +290,7 @@ def test_tiles_of_ragged_dims_are_honoured(layout: str) -> None:
     assert largest(None) > 8
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", NAMES)
 def test_precision(layout: str) -> None:
     """O10: what `lax.dot_general` takes is passed on to it."""
@@ -332,6 +337,7 @@ def test_interpret_and_backend_xla(layout: str) -> None:
     assert np.array_equal(ragged.matmul(case.lhs, case.rhs, interpret=True, backend="xla").data, want)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", NAMES)
 def test_same_bits_every_time(layout: str) -> None:
     """B7"""
@@ -342,6 +348,7 @@ def test_same_bits_every_time(layout: str) -> None:
         assert np.array_equal(np.asarray(ragged.matmul(case.lhs, case.rhs).data), want)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("layout", NAMES)
 def test_what_is_not_finite_stays_in_its_group(layout: str, value: float) -> None:
@@ -500,6 +507,7 @@ def test_a_shape_alone_groups_nothing() -> None:
         ragged.matmul(x, w)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", NAMES)
 def test_no_rows_no_columns_nothing_to_contract(layout: str) -> None:
     """Extents of zero give zeros, forward and backward."""

@@ -27,6 +27,8 @@ from .cases import NAMES, SPREADS, TOLERANCE
 from .races import no_races
 from .test_matmul import check
 
+pytestmark = pytest.mark.sampled
+
 TWO_CORES = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
 MODES = {"plain": True, "two cores": TWO_CORES}
 
@@ -104,6 +106,7 @@ def test_existing_out_in_place(layout: str, whole: bool) -> None:
     oracle.assert_close(case.unpack(np.asarray(out.data)), want, max=worst, rms=rms)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("layout", NAMES)
@@ -120,6 +123,7 @@ def test_every_layout_and_spread(layout: str, dtype: str, mode: str) -> None:
         check(case, out)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", NAMES)

@@ -437,6 +437,7 @@ def test_repr_says_the_scaling() -> None:
     assert str(Scaling((1, 16), jnp.float8_e8m0fnu)) == "(1, 16) of float8_e8m0fnu"
 
 
+@pytest.mark.long
 @settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.integers(0, 5), min_size=1, max_size=4),

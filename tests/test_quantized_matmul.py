@@ -22,6 +22,8 @@ from ragged import GroupedTensor, Scaling, matmul, quantize
 from . import cases, gpu, oracle, ran
 from .cases import LETTERS, NAMES
 
+pytestmark = pytest.mark.sampled
+
 BACKENDS: dict[str, dict[str, Any]] = {
     "xla": {"backend": "xla", "tiling": (16, 16, 16)},  # one height of tiles: compiled faster
     "pallas_tpu": {"backend": "pallas_tpu", "interpret": True},

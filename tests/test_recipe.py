@@ -22,6 +22,8 @@ from . import cases, oracle
 from .cases import NAMES
 from .test_quantized_matmul import BACKENDS, groups_of, the_kernels_ran  # noqa: F401
 
+pytestmark = pytest.mark.sampled
+
 F32 = {"preferred_element_type": jnp.float32}
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 # Six casts, no two alike: one in another's place changes the result.
@@ -81,6 +83,7 @@ def check_recipe(case: cases.Case, recipe: Recipe, **options: Any) -> None:
         assert np.array_equal(tail, np.zeros_like(tail))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "recipe",
     [pytest.param("tensorwise", marks=pytest.mark.long), "blockwise", MIXED],
@@ -130,6 +133,7 @@ def gaussian(outliers: bool) -> tuple[GroupedTensor, Array]:
     return GroupedTensor(x, jnp.array([100, 156], jnp.int32)), w
 
 
+@pytest.mark.long
 def test_sqnr_of_gaussian_operands() -> None:
     """e4m3 on both sides: 27 dB; with e5m2 gradients 24 dB."""
     x, w = gaussian(False)
@@ -153,6 +157,7 @@ def training(recipe: Any, x: GroupedTensor, w: Array) -> Array:
     return jnp.mean(jnp.tanh(matmul(x, w, recipe=recipe).data) ** 2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("preset", [pytest.param("rowwise", marks=pytest.mark.long), "delayed"])
 def test_under_transformations(preset: str) -> None:
     """T1, B3: jit, vmap, scan, remat: all the same as a loop of plain calls."""
@@ -299,6 +304,7 @@ def test_a_history_that_a_map_shares() -> None:
     np.testing.assert_allclose(history[:, 0], largest, rtol=1e-6)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("recipe", [MIXED, "blockwise", "delayed"], ids=lambda x: getattr(x, "name", x))
 @pytest.mark.parametrize("layout", ["batched", "forward", "forward_left"])
 def test_with_one_matrix_for_all_groups(layout: str, recipe: Any) -> None:

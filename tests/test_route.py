@@ -56,6 +56,7 @@ def operands(ids, d=3):
     return ids, x, weights, y
 
 
+@pytest.mark.sampled
 @cases
 def test_dispatch(ids):
     group_ids, x, _, _ = operands(ids)
@@ -179,6 +180,7 @@ def dense_layer(x, weights, ids):
 with_rows = pytest.mark.parametrize("ids", [v for v in IDS.values() if v], ids=[k for k, v in IDS.items() if v])
 
 
+@pytest.mark.sampled
 @with_rows
 @pytest.mark.parametrize("jit", [False, True])
 def test_gradients(ids, jit):

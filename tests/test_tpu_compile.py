@@ -24,6 +24,8 @@ from ragged.kernels.tpu_tiling import Problem
 from . import tpu
 from .cases import LETTERS, NAMES
 
+pytestmark = pytest.mark.sampled
+
 Shape = tuple[int, int, int, int]  # rows of all groups, two extents that are the same in all of them, groups
 Aval = jax.ShapeDtypeStruct
 DEEP = (8192, 7168, 2048, 64)
@@ -95,6 +97,7 @@ WHOLE = [(LARGE, ("bfloat16", *EIGHT_BITS)), (DEEP, ("bfloat16", *EIGHT_BITS))]
 WHOLE += [(shape, ("bfloat16",)) for shape in (ODD, TINY, MANY)]
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("generation, layout, shape, dtype", SPREAD)
 def test_compiles(generation: str, layout: str, shape: Shape, dtype: str) -> None:
     """B6, O3: forward and backward, with the default tiles, within the chip's VMEM."""
@@ -122,6 +125,7 @@ def test_the_whole_table(generation: str, shape: Shape, dtypes: tuple[str, ...],
         assert max(compiled.vmem) <= 0.75 * tpu.VMEM_MIB[generation]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("generation", tpu.TOPOLOGIES)
 def test_compiles_for_a_generation_that_nothing_names(generation: str) -> None:
     """B6, O3: tiles that fit any chip."""
@@ -163,6 +167,7 @@ def test_tiles_of_two_ragged_letters() -> None:
     assert max(compiled.vmem) <= 14  # of 16
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("generation", ["v5e", "v6e", "tpu7x"])
 def test_compiles_tiled_with_scales(generation: str) -> None:
     """K23: scales of rows and columns that are contracted, or kept, or cut out of two blocks."""
@@ -206,6 +211,7 @@ def dequantized(text: str, size: int) -> list[str]:
     return [dims for dims in re.findall(wide, text) if math.prod(map(int, dims.split("x"))) >= size]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "generation, recipe",
     [
@@ -267,6 +273,7 @@ DEVICES = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("device", DEVICES, ids=str)
 def test_default_tiles_are_legal_and_fit(device: tuple[str, int] | None) -> None:
     """O3: for any shape and dtype, also where only the smallest tile fits."""

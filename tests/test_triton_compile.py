@@ -29,6 +29,8 @@ from .test_tpu_compile import (
     trained_avals,
 )
 
+pytestmark = pytest.mark.sampled
+
 gpu.needs_triton()
 
 A100, H200, B200 = gpu.ARCHITECTURES
@@ -44,6 +46,7 @@ def kernels(chip: str, layout: str, shape: Shape, dtype: str) -> list[gpu.Kernel
     return found
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", ["bfloat16", FP8])
 @pytest.mark.parametrize("layout", NAMES)
 def test_hopper(layout: str, dtype: str) -> None:
@@ -56,6 +59,7 @@ def test_hopper(layout: str, dtype: str) -> None:
         assert kernels(H200, layout, LARGE, dtype)[0].sass_counts["QGMMA"]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "chip, layout, shape, dtype",
     [
@@ -84,6 +88,7 @@ def test_compiles(chip: str, layout: str, shape: Shape, dtype: str) -> None:
 SHAPES = (8192, 4096, 14336, 8), (65536, 2048, 1408, 64), (64, 4096, 14336, 8)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("chip, shape", [*((H200, shape) for shape in SHAPES), (A100, SHAPES[2])], ids=str)
 def test_what_is_measured(chip: str, shape: Shape) -> None:
     """O3: the shapes of the benchmark, forward, dgrad and wgrad in bfloat16: no spills, nothing serialised."""
@@ -128,6 +133,7 @@ def test_scales_are_applied_in_the_kernel() -> None:
         assert kernel.sass_counts["QGMMA"] and kernel.spill_bytes == 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8", "delayed"])
 def test_recipes(recipe: str) -> None:
     """T7, O3: forward, dgrad and wgrad of fp8 by Hopper's fp8 instructions, without spills."""
@@ -147,6 +153,7 @@ def test_no_operand_is_dequantised_in_memory() -> None:
     assert gpu.compile_whole(step, *avals).as_text().count('custom_call_target="triton_kernel_call_ffi"') == 3
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", NAMES)
 def test_the_whole_program(layout: str) -> None:
     """B6, K3: forward and backward as XLA compiles them for an H200; ragged rows are never transposed in memory."""

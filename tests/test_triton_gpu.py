@@ -30,6 +30,8 @@ import triton.language as tl  # noqa: E402
 
 from ragged.kernels import triton_interpreter, triton_kernel  # noqa: E402
 
+pytestmark = pytest.mark.sampled
+
 
 @pytest.fixture(scope="module")
 def launches() -> Iterator[ran.Launches]:
@@ -51,6 +53,7 @@ def matmul(lhs: Any, rhs: Any, **options: Any) -> GroupedTensor:
     return jax.jit(lambda lhs, rhs: ragged.matmul(lhs, rhs, backend="triton_gpu", interpret=True, **options))(lhs, rhs)
 
 
+@pytest.mark.sampled(8)
 @interpreted
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("layout", NAMES)
