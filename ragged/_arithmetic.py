@@ -113,6 +113,7 @@ class Arithmetic(eqx.Module):
             other = _spread(x, other)
         elif isinstance(other, Arithmetic):
             other = _tensor(other)
+            other.require_plain()
             if x.is_cotangent and not other.is_cotangent:  # the result is a tensor with the groups of `other`
                 return other._combine(x, fn, symbol, not reflected)
             other = _same_structure(x, other, symbol)

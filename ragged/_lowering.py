@@ -255,22 +255,11 @@ def _computed(platform: str, operands: Operands, call: Call, target: Target) -> 
             by = Choice("xla", str(refusal).splitlines()[0].rstrip("."))
             return _run("xla", x, call, target), by
     except InconclusiveDimensionOperation as error:
-        if all(isinstance(n, int) for operand in (x.lhs, x.rhs) for n in operand.shape[-2:]):
-            name, what, mend = (
-                "b",
-                "number of elements of a `vmap`",
-                "map with `jax.lax.map`, which any number will do for.",
-            )
-        else:
-            name, what, mend = (
-                "m",
-                "extent of a ragged dim",
-                ("leave the buffer's extent static: the sizes of the groups vary in any case."),
-            )
         raise NotImplementedError(
-            f"`ragged.matmul`: the {what} is symbolic, and may be smaller than a tile.\n"
+            "`ragged.matmul`: the extent of a ragged dim is symbolic, and may be smaller than a tile.\n"
             f"Got lhs={x.lhs.shape}, rhs={x.rhs.shape}.\n"
-            f"Bound it, as in `jax.export.symbolic_shape('{name}', constraints=['{name} >= 513'])`, or {mend}"
+            "Bound it, as in `jax.export.symbolic_shape('m', constraints=['m >= 513'])`, or leave the buffer's extent "
+            "static: the sizes of the groups vary in any case."
         ) from error
 
 

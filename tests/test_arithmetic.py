@@ -114,6 +114,7 @@ def test_map_errors(kind: str, fn: Callable[[Array], Array], axes: list[int], sh
 # --- operators ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "scalar",
     [2, -1.5, np.float32(2.5), np.array(2.5, np.float32), jnp.float32(2.5)],
@@ -442,6 +443,7 @@ def reduced(e: Example, name: str, axis: int | None, empty: float) -> np.ndarray
     return out
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_reductions(kind: str) -> None:
     """B4: NaN in the tail counts for nothing; groups, rows and columns without elements give `empty`."""
@@ -521,6 +523,7 @@ def test_max_of_negatives() -> None:
         assert x.max(-1, empty=-1).tolist() == [-1] * 4
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", RAGGED)
 def test_no_nan_on_the_way(kind: str) -> None:
     """Empty groups, rows without columns and the tail cost users of `jax.debug_nans` no false alarm."""
@@ -551,6 +554,7 @@ def test_reductions_of_mT(kind: str, axis: int | None) -> None:
     np.testing.assert_allclose(x.mT.sum(axis), x.sum(swapped), rtol=1e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("axis", [None, -1, -2])
 @pytest.mark.parametrize("kind", RAGGED)
 def test_gradients_of_reductions(kind: str, axis: int | None) -> None:
@@ -858,6 +862,7 @@ def test_without_groups() -> None:
 # --- containment ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_bad_group(kind: str) -> None:
     """B4: NaN or infinity in one group never touches another, nor the tail: values and gradients, to the bit."""

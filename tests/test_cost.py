@@ -67,7 +67,7 @@ def temporary(program: jax.stages.Lowered) -> int:
     return memory.temp_size_in_bytes
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", NAMES)
 def test_temporary_memory(layout: str) -> None:
     """At 64 groups, forward and backward need at most twice the size of operands and results besides."""

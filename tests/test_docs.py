@@ -27,7 +27,14 @@ def docstrings() -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p.read_text())], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.long] * (page.name == "quantisation.md"), id=page.name)
+        for page in PAGES
+        if blocks(page.read_text())
+    ],
+)
 def test_pages_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The blocks of a page, one after another in one namespace. What `# ...` after a print claims, it prints."""
     with jax_defaults():

@@ -106,7 +106,7 @@ def test_existing_out_in_place(layout: str, whole: bool) -> None:
     oracle.assert_close(case.unpack(np.asarray(out.data)), want, max=worst, rms=rms)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("layout", NAMES)
@@ -123,7 +123,7 @@ def test_every_layout_and_spread(layout: str, dtype: str, mode: str) -> None:
         check(case, out)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", NAMES)
@@ -177,6 +177,7 @@ def check_gradients(case: cases.Case, dtype: str, matmul: Callable[..., GroupedT
         assert not np.any(data[inside == 0])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("transpose_rhs", [False, True])
 @pytest.mark.parametrize("buffers", [1, 3])
 def test_buffers(buffers: int, transpose_rhs: bool) -> None:
@@ -225,6 +226,7 @@ def test_buffered_pipeline_without_races() -> None:
     assert not np.any(np.asarray(got)[ends[-1] :])
 
 
+@pytest.mark.sampled(2)
 # A tile of 512 rows is computed in chunks of 128, where groups begin and end anywhere in them.
 @pytest.mark.parametrize("sizes", [[512, 512], [1, 1023], [130, 500, 0, 255, 139], [0, 0], [3] * 7, [1024]])
 def test_chunks_of_a_tile(sizes: list[int]) -> None:

@@ -83,7 +83,7 @@ def check_recipe(case: cases.Case, recipe: Recipe, **options: Any) -> None:
         assert np.array_equal(tail, np.zeros_like(tail))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "recipe",
     [pytest.param("tensorwise", marks=pytest.mark.long), "blockwise", MIXED],
@@ -107,6 +107,7 @@ def test_packed_along_the_other_axis(layout: str, packed: tuple[bool, bool]) -> 
     oracle.assert_close(case.unpack(np.asarray(out.data)), want, max=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["pallas_tpu", "triton_gpu"])
 @pytest.mark.parametrize("preset", ["blockwise", "mxfp8"])
 def test_by_kernels(preset: str, backend: str) -> None:
@@ -115,6 +116,7 @@ def test_by_kernels(preset: str, backend: str) -> None:
     check_recipe(case, Recipe.of(preset), **BACKENDS[backend])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("one_side", [0, 1])
 def test_one_side_only(one_side: int) -> None:
     """A cast without a dtype leaves its operand as it is."""
@@ -145,6 +147,7 @@ def test_sqnr_of_gaussian_operands() -> None:
     assert table.overflow.max() == 0
 
 
+@pytest.mark.long
 def test_outliers() -> None:
     """One scale for all loses what is small beside an outlier; one a row, or a block, does not."""
     table = error_table(*gaussian(True), ["tensorwise", "rowwise", "blockwise", "mxfp8"])
@@ -304,7 +307,7 @@ def test_a_history_that_a_map_shares() -> None:
     np.testing.assert_allclose(history[:, 0], largest, rtol=1e-6)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("recipe", [MIXED, "blockwise", "delayed"], ids=lambda x: getattr(x, "name", x))
 @pytest.mark.parametrize("layout", ["batched", "forward", "forward_left"])
 def test_with_one_matrix_for_all_groups(layout: str, recipe: Any) -> None:
@@ -332,6 +335,7 @@ def test_with_one_matrix_for_all_groups(layout: str, recipe: Any) -> None:
         assert error_table(x, shared, [recipe]).group_sqnr.shape == (1, 3, 1)
 
 
+@pytest.mark.long
 def test_options_reach_the_quantised_products() -> None:
     """O7, O8: existing_out has its gradient; dtype, tiling and offset are what they are without a recipe."""
     case = cases.make("forward", g=4, kind="even", capacity=40, uniform=(0, 9, 5), fill=0.0)
@@ -358,6 +362,7 @@ def test_options_reach_the_quantised_products() -> None:
     assert "on tpu: grouped_matmul of pallas_tpu" in ragged.explain(case.lhs, case.rhs.data[0], recipe="rowwise")
 
 
+@pytest.mark.long
 def test_error_table() -> None:
     """Its figures are those of the definition; it prints, and a group without a signal has none."""
     x = GroupedTensor(jax.random.normal(jax.random.key(0), (20, 64)), jnp.array([8, 0, 9], jnp.int32))
@@ -407,6 +412,7 @@ def test_error_table_of_what_is_not_finite() -> None:
     assert "1 (-inf)" in str(table)
 
 
+@pytest.mark.long
 def test_error_table_computes_the_exact_products_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """And all products of a kind by one program, whatever the recipe."""
     product, bind = _error_table._product, _error_table.bind
@@ -447,6 +453,7 @@ def test_colours_and_labels_of_a_heat_map(agg: None) -> None:
         assert page.x0 <= box.x0 and box.x1 <= page.x1 and page.y0 <= box.y0 and box.y1 <= page.y1, label
 
 
+@pytest.mark.long
 def test_a_heat_map(agg: None) -> None:
     x, w = GroupedTensor(jnp.ones((8, 16)), jnp.array([3, 5], jnp.int32)), jnp.ones((2, 16, 4)) / 3
     table = error_table(x, w, ["tensorwise", "rowwise"])

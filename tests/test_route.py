@@ -56,7 +56,7 @@ def operands(ids, d=3):
     return ids, x, weights, y
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(5)
 @cases
 def test_dispatch(ids):
     group_ids, x, _, _ = operands(ids)
@@ -118,6 +118,7 @@ def test_ids_beyond_int32_are_no_group(x64):
             assert route(ids, 2).first_dims.tolist() == [0, 1]
 
 
+@pytest.mark.sampled(4)
 @cases
 def test_with_64_bits(ids):
     """Weighted and not, float64 in and out, gradients too, where JAX's default integer is int64."""
@@ -180,7 +181,7 @@ def dense_layer(x, weights, ids):
 with_rows = pytest.mark.parametrize("ids", [v for v in IDS.values() if v], ids=[k for k, v in IDS.items() if v])
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(4)
 @with_rows
 @pytest.mark.parametrize("jit", [False, True])
 def test_gradients(ids, jit):
@@ -233,6 +234,7 @@ def test_forward_mode_and_second_order():
 # --- other transformations --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("axes", [(0, None, None), (None, 0, None), (None, None, 0), (0, 0, 0)])
 def test_vmap(axes):
     batches = random((2, 4, 3)), random((2, 4, 2), 1), as_ids([IDS["top 2"], IDS["top 2, some to no group"]])

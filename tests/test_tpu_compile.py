@@ -97,7 +97,7 @@ WHOLE = [(LARGE, ("bfloat16", *EIGHT_BITS)), (DEEP, ("bfloat16", *EIGHT_BITS))]
 WHOLE += [(shape, ("bfloat16",)) for shape in (ODD, TINY, MANY)]
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("generation, layout, shape, dtype", SPREAD)
 def test_compiles(generation: str, layout: str, shape: Shape, dtype: str) -> None:
     """B6, O3: forward and backward, with the default tiles, within the chip's VMEM."""
@@ -211,7 +211,7 @@ def dequantized(text: str, size: int) -> list[str]:
     return [dims for dims in re.findall(wide, text) if math.prod(map(int, dims.split("x"))) >= size]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "generation, recipe",
     [

@@ -82,7 +82,7 @@ def test_first_derivatives_equal_finite_differences(layout: str, packed_last: bo
         assert np.array_equal(np.asarray(grads[which])[outside], np.zeros(outside.sum())), "a gradient's tail is zero"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", NAMES)
 def test_hessian_vector_products_agree(layout: str, x64: None) -> None:
     """B2: forward over reverse, reverse over reverse, reverse over forward, and differences of gradients."""
@@ -117,7 +117,7 @@ def test_hessian_is_symmetric_and_full(x64: None) -> None:
 SUBSETS = [s for n in (1, 2, 3) for s in itertools.combinations(("lhs", "dims", "rhs"), n)]
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mapped", SUBSETS, ids="+".join)
 @pytest.mark.parametrize("layout", NAMES)
 def test_vmap_of_any_subset(layout: str, mapped: tuple[str, ...], x64: None) -> None:
@@ -316,7 +316,7 @@ def test_uniform_bfloat16_derivatives_mapped_over_lhs() -> None:
     oracle.assert_close([np.asarray(along)], [2 * np.einsum("bgmn,gkn->bgmk", y, w)], max=worst, rms=rms)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", NAMES)
 def test_jit_scan_and_remat(layout: str) -> None:
     case = small(layout, dtype="float32")
@@ -378,7 +378,7 @@ def test_export_for_three_platforms_from_one_machine(layout: str) -> None:
         np.testing.assert_allclose(got, want, atol=1e-6)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("layout", NAMES)
 def test_shard_map(layout: str, check_vma: bool) -> None:
@@ -476,23 +476,21 @@ except NotImplementedError as error:
 else:
     raise AssertionError("an unbounded extent must be refused")
 
-def elements(b, mapped):  # of a map
-    (b,) = export.symbolic_shape(b[0], constraints=b[1:])
-    x = jax.ShapeDtypeStruct((b, 16, 4), jnp.float32)
-    return export.export(jax.jit(lambda x: mapped(lambda x: product(x, w, sizes), x)))(x)
-
 w, sizes = jnp.ones((3, 4, 2)), jnp.array([7, 0, 8], jnp.int32)
 x = jnp.ones((2, 16, 4))
-each = np.where(np.arange(16) < 15, 4.0, 0.0)[:, None].repeat(2, 1)
-np.testing.assert_array_equal(elements(["b"], jax.lax.map).call(x), [each, each])
-assert str(elements(["b", "b >= 513"], lambda f, x: jax.vmap(f)(x)).out_avals[0].shape) == "(b, 16, 2)"
-try:
-    elements(["b"], lambda f, x: jax.vmap(f)(x))
-except NotImplementedError as error:
-    assert "the number of elements of a `vmap` is symbolic" in str(error), error
-    assert "or map with `jax.lax.map`" in str(error)
-else:
-    raise AssertionError("an unbounded number must be refused")
+
+def mapped(x, w):
+    def loss(x, w):
+        out = jax.vmap(lambda x: product(x, w, sizes))(x)
+        return out.sum(), out
+    return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(x, w)
+
+(b,) = export.symbolic_shape("b")  # elements of a map
+(_, out), (dx, dw) = export.export(jax.jit(mapped))(jax.ShapeDtypeStruct((b, 16, 4), jnp.float32), w).call(x, w)
+row = np.where(np.arange(16) < 15, 1.0, 0.0)[:, None]
+np.testing.assert_array_equal(out, np.broadcast_to(4 * row, (2, 16, 2)))
+np.testing.assert_array_equal(dx, np.broadcast_to(2 * row, (2, 16, 4)))
+np.testing.assert_array_equal(dw, np.broadcast_to(2 * np.array([7, 0, 8])[:, None, None], (3, 4, 2)))
 """
 
 

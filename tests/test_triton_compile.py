@@ -46,7 +46,7 @@ def kernels(chip: str, layout: str, shape: Shape, dtype: str) -> list[gpu.Kernel
     return found
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", FP8])
 @pytest.mark.parametrize("layout", NAMES)
 def test_hopper(layout: str, dtype: str) -> None:
@@ -59,7 +59,7 @@ def test_hopper(layout: str, dtype: str) -> None:
         assert kernels(H200, layout, LARGE, dtype)[0].sass_counts["QGMMA"]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "chip, layout, shape, dtype",
     [

@@ -53,7 +53,7 @@ def matmul(lhs: Any, rhs: Any, **options: Any) -> GroupedTensor:
     return jax.jit(lambda lhs, rhs: ragged.matmul(lhs, rhs, backend="triton_gpu", interpret=True, **options))(lhs, rhs)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @interpreted
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("layout", NAMES)
@@ -143,6 +143,7 @@ def test_descriptors(layout: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -
     assert used and all(static["A_TMA"] and static["B_TMA"] for static in used)
 
 
+@pytest.mark.sampled(4)
 @interpreted
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("layout", NAMES)

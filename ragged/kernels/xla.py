@@ -396,14 +396,14 @@ def _wgrad(
         return lax.fori_loop(_ZERO, full, add, total)
 
     def group(i: Array, out: Array) -> Array:
-        if elements == 1:
+        if isinstance(elements, int) and elements == 1:  # it may be symbolic, under `jax.export`
             total = segment(starts[0, i], ends[0, i], base[0, i])
         else:
 
             def add(e: Array, total: Array) -> Array:
                 return total + segment(starts[e, i], ends[e, i], base[e, i])
 
-            total = lax.fori_loop(_ZERO, np.int32(elements), add, jnp.zeros((a, b), accumulator))
+            total = lax.fori_loop(_ZERO, jnp.asarray(elements, jnp.int32), add, jnp.zeros((a, b), accumulator))
         if existing_out is not None:
             old = lax.dynamic_index_in_dim(out, i, 0, keepdims=False)
             total = add_wide(total, _from_carry(old, dtype))
