@@ -117,7 +117,7 @@ class Arithmetic(eqx.Module):
             if x.is_cotangent and not other.is_cotangent:  # the result is a tensor with the groups of `other`
                 return other._combine(x, fn, symbol, not reflected)
             other = _same_structure(x, other, symbol)
-        elif not isinstance(other, int | float | complex | np.number | np.ndarray | Array):
+        elif not isinstance(other, int | float | complex | np.generic | np.ndarray | Array):
             return NotImplemented
         elif jnp.ndim(other):
             raise TypeError(

@@ -71,7 +71,7 @@ def result_dtype(site: Site, lhs: Any, rhs: Any, preferred: Any, existing: Any) 
 
 
 def check_options(
-    site: Site, backend: Any, precision: Any, tiling: Any, interpret: Any, extents: tuple[int, int, int]
+    site: Site, backend: Any, precision: Any, tiling: Any, interpret: Any, extents: tuple[Any, Any, Any]
 ) -> Options:
     """The options of a call whose product is `extents = (m, k, n)`."""
     check_backend(backend, site.call)

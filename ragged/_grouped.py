@@ -95,6 +95,7 @@ def transposed_grouped_matmul(
     - `group_sizes`: `(g,)` int32 or uint32: how much of `m` each group has. What lies past their sum may hold anything.
     - `tiling`: `(tile_m, tile_k, tile_n)`, or a function of `(m, k, n)`, in this function's letters.
     - `group_offset`, `num_actual_groups`: compute only the `num_actual_groups` groups from `group_offset` on.
+      Those past the last group are zero.
     - `input_buffer_count`: buffers for each streamed input of a TPU kernel. Other backends have none.
     - The rest: as in `ragged.matmul`.
 

@@ -66,7 +66,8 @@ def matmul(
     - `existing_out`: added to the product before it is rounded. A tensor like the result, or its buffer.
     - `group_offset`: `()` int array. The uniform operand (in a wgrad, the result) holds only the groups `group_offset`,
       `group_offset + 1`, ... of the ragged one's. Rows of other groups come out zero.
-    - `num_actual_groups`: in a wgrad, how many groups the result holds, a static int; all by default.
+    - `num_actual_groups`: in a wgrad, how many groups the result holds, a static int; all by default. Those past the
+      last group are zero.
     - `max_last`: for a result that is ragged in both dims, the columns of its buffer, a static int. By default as many
       as one group can have at most, which for packed columns is all of them. Columns beyond it are dropped; the
       result's `last_dims` stay the operand's, so that `validate` finds it.

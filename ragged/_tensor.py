@@ -444,7 +444,7 @@ class GroupedTensor(Arithmetic):
 
     def __getitem__(self, index: int | Any) -> Shaped[Array, "first last"]:
         """Group `index` as an array. Needs concrete dims."""
-        if not isinstance(index, int | np.integer):
+        if isinstance(index, bool) or not isinstance(index, int | np.integer):
             raise TypeError(
                 f"`GroupedTensor[...]`: the index must be an int, the group. Got {describe(index)}.\n"
                 "Index the buffer itself as `x.data[...]`."

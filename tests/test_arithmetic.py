@@ -131,6 +131,13 @@ def test_scalars(kind: str, scalar: Any) -> None:
     check(e, -e.tensor, [-g for g in e.groups])
 
 
+def test_a_bool_of_numpy() -> None:
+    """Which is no `np.number`."""
+    e = example("ragged rows")
+    positive = e.tensor.map(lambda data: data > 0)
+    check(e, positive * np.bool_(False), [np.zeros(g.shape, bool) for g in e.groups])
+
+
 def test_traced_scalar() -> None:
     e = example("ragged both")
     out = jax.jit(lambda x, s: s / x)(e.tensor, jnp.float32(3))

@@ -216,7 +216,7 @@ def test_groups(kind: str) -> None:
         assert str(error.value) == f"`GroupedTensor[{index}]`: there are 4 groups."
 
 
-@pytest.mark.parametrize("index, came", [("a", "a str"), (slice(0, 1), "a slice"), (1.0, "a float")])
+@pytest.mark.parametrize("index, came", [("a", "a str"), (slice(0, 1), "a slice"), (1.0, "a float"), (True, "a bool")])
 def test_index_must_be_an_int(index: Any, came: str) -> None:
     """B9"""
     with pytest.raises(TypeError) as error:
