@@ -51,6 +51,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 with install_import_hook("ragged", "beartype.beartype"):
     import ragged  # noqa: F401
 
+from . import gpu, ran  # noqa: E402
 from .races import no_races  # noqa: E402
 
 MAPS = Path("/proc/self/maps")
@@ -69,3 +70,12 @@ def drop_programs() -> Iterator[None]:
     yield
     if MAPS.exists() and MAPS.read_text().count("\n") > 30_000:
         jax.clear_caches()
+
+
+@pytest.fixture(scope="module", params=["pallas_tpu", "triton_gpu"])
+def kernels(request: pytest.FixtureRequest) -> Iterator[tuple[str, ran.Launches]]:
+    """On the CPU, another platform's kernels are its own, and are interpreted: the backend, and what ran."""
+    if request.param == "triton_gpu":
+        gpu.needs_triton()
+    with ran.interpreted(request.param) as launches:
+        yield request.param, launches

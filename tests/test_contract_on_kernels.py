@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from . import cases, gpu, ran
+from . import cases, ran
 from .test_grouped import (  # noqa: F401
     test_fewer_matrices_than_sizes_are_a_shard,
     test_gradients_equal_the_definition,
@@ -33,23 +33,13 @@ from .test_transforms import SUBSETS, check_vmap, test_experts_over_a_mesh, test
 pytestmark = pytest.mark.long
 
 
-@pytest.fixture(scope="module", params=["pallas_tpu", "triton_gpu"])
-def kernels(request: pytest.FixtureRequest) -> Iterator[tuple[str, ran.Launches]]:
-    """On the CPU, another platform's kernels are its own, and are interpreted."""
-    if request.param == "triton_gpu":
-        gpu.needs_triton()
-    with ran.interpreted(request.param) as launches:
-        yield request.param, launches
-
-
 @pytest.fixture(autouse=True)
 def nothing_but_the_kernels(kernels: tuple[str, ran.Launches], request: pytest.FixtureRequest) -> Iterator[None]:
     """XLA's run only where a backend has none, as its `lacks` says; and there they do."""
     backend, launches = kernels
     arguments: dict[str, Any] = request.node.callspec.params
-    expected = backend
-    if "uint8" in arguments.values() or (backend == "pallas_tpu" and "float16" in arguments.values()):
-        expected = "xla"  # dtypes that the backend doesn't multiply
+    lacking = {"uint8", "int2", "uint2", *({"float16"} if backend == "pallas_tpu" else {})}
+    expected = "xla" if any(argument in lacking for argument in arguments.values()) else backend  # dtypes
     several = len(cases.LETTERS.get(arguments.get("layout", ""), "")) > 1
     if backend == "pallas_tpu" and several and "dims" in arguments.get("mapped", ()):
         expected = "pallas_tpu and xla"  # a map over the sizes of several letters, and the loop that it equals

@@ -13,17 +13,9 @@ import ragged
 from ragged import GroupedTensor
 from ragged.kernels import pallas_tpu, triton_gpu
 
-from . import gpu, oracle, ran, test_options, test_scales
+from . import oracle, ran, test_options, test_scales
 
 MODULES = {"pallas_tpu": pallas_tpu, "triton_gpu": triton_gpu}
-
-
-@pytest.fixture(scope="module", params=MODULES)
-def kernels(request: pytest.FixtureRequest) -> Iterator[tuple[str, ran.Launches]]:
-    if request.param == "triton_gpu":
-        gpu.needs_triton()
-    with ran.interpreted(request.param) as launches:
-        yield request.param, launches
 
 
 @pytest.fixture(autouse=True)
