@@ -238,13 +238,17 @@ def test_gradient_by_the_plain_operand(layout: str, wrt: str) -> None:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("scaling", ["tensor", "group", "row", "column", (1, 4)], ids=str)
-@pytest.mark.parametrize("backend", ALL)
+@pytest.mark.parametrize(
+    "backend, scaling",
+    [
+        *(("xla", scaling) for scaling in ("tensor", "group", (1, 4))),
+        *(pytest.param(name, scaling, marks=pytest.mark.long) for name in KERNELS for scaling in ("group", "row")),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("layout", ["batched", "forward", "wgrad", "outer", "ragged"])
 def test_vmap(layout: str, backend: str, scaling: Any) -> None:
     """B3: over quantised operands, over one of them, over scales alone; equal to a loop."""
-    if scaling not in (("group", "row") if backend != "xla" else ("tensor", "group", (1, 4))):
-        pytest.skip("covered by the other scalings")
     made = [cases.make(layout, g=2, capacity=20, uniform=(6, 9, 5), seed=0, fill=0.5) for _ in range(2)]
     scaled = [x._replace_data(x.data * factor) for x, factor in ((made[0].lhs, 1), (made[1].lhs, 3))]
     lhs = jax.tree.map(lambda *z: jnp.stack(z), *(along(x, scaling, E4M3) for x in scaled))
