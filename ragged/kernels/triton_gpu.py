@@ -352,6 +352,7 @@ def _product(
         wide="step" in ways or dot.is_fp8,
         slow=dot.dtype == jnp.float32 and dot.precision == "ieee",
         by_thread=not (chip.has_tma and a.is_aligned and b.is_aligned),
+        ragged=len(sizes) == 3,
     )
     asked = None if tiling is None else (tiling[r], tiling[c], tiling[k])
     config = triton_tiling.fit(problem, asked, chip) if asked else triton_tiling.choose(problem, chip)

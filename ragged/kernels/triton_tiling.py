@@ -89,6 +89,7 @@ class Problem(NamedTuple):
     wide: bool = False  # whether a tile's product has an accumulator of its own, besides the total
     slow: bool = False  # float32 without tensor cores
     by_thread: bool = False  # an operand is loaded element by element, each thread holding its addresses
+    ragged: bool = False  # in all three letters, each with its place and its end
 
 
 class Config(NamedTuple):
@@ -158,8 +159,10 @@ def _config(p: Problem, r: int, c: int, k: int, on: Chip) -> Config | None:
     k = max(k, p.least_k)
     # A thread has 255 registers. Hopper's and Blackwell's tensor cores read operands from shared memory, which leaves
     # 128 for the total, or for it and a tile's own product. Where fragments of operands are held too (before Hopper,
-    # and of float32, which is turned on the way), or their addresses, half of that.
-    totals, each = r * c * (2 if p.wide else 1), 128 if on.has_tma and not p.by_thread and p.itemsize < 4 else 64
+    # and of float32, which is turned on the way), or their addresses, or where all three
+    # letters are ragged, half of that.
+    crowded = not on.has_tma or p.by_thread or p.ragged or p.itemsize >= 4
+    totals, each = r * c * (2 if p.wide else 1), 64 if crowded else 128
     warps = 8 if totals > each * 128 or (p.slow and totals > 32 * 32) else 4
     if totals > each * 32 * warps:
         return None
