@@ -19,6 +19,8 @@ from ragged import GroupedTensor, per_group, per_row
 
 from .test_tensor import CAPACITY, KINDS, RAGGED, SIZES, Example, example, floats, ints
 
+pytestmark = pytest.mark.sampled
+
 FILLS = (np.nan, np.inf, 0.0, -3.0)
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 G = len(SIZES)
@@ -703,9 +705,9 @@ def ways(sizes: list[int], rows: int, dtype: Any) -> dict[str, Way]:
         "one in all": (lambda v: (packed + v).data, jnp.zeros((), dtype), (rows, 2), lambda c: c[: ends[-1]].sum()),
         "a float": (lambda v: (packed + v).data, 0.0, (rows, 2), lambda c: c[: ends[-1]].sum()),
         "the fill": (
-            lambda v: few.to_padded(9, v),
+            lambda v: few.to_padded(4, v),
             jnp.zeros((), dtype),
-            (1, 9, rows),
+            (1, 4, rows),  # whose sum is no more than float16 holds
             lambda c: c[0, 2:].sum(),
         ),
         "a token of eight rows": (
@@ -735,7 +737,7 @@ def check_sums(sizes: list[int], rows: int, dtype: Any, bias: float) -> None:
 
 
 def test_gradients_are_summed_in_float32() -> None:
-    """Over 16,384 rows in bfloat16, whatever is broadcast and however: the issue of a bias of each expert."""
+    """Over 16,384 rows in bfloat16, whatever is broadcast and however: the case of a bias of each expert."""
     y = GroupedTensor(jnp.zeros((16_384, 2), jnp.bfloat16), ints(16_384))
     gradient = jax.grad(lambda b: 2 * jnp.mean((y + per_group(b)).data))(jnp.zeros((1, 2), jnp.bfloat16))
     assert gradient.tolist() == [[1, 1]]

@@ -11,6 +11,7 @@ from .benchmarks.gpu import OPERANDS, SPREADS, main
 gpu.needs_triton()
 
 
+@pytest.mark.long
 def test_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["--dry", "--tune", "--json", str(tmp_path / "out.json")])
     results = json.loads((tmp_path / "out.json").read_text())

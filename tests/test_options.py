@@ -166,6 +166,7 @@ def test_existing_out_is_added_in_the_accumulator() -> None:
     assert want != np.asarray((x.data * w[0]).astype(jnp.bfloat16) + existing)[0, 0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float8_e5m2"])
 @pytest.mark.parametrize("result", ["float8_e4m3fn", "float16", "bfloat16"])
 @pytest.mark.parametrize("layout", ["batched", "forward", "wgrad", "outer"])
@@ -340,7 +341,7 @@ def test_interpret_and_backend_xla(layout: str) -> None:
     assert np.array_equal(ragged.matmul(case.lhs, case.rhs, interpret=True, backend="xla").data, want)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", NAMES)
 def test_same_bits_every_time(layout: str) -> None:
     """B7"""

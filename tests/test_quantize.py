@@ -86,7 +86,7 @@ def half_a_unit(value: np.ndarray, dtype: str) -> np.ndarray:
     return 2.0 ** (exponent - mantissa - 1)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_half_a_unit_in_the_last_place(kind: str, dtype: str) -> None:
@@ -153,6 +153,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind, scaling, shape", SHAPES, ids=str)
 def test_shapes_of_scales_and_mT(kind: str, scaling: Any, shape: tuple[int, ...]) -> None:
     """T5: the table of `Scaling`; `mT` moves scales along, and twice is nothing."""
@@ -181,6 +182,7 @@ def test_a_block_of_zeros_has_scale_one() -> None:
         np.testing.assert_array_equal(np.asarray(q.dequantize().data)[1:], np.zeros((7, 64)))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scaling", SCALINGS, ids=str)
 def test_representable_values_are_exact(dtype: str, scaling: Any) -> None:

@@ -83,7 +83,7 @@ def check_recipe(case: cases.Case, recipe: Recipe, **options: Any) -> None:
         assert np.array_equal(tail, np.zeros_like(tail))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "recipe",
     [pytest.param("tensorwise", marks=pytest.mark.long), "blockwise", MIXED],
@@ -231,6 +231,7 @@ def test_second_derivatives(layout: str, recipe: Any) -> None:
     np.testing.assert_allclose(by_lhs, pull(x, u, ct)[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.long
 def test_over_a_mesh() -> None:
     """K14, O8: experts sharded over devices, each device scaling its own shard; they share a history."""
     mesh = Mesh(np.array(jax.devices()[:4]), ("experts",))
@@ -307,7 +308,7 @@ def test_a_history_that_a_map_shares() -> None:
     np.testing.assert_allclose(history[:, 0], largest, rtol=1e-6)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", [MIXED, "blockwise", "delayed"], ids=lambda x: getattr(x, "name", x))
 @pytest.mark.parametrize("layout", ["batched", "forward", "forward_left"])
 def test_with_one_matrix_for_all_groups(layout: str, recipe: Any) -> None:
@@ -576,6 +577,7 @@ def test_histories_on_several_devices() -> None:
     np.testing.assert_allclose(own.history[:, :, 0], [largest] * 2, rtol=1e-6)
 
 
+@pytest.mark.long
 def test_integers_and_delayed_scaling() -> None:
     """What isn't finite is lost in integers, and says so; it never enters the history."""
     recipe = Recipe((Cast(jnp.int8),) * 2, (Cast(jnp.int8),) * 2, (Cast(jnp.int8),) * 2, jnp.zeros((3, 2)))

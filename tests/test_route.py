@@ -12,6 +12,8 @@ from jax.sharding import Mesh, PartitionSpec
 import ragged
 from ragged import Route, route
 
+pytestmark = pytest.mark.sampled
+
 NUM_GROUPS = 3
 IDS = {
     "one group a token": [2, 0, 2, 0, 1],

@@ -18,6 +18,8 @@ from jaxtyping import Array, Float, Int, TypeCheckError, jaxtyped
 import ragged
 from ragged import GroupedTensor
 
+pytestmark = pytest.mark.sampled
+
 # Along the packed axis: an empty group, sizes off any tile, and room for a tail.
 SIZES = (3, 0, 4, 1)
 # Along the other axis of a ragged-both tensor: group 2 has rows but no columns, group 1 has columns but no rows.
@@ -183,6 +185,7 @@ def test_uint32_and_numpy_dims(kind: str, convert: Callable[[Any], Any]) -> None
     assert_groups(eqx.filter_jit(lambda t: t.validate())(jax.tree.map(jnp.asarray, y)), e.groups)
 
 
+@pytest.mark.long
 def test_under_x64() -> None:
     """Nothing mixes in int64 or float64 when they are enabled."""
     e = example(KINDS[4])
@@ -612,6 +615,7 @@ def test_jit_round_trip(kind: str, jit: Any) -> None:
     assert_groups(y, e.groups)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_vmap_and_scan_over_stacked_tensors(kind: str) -> None:
     """B3: leading batch axes survive; inside, each tensor has its own sizes."""

@@ -97,7 +97,7 @@ WHOLE = [(LARGE, ("bfloat16", *EIGHT_BITS)), (DEEP, ("bfloat16", *EIGHT_BITS))]
 WHOLE += [(shape, ("bfloat16",)) for shape in (ODD, TINY, MANY)]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("generation, layout, shape, dtype", SPREAD)
 def test_compiles(generation: str, layout: str, shape: Shape, dtype: str) -> None:
     """B6, O3: forward and backward, with the default tiles, within the chip's VMEM."""
@@ -125,7 +125,7 @@ def test_the_whole_table(generation: str, shape: Shape, dtypes: tuple[str, ...],
         assert max(compiled.vmem) <= 0.75 * tpu.VMEM_MIB[generation]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("generation", tpu.TOPOLOGIES)
 def test_compiles_for_a_generation_that_nothing_names(generation: str) -> None:
     """B6, O3: tiles that fit any chip."""
@@ -273,7 +273,7 @@ DEVICES = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("device", DEVICES, ids=str)
 def test_default_tiles_are_legal_and_fit(device: tuple[str, int] | None) -> None:
     """O3: for any shape and dtype, also where only the smallest tile fits."""

@@ -46,7 +46,7 @@ def kernels(chip: str, layout: str, shape: Shape, dtype: str) -> list[gpu.Kernel
     return found
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", FP8])
 @pytest.mark.parametrize("layout", NAMES)
 def test_hopper(layout: str, dtype: str) -> None:
@@ -59,7 +59,7 @@ def test_hopper(layout: str, dtype: str) -> None:
         assert kernels(H200, layout, LARGE, dtype)[0].sass_counts["QGMMA"]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "chip, layout, shape, dtype",
     [
@@ -145,6 +145,7 @@ def test_recipes(recipe: str) -> None:
     assert not [remark for kernel in found[:2] for remark in kernel.remarks if "serialized" in remark]
 
 
+@pytest.mark.long
 def test_no_operand_is_dequantised_in_memory() -> None:
     """T7: kernels take 8 bits, as the program is lowered, and there are three when XLA is done with it."""
     step, avals = partial(train, Recipe.preset("blockwise")), trained_avals((2048, 1024, 512, 8))

@@ -53,7 +53,7 @@ def matmul(lhs: Any, rhs: Any, **options: Any) -> GroupedTensor:
     return jax.jit(lambda lhs, rhs: ragged.matmul(lhs, rhs, backend="triton_gpu", interpret=True, **options))(lhs, rhs)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @interpreted
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("layout", NAMES)
