@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ragged import _lowering
-from ragged._layout import LAYOUTS
-from ragged._lowering import Call, Operands
 from ragged._matmul import matmul
-from ragged._primitive import ragged_matmul_p, unflatten
-from ragged._recipe import Recipe
-from ragged._tensor import KINDS, GroupedTensor, describe
+from ragged.product import lowering
+from ragged.product.layout import LAYOUTS
+from ragged.product.operands import Call, Operands
+from ragged.product.primitive import ragged_matmul_p
+from ragged.quant.recipe import Recipe
+from ragged.tensor.tensor import KINDS, GroupedTensor, describe
 
 
 def explain(lhs: GroupedTensor | Array | Any, rhs: GroupedTensor | Array | Any, **options: Any) -> str:
@@ -42,19 +42,23 @@ def explain(lhs: GroupedTensor | Array | Any, rhs: GroupedTensor | Array | Any, 
     jaxpr, out, _ = eqx.filter_make_jaxpr(matmul)(lhs, rhs, **options)
     (product,) = _products(jaxpr)
     call: Call = product.params["call"]
-    operands = unflatten([jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in product.invars], call)
+    avals = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in product.invars]
+    operands: Operands = product.params["tree"].unflatten(avals)
     layout = LAYOUTS[call.product.ragged]
     by_lhs, by_rhs = (
-        by if _has_derivative(x.dtype) and _has_derivative(out.dtype) else "none"
-        for x, by in ((lhs, layout.dlhs), (rhs, layout.drhs))
+        layout.derivative(wrt).name if _has_derivative(x.dtype) and _has_derivative(out.dtype) else "none"
+        for wrt, x in (("lhs", lhs), ("rhs", rhs))
     )
+    kinds = [KINDS[layout.kind(term)] for term in ("mk", "kn", "mn")]
     lines = [
-        f"{layout.name}: {KINDS[layout.lhs]} × {KINDS[layout.rhs]} -> {KINDS[layout.out]}, {describe(out.data)}",
+        f"{layout.name}: {kinds[0]} × {kinds[1]} -> {kinds[2]}, {describe(out.data)}",
         f"derivatives: by lhs {by_lhs}, by rhs {by_rhs}",
     ]
     if (recipe := options.get("recipe")) is not None:
         lines.append(f"quantised by {Recipe.of(recipe).name}, each product on its own")
-    return "\n".join(lines + [f"on {platform}: {_ran(platform, operands, call)}" for platform in _lowering.PLATFORMS])
+    return "\n".join(
+        lines + [f"on {platform}: {_ran(platform, operands, call)}" for platform in sorted(lowering.PLATFORMS)]
+    )
 
 
 def _products(jaxpr: Any) -> list[Any]:
@@ -73,12 +77,7 @@ def _has_derivative(dtype: Any) -> bool:
 def _ran(platform: str, operands: Operands, call: Call) -> str:
     """What is lowered for a platform, or the error in its place."""
     try:
-        with _lowering.target_of(platform, call.options) as target:
-            backend, why = _lowering.choice(platform, operands, call, target)
+        with lowering.target_of(platform, call.options) as target:
+            return str(lowering.launch_of(platform, operands, call, target))
     except (ValueError, NotImplementedError) as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0].removeprefix('`ragged.matmul`: ')}"
-    if not backend:
-        return f"no product ({why})"
-    if call.options.interpret and backend != "xla":
-        why = "interpreted"
-    return f"{_lowering.kernel_name(call.product)} of {backend}" + (f" ({why})" if why else "")

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import default_registry
 
-from ragged._arithmetic import per_group, per_row
-from ragged._recipe import Cast, Recipe
-from ragged._route import Route
-from ragged._scaling import Scaling
-from ragged._tensor import GroupedTensor
+from ragged.quant.recipe import Cast, Recipe
+from ragged.quant.scaling import Scaling
+from ragged.tensor.arithmetic import per_group, per_row
+from ragged.tensor.route import Route
+from ragged.tensor.tensor import GroupedTensor
 
 STATIC: dict[str, Any] = {"Scaling": Scaling, "Cast": Cast}
 """The types of static fields, besides JSON's own, tuples and dtypes."""

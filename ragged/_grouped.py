@@ -6,13 +6,13 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Int
 
-from ragged import _check
-from ragged._check import Site, Tiling
-from ragged._layout import Product
-from ragged._lowering import Call, Operands
-from ragged._primitive import bind
-from ragged._scaling import eight_bits_fixed, is_count
-from ragged._tensor import as_int32, is_arraylike
+from ragged.product import check as _check
+from ragged.product.check import Site, Tiling
+from ragged.product.layout import Product
+from ragged.product.operands import Call, Epilogue, Operand, Operands
+from ragged.product.primitive import bind
+from ragged.quant.scaling import eight_bits_fixed, is_count
+from ragged.tensor.tensor import as_int32, is_arraylike
 
 
 def grouped_matmul(
@@ -166,8 +166,8 @@ def _bind(
     if existing_out is not None:
         _check.check_existing(site, existing_out, shape, dtype)
     offset = _check.check_offset(site, group_offset)
-    sizes = (as_int32(group_sizes),)
+    lhs, rhs = (Operand(eight_bits_fixed(site.call, x)) for x in (lhs, rhs))
+    x = Operands(lhs, rhs, {product.ragged: as_int32(group_sizes)}, offset, Epilogue(existing_out))
     call = Call(product, shape, dtype, options)
-    _check.check_tiling(site, call, lhs, rhs)
-    lhs, rhs = (eight_bits_fixed(site.call, x) for x in (lhs, rhs))
-    return bind(Operands(lhs, rhs, sizes, offset, existing_out), call)
+    _check.check_plan(site, x, call)
+    return bind(x, call)

@@ -1,23 +1,22 @@
 """`matmul`: check the operands, infer the layout, bind the primitive."""
 
-from functools import partial
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Int
 
-from ragged import _check
-from ragged._check import Site, Tiling
-from ragged._layout import Layout, Product, infer_layout
-from ragged._lowering import Call, Operands
-from ragged._recipe import Recipe, casts_of, quantized_product
-from ragged._scaling import eight_bits_fixed, is_count, not_differentiable
-from ragged._shared import product_with_shared
-from ragged._tensor import KINDS, GroupedTensor, as_int32, describe, is_arraylike, is_concrete
-from ragged.kernels import Scales
+from ragged.product import check as _check
+from ragged.product.check import Site, Tiling
+from ragged.product.layout import Layout, Product, infer_layout
+from ragged.product.operands import Call, Epilogue, Operand, Operands, Scales
+from ragged.product.primitive import bind
+from ragged.product.shared import folded
+from ragged.quant.recipe import Recipe, casts_of, quantized_product
+from ragged.quant.scaling import eight_bits_fixed, is_count, not_differentiable
+from ragged.tensor.tensor import KINDS, GroupedTensor, as_int32, describe, is_arraylike, is_concrete
 
 
 def matmul(
@@ -103,7 +102,7 @@ def matmul(
         assert dw.shape == (4, 4, 8)
         ```
     """
-    plan = plan_matmul(
+    product = product_of(
         lhs,
         rhs,
         preferred_element_type=preferred_element_type,
@@ -118,24 +117,26 @@ def matmul(
         interpret=interpret,
         recipe=recipe,
     )
-    run = None if plan.recipe is None else partial(quantized_product, plan.recipe)
-    out = product_with_shared(run, plan.operands, plan.call)
-    return GroupedTensor(out.mT if plan.swapped else out, plan.first_dims, plan.last_dims)
+    if product.recipe is None:
+        out = bind(product.operands, product.call)
+    else:
+        out = quantized_product(product.recipe, product.operands, product.call)
+    return GroupedTensor(product.restore(out), product.first_dims, product.last_dims)
 
 
-class Plan(NamedTuple):
+class MatmulProduct(NamedTuple):
     """What a call of `matmul` comes down to."""
 
     layout: Layout
     operands: Operands
     call: Call
-    swapped: bool  # the primitive's result is the transpose of the call's
+    restore: Callable[[Array], Array]  # makes the buffer of `matmul`'s result of the product's
     first_dims: Array | Any
     last_dims: Array | Any
     recipe: Recipe | None
 
 
-def plan_matmul(
+def product_of(
     lhs: Any,
     rhs: Any,
     *,
@@ -150,7 +151,7 @@ def plan_matmul(
     tiling: Any = None,
     interpret: Any = False,
     recipe: Any = None,
-) -> Plan:
+) -> MatmulProduct:
     """Checks a call of `matmul`, and says what to bind. Arguments and errors are its."""
     site = Site("ragged.matmul(lhs, rhs)", {"lhs": lhs, "rhs": rhs})
     site.refuse_explicit(existing_out=existing_out)
@@ -173,48 +174,34 @@ def plan_matmul(
         _check.check_existing(site, existing, shape, dtype)
 
     # Terms as the primitive wants them: the packed axis first.
-    lhs_term, rhs_term = _stored(lhs, "mk"), _stored(rhs, "kn")
+    (lhs_operand, lhs_letters), (rhs_operand, rhs_letters) = _stored(lhs, "mk"), _stored(rhs, "kn")
     swapped = "n" in layout.ragged and "m" not in layout.ragged
     if swapped:
         shape = (*shape[:-2], shape[-1], shape[-2])
         existing = None if existing is None else existing.mT
-    product = Product(lhs_term.letters, rhs_term.letters, "nm" if swapped else "mn", layout.ragged)
     sizes = {"m": _dims(lhs, 0), "k": _dims(lhs, 1), "n": _dims(rhs, 1)}
-    operands = Operands(
-        lhs_term.buffer,
-        rhs_term.buffer,
-        tuple(sizes[letter] for letter in layout.ragged),
-        offset,
-        existing,
-        lhs_scales=None if lhs_term.scales is None else lhs_term.scales.values,
-        rhs_scales=None if rhs_term.scales is None else rhs_term.scales.values,
+    operands, call, restore = folded(
+        Operands(
+            lhs_operand,
+            rhs_operand,
+            {letter: sizes[letter] for letter in layout.ragged},
+            offset,
+            Epilogue(existing),
+        ),
+        Call(Product(lhs_letters, rhs_letters, "nm" if swapped else "mn", layout.ragged), shape, dtype, options),
     )
-    call = Call(
-        product,
-        shape,
-        dtype,
-        options,
-        lhs_block=None if lhs_term.scales is None else lhs_term.scales.block,
-        rhs_block=None if rhs_term.scales is None else rhs_term.scales.block,
-    )
-    narrow = (None, None) if recipe is None else [each.dtype for each in casts_of(recipe, call)[0].forward]
-    avals = [
-        jax.ShapeDtypeStruct(x.shape, how or x.dtype)
-        for x, how in zip((operands.lhs, operands.rhs), narrow, strict=True)
-    ]
-    _check.check_tiling(site, call, *avals)
+    _check.check_plan(site, operands, call, (None, None) if recipe is None else casts_of(recipe, call)[0].forward)
     first_dims, last_dims = getattr(lhs, "first_dims", None), getattr(rhs, "last_dims", None)
-    return Plan(layout, operands, call, swapped, first_dims, last_dims, recipe)
+
+    def buffer(out: Array) -> Array:
+        out = restore(out)
+        return out.mT if swapped else out
+
+    return MatmulProduct(layout, operands, call, buffer, first_dims, last_dims, recipe)
 
 
-class _Term(NamedTuple):
-    buffer: Array
-    letters: str
-    scales: Scales | None = None
-
-
-def _stored(x: GroupedTensor | Array, letters: str) -> _Term:
-    """The buffer of `x` as it lies in memory, packed axis first, and the order of its letters; its scales."""
+def _stored(x: GroupedTensor | Array, letters: str) -> tuple[Operand, str]:
+    """The buffer of `x` as it lies in memory, packed axis first, with its scales, and the order of its letters."""
     if isinstance(x, GroupedTensor):
         data, scales = jnp.asarray(x.data), x.kernel_scales()
         if x.is_flipped:
@@ -222,8 +209,8 @@ def _stored(x: GroupedTensor | Array, letters: str) -> _Term:
     else:
         data, scales = x, None
     if scales is not None:
-        scales = scales._replace(values=not_differentiable("ragged.matmul", scales.values))
-    return _Term(eight_bits_fixed("ragged.matmul", data), letters, scales)
+        scales = Scales(not_differentiable("ragged.matmul", scales.values), scales.block)
+    return Operand(eight_bits_fixed("ragged.matmul", data), scales), letters
 
 
 def _kind_of_dtype(x: GroupedTensor | Array) -> Any:
@@ -354,9 +341,10 @@ def _existing(
     if existing_out.is_quantized:
         site.fail(TypeError, "`existing_out` is quantised.", "Pass `existing_out.dequantize()`.")
     packed_last = existing_out.kind == "ragged both" and existing_out.packed_axis == -1
-    if existing_out.kind != KINDS[layout.out] or packed_last:
+    want = KINDS[layout.kind("mn")]
+    if existing_out.kind != want or packed_last:
         kind = existing_out.kind + (" packed along its columns" if packed_last else "")
-        problem = f"`existing_out` is {kind}, but the result of the layout {layout.name!r} is {KINDS[layout.out]}."
+        problem = f"`existing_out` is {kind}, but the result of the layout {layout.name!r} is {want}."
         site.fail(ValueError, problem, mend)
     for name, source in (("first_dims", lhs), ("last_dims", rhs)):
         mine, theirs = getattr(existing_out, name), getattr(source, name, None)

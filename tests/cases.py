@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ragged import GroupedTensor
-from ragged._layout import LAYOUTS
+from ragged.product.layout import LAYOUTS
 
 from . import oracle
 

@@ -19,7 +19,7 @@ from jax.experimental import topologies
 from jax.extend.mlir import ir
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 
-from ragged.kernels import triton_call
+from ragged.backends.gpu import call as triton_call
 
 ARCHITECTURES = {"NVIDIA A100": "sm_80", "NVIDIA H200": "sm_90a", "NVIDIA B200": "sm_100a"}
 SHARED_BYTES = {"NVIDIA A100": 166_912, "NVIDIA H200": 232_448, "NVIDIA B200": 232_448}  # that one block may have

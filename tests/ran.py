@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import jax
@@ -10,15 +9,15 @@ import pytest
 from jax import Array
 from jax.experimental import pallas
 
-from ragged import _lowering
-from ragged._lowering import Call, Operands
-from ragged.kernels import ANY_TARGET, Target, triton_call, xla
+from ragged.backends.base import Launch, Target
+from ragged.backends.gpu import call as triton_call
+from ragged.backends.xla import backend as xla
+from ragged.product import lowering
+from ragged.product.operands import Call, Operands
 
 from . import gpu
 
 Launches = list[tuple[str, str]]
-
-_PRODUCTS = ("batched_matmul", "grouped_matmul", "tiled_matmul", "transposed_grouped_matmul")
 
 
 @contextmanager
@@ -48,16 +47,15 @@ def watch() -> Iterator[Launches]:
         out = triton_itself(*args, name=name, interpret=interpret, **options)
         return note("triton_gpu", name, out) if interpret else out
 
-    def product(name: str, itself: Callable[..., Any], *args: Any, target: Target = ANY_TARGET, **options: Any) -> Any:
-        out = itself(*args, target=target, **options)
-        return note("xla", name, out) if target.interpret else out
+    def run(launch: Launch, x: Operands) -> Array:
+        out = run_itself(launch, x)
+        return note("xla", launch.kernel, out) if launch.target.interpret and launch.kernel != "zeros" else out
 
-    pallas_call_itself, triton_itself = pallas.pallas_call, triton_call.call
+    pallas_call_itself, triton_itself, run_itself = pallas.pallas_call, triton_call.call, xla.run
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pallas, "pallas_call", pallas_call)
         patch.setattr(triton_call, "call", triton)
-        for name in _PRODUCTS:
-            patch.setattr(xla, name, partial(product, name, getattr(xla, name)))
+        patch.setattr(xla, "run", run)
         jax.clear_caches()  # programs that were compiled before don't tell
         yield launches
     jax.clear_caches()
@@ -77,13 +75,13 @@ def interpreted(backend: str) -> Iterator[Launches]:
 
     Triton's are for a GPU that has fp8: the portable program lacks it.
     """
-    compute, device = _lowering.compute, (gpu.FIRST_WITH_FP8, 0) if backend == "triton_gpu" else None
+    compute, device = lowering.compute, (gpu.FIRST_WITH_FP8, 0) if backend == "triton_gpu" else None
 
     def on_cpu(platform: str, operands: Operands, call: Call, target: Target) -> Array:
         return compute(platform, operands, call, target._replace(interpret=True, device=device))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(_lowering.PLATFORMS, "cpu", backend)
-        patch.setattr(_lowering, "compute", on_cpu)
+        patch.setitem(lowering.PLATFORMS, "cpu", backend)
+        patch.setattr(lowering, "compute", on_cpu)
         with watch() as launches:
             yield launches

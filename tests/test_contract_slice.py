@@ -11,11 +11,8 @@ import pytest
 
 import ragged
 from ragged import GroupedTensor
-from ragged.kernels import pallas_tpu, triton_gpu
 
 from . import oracle, ran, test_options, test_scales
-
-MODULES = {"pallas_tpu": pallas_tpu, "triton_gpu": triton_gpu}
 
 
 @pytest.fixture(autouse=True)
@@ -150,4 +147,4 @@ def test_of_another_module(test: Callable[..., None], arguments: tuple[Any, ...]
 @pytest.mark.parametrize("test, blocks", [("test_rows", ((1, 128), (None, 1))), ("test_groups", ((1, None), None))])
 def test_scaled(backend: str, test: str, blocks: tuple[Any, ...]) -> None:
     """K23: by row, column and contracted block."""
-    getattr(test_scales, test)(MODULES[backend], *blocks)
+    getattr(test_scales, test)(backend, *blocks)

@@ -67,7 +67,7 @@ def test_docstrings_run(name: str, code: str) -> None:
 
 
 def test_there_are_examples_to_run() -> None:
-    assert {name for name, _ in DOCSTRINGS} >= {"_matmul.matmul", "_tensor.GroupedTensor", "_route.route"}
+    assert {name for name, _ in DOCSTRINGS} >= {"_matmul.matmul", "tensor.GroupedTensor", "route.route"}
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"], ids=lambda p: p.name)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from ragged.kernels import triton_call
+from ragged.backends.gpu import call as triton_call
 
 from . import gpu
 

@@ -8,7 +8,7 @@ import pytest
 
 import ragged
 from ragged import GroupedTensor
-from ragged._layout import LAYOUTS, Product, infer_layout
+from ragged.product.layout import LAYOUTS, Product, infer_layout
 
 from .cases import NAMES
 
@@ -21,9 +21,9 @@ def test_the_table_has_every_set_of_ragged_letters() -> None:
         layout = infer_layout((m, k), (k, n))
         assert layout is not None
         mark = {False: "U", True: "R"}
-        assert layout.lhs == f"{mark[m]}·{mark[k]}"
-        assert layout.rhs == f"{mark[k]}·{mark[n]}"
-        assert layout.out == f"{mark[m]}·{mark[n]}"
+        assert layout.kind("mk") == f"{mark[m]}·{mark[k]}"
+        assert layout.kind("kn") == f"{mark[k]}·{mark[n]}"
+        assert layout.kind("mn") == f"{mark[m]}·{mark[n]}"
         assert infer_layout((m, k), (not k, n)) is None
 
 
@@ -32,8 +32,8 @@ def test_derivatives_are_layouts() -> None:
     for layout in LAYOUTS.values():
         m, k, n = (letter in layout.ragged for letter in "mkn")
         dlhs, drhs = infer_layout((m, n), (n, k)), infer_layout((k, m), (m, n))
-        assert dlhs is not None and dlhs.name == layout.dlhs
-        assert drhs is not None and drhs.name == layout.drhs
+        assert dlhs == layout.derivative("lhs")
+        assert drhs == layout.derivative("rhs")
 
 
 def test_a_derivative_exchanges_a_term_with_the_result() -> None:
@@ -47,12 +47,13 @@ def test_a_derivative_exchanges_a_term_with_the_result() -> None:
 
 def test_the_module_s_table_is_the_data() -> None:
     """The table in the docstring lists the same eight rows."""
-    from ragged import _layout
+    from ragged.product import layout as _layout
 
     assert _layout.__doc__ is not None
     for layout in LAYOUTS.values():
         letters = " ".join(layout.ragged) or "-"
-        row = [letters, layout.lhs, layout.rhs, layout.out, layout.name, layout.dlhs, layout.drhs]
+        kinds = [layout.kind(term) for term in ("mk", "kn", "mn")]
+        row = [letters, *kinds, layout.name, *(layout.derivative(wrt).name for wrt in ("lhs", "rhs"))]
         assert any(
             "  ".join(row) == "  ".join(line.split("  ")) or [c.strip() for c in line.split("  ") if c.strip()] == row
             for line in _layout.__doc__.splitlines()

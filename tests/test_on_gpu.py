@@ -18,10 +18,12 @@ import pytest
 from jax import Array, lax
 
 import ragged
-from ragged._recipe import PRESETS
-from ragged.kernels import Scales, Target, triton_call, triton_gpu
+from ragged.backends.base import Target
+from ragged.backends.gpu import call as triton_call
+from ragged.product.operands import Scales
+from ragged.quant.recipe import PRESETS
 
-from . import cases, gpu, oracle, test_grouped, test_matmul, test_options, test_scales
+from . import cases, gpu, oracle, products, test_grouped, test_matmul, test_options, test_scales
 from .cases import NAMES, TOLERANCE
 from .test_pallas_tpu import check_gradients
 from .test_transforms import check_vmap
@@ -215,9 +217,9 @@ def check_scales(got: Any, want: np.ndarray) -> None:
 )
 def test_scaled(test: Any, blocks: tuple[Any, ...], device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """K14, K23: by group, row, column and contracted block, on either side or both."""
-    monkeypatch.setattr(test_scales, "TARGET", Target(device=device))
+    monkeypatch.setattr(test_scales, "TARGET", {"triton_gpu": Target(device=device)})
     monkeypatch.setattr(test_scales, "check", check_scales)
-    test(triton_gpu, *blocks)
+    test("triton_gpu", *blocks)
 
 
 @pytest.mark.parametrize("recipe", PRESETS)
@@ -248,7 +250,8 @@ def test_scales_by_row_at_size(device: Any) -> None:
     x_scales, w_scales = (jnp.abs(noise(seed, s, "float32")) + 0.5 for seed, s in ((2, (m, 1)), (3, (g, n, 1))))
     sizes = cases.spread(np.random.default_rng(0), "zipf", g, m - 100)
     product = partial(
-        triton_gpu.grouped_matmul,
+        products.grouped_matmul,
+        "triton_gpu",
         preferred_element_type=jnp.bfloat16,
         transpose_rhs=True,
         lhs_scales=Scales(x_scales, (1, None)),
@@ -272,7 +275,7 @@ def test_the_portable_program(device: Any) -> None:
 
     def product(target: Target) -> Array:
         x, w, sizes = case.lhs.data, case.rhs.data, jnp.asarray(case.sizes["m"])
-        call = partial(triton_gpu.grouped_matmul, preferred_element_type=jnp.bfloat16, target=target)
+        call = partial(products.grouped_matmul, "triton_gpu", preferred_element_type=jnp.bfloat16, target=target)
         return jax.jit(call)(x, w, sizes)
 
     for target in (Target(), Target(device=device)):

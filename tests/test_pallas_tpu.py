@@ -20,7 +20,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 import ragged
 from ragged import GroupedTensor
-from ragged.kernels import pallas_tpu, schedule, tpu_launch
+from ragged.backends import schedule
+from ragged.backends.tpu import backend as pallas_tpu
+from ragged.backends.tpu import launch as tpu_launch
 
 from . import cases, oracle, ran
 from .cases import NAMES, SPREADS, TOLERANCE

@@ -25,8 +25,9 @@ from jax.experimental import pallas as pl
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import ragged
-from ragged import GroupedTensor, Scaling, _lowering, per_group
-from ragged.kernels import triton_call
+from ragged import GroupedTensor, Scaling, per_group
+from ragged.backends.gpu import call as triton_call
+from ragged.product import lowering
 
 from . import gpu, oracle
 from .cases import check_error
@@ -116,12 +117,12 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def noting(name: str | None, call: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*args: Any, **kwargs: Any) -> Any:
             out = call(*args, **kwargs)
-            names.append(name or args[0])
+            names.append(name or out.backend)
             return out
 
         return noted
 
-    monkeypatch.setattr(_lowering, "_run", noting(None, _lowering._run))
+    monkeypatch.setattr(lowering, "plan", noting(None, lowering.plan))
     monkeypatch.setattr(pl, "pallas_call", noting("pallas_tpu kernel", pl.pallas_call))
     monkeypatch.setattr(triton_call, "call", noting("triton_gpu kernel", triton_call.call))
     return names

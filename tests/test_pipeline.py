@@ -9,7 +9,9 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ragged.kernels.pipeline import buffered_pallas_call
+from ragged.backends.tpu.pipeline import buffered_pallas_call
+
+from . import products
 
 
 def gather_and_scale(rows: Any, table: Any, count: int, scale: Any, **options: Any) -> Any:
@@ -85,20 +87,18 @@ def pallas_calls(jaxpr: Any) -> list[Any]:
 @pytest.mark.parametrize("transpose_rhs", [False, True])
 def test_names(transpose_rhs: bool) -> None:
     """K28, K29: a name with tile and transposition, a scope."""
-    from ragged.kernels import Target, pallas_tpu
-
     lhs, sizes = jnp.ones((256, 384), jnp.bfloat16), jnp.array([100, 50], jnp.int32)
     rhs = jnp.ones((2, 128, 384) if transpose_rhs else (2, 384, 128), jnp.bfloat16)
 
     def product(lhs: Any, rhs: Any, sizes: Any) -> Any:
-        return pallas_tpu.grouped_matmul(
+        return products.grouped_matmul(
+            "pallas_tpu",
             lhs,
             rhs,
             sizes,
             preferred_element_type=jnp.bfloat16,
             tiling=(64, 128, 128),
             transpose_rhs=transpose_rhs,
-            target=Target(),
         )
 
     (call,) = pallas_calls(jax.make_jaxpr(product)(lhs, rhs, sizes).jaxpr)

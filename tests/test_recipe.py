@@ -15,8 +15,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import ragged
-from ragged import Cast, ErrorTable, GroupedTensor, Recipe, Scaling, _error_table, error_table, matmul, quantize
-from ragged._recipe import PRESETS
+from ragged import Cast, ErrorTable, GroupedTensor, Recipe, Scaling, error_table, matmul, quantize
+from ragged.quant import error_table as table_module
+from ragged.quant.recipe import PRESETS
 
 from . import cases, oracle
 from .cases import NAMES
@@ -416,10 +417,10 @@ def test_error_table_of_what_is_not_finite() -> None:
 @pytest.mark.long
 def test_error_table_computes_the_exact_products_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """And all products of a kind by one program, whatever the recipe."""
-    product, bind = _error_table._product, _error_table.bind
+    product, bind = table_module._product, table_module.bind
     computed, traced = [], []
-    monkeypatch.setattr(_error_table, "_product", lambda *args: computed.append(args) or product(*args))
-    monkeypatch.setattr(_error_table, "bind", lambda *args: traced.append(args) or bind(*args))
+    monkeypatch.setattr(table_module, "_product", lambda *args: computed.append(args) or product(*args))
+    monkeypatch.setattr(table_module, "bind", lambda *args: traced.append(args) or bind(*args))
     error_table(X, W[:, :, :7], ["rowwise", "blockwise", MIXED], dy=jnp.ones((8, 7)))
     assert len(computed) == 3 * (1 + 3) and len(traced) == 3
 

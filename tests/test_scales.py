@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ragged.kernels import Scales, Target, pallas_tpu, triton_gpu
+from ragged.backends.base import Target
+from ragged.product.operands import Scales
 
-from . import oracle
+from . import gpu, oracle, products
 from .test_pallas_tpu import MODES
 
 pytestmark = pytest.mark.long
@@ -21,8 +22,11 @@ Block = tuple[int | None, int | None]
 M, K, N, SIZES = 200, 300, 140, [70, 0, 90]
 G, TAIL = len(SIZES), M - sum(SIZES)
 ENDS = np.cumsum(SIZES)
-TARGET = Target(interpret=True)
-BACKENDS = pytest.mark.parametrize("kernels", [pallas_tpu, triton_gpu], ids=lambda module: module.__name__[15:])
+TARGET = {
+    "pallas_tpu": Target(interpret=True),
+    "triton_gpu": Target(interpret=True, device=(gpu.FIRST_WITH_FP8, 0)),  # the portable program lacks it
+}
+BACKENDS = pytest.mark.parametrize("kernels", ["pallas_tpu", "triton_gpu"])
 ROW_BLOCKS: list[Block | None] = [None, (None, None), (1, None), (None, 1), (1, 128), (1, 32)]
 UNIFORM_BLOCKS: list[Block | None] = [None, (None, None), (1, None), (None, 1), (1, 128), (128, 128), (32, 1)]
 # Every block on either side, each with some of the other side's; all pairs are in `test_quantized_matmul.py`.
@@ -90,7 +94,7 @@ def check(got: Any, want: np.ndarray) -> None:
 
 @BACKENDS
 @pytest.mark.parametrize("lhs_block, rhs_block", PAIRS, ids=str)
-def test_rows(kernels: Any, lhs_block: Block | None, rhs_block: Block | None) -> None:
+def test_rows(kernels: str, lhs_block: Block | None, rhs_block: Block | None) -> None:
     """K23: by group, row, column and contracted block, on either side or both; both orientations of `rhs`."""
     rng = np.random.default_rng(0)
     lhs, rhs = fp8(rng, M, K), fp8(rng, G, K, N)
@@ -101,7 +105,8 @@ def test_rows(kernels: Any, lhs_block: Block | None, rhs_block: Block | None) ->
         want[end - SIZES[i] : end] = x[end - SIZES[i] : end] @ w[i]
     lhs[M - TAIL :] = np.nan
     for transpose, tiling in ((False, None), (True, (32, 128, 128))):
-        got = kernels.grouped_matmul(
+        got = products.grouped_matmul(
+            kernels,
             jnp.asarray(lhs),
             jnp.asarray(rhs).mT if transpose else jnp.asarray(rhs),
             jnp.array(SIZES, jnp.int32),
@@ -110,14 +115,14 @@ def test_rows(kernels: Any, lhs_block: Block | None, rhs_block: Block | None) ->
             tiling=tiling,
             lhs_scales=lhs_scales,
             rhs_scales=transposed(rhs_scales) if transpose else rhs_scales,
-            target=TARGET,
+            target=TARGET[kernels],
         )
         check(got, want)
 
 
 @BACKENDS
 @pytest.mark.parametrize("lhs_block, rhs_block", ROW_PAIRS, ids=str)
-def test_groups(kernels: Any, lhs_block: Block | None, rhs_block: Block | None) -> None:
+def test_groups(kernels: str, lhs_block: Block | None, rhs_block: Block | None) -> None:
     """K23: in a wgrad rows are contracted, so scales by row change along the contraction and scales by group don't."""
     rng = np.random.default_rng(0)
     lhs, rhs = fp8(rng, M, K), fp8(rng, M, N)
@@ -125,30 +130,32 @@ def test_groups(kernels: Any, lhs_block: Block | None, rhs_block: Block | None) 
     rhs_scales, y = scaled_rows(rng, rhs_block, rhs)
     want = np.stack([x[e - s : e].T @ y[e - s : e] for s, e in zip(SIZES, ENDS, strict=True)])
     lhs[M - TAIL :] = rhs[M - TAIL :] = np.nan
-    for tiling in (None, (32, 128, 128)):
-        got = kernels.transposed_grouped_matmul(
-            jnp.asarray(lhs).T,
+    for tiling in (None, (128, 32, 128)):
+        got = products.transposed_grouped_matmul(
+            kernels,
+            jnp.asarray(lhs),
             jnp.asarray(rhs),
             jnp.array(SIZES, jnp.int32),
             preferred_element_type=jnp.float32,
             tiling=tiling,
             lhs_scales=lhs_scales,
             rhs_scales=rhs_scales,
-            target=TARGET,
+            target=TARGET[kernels],
         )
         check(got, want)
 
 
 @BACKENDS
 @pytest.mark.parametrize("lhs_block, rhs_block", UNIFORM_PAIRS, ids=str)
-def test_batched(kernels: Any, lhs_block: Block | None, rhs_block: Block | None) -> None:
+def test_batched(kernels: str, lhs_block: Block | None, rhs_block: Block | None) -> None:
     """K23: uniform operands, stored either way round."""
     rng = np.random.default_rng(0)
     lhs, rhs = fp8(rng, G, 60, K), fp8(rng, G, K, N)
     lhs_scales, x = scaled_uniform(rng, lhs_block, lhs)
     rhs_scales, w = scaled_uniform(rng, rhs_block, rhs)
-    options: dict[str, Any] = {"preferred_element_type": jnp.float32, "target": TARGET}
-    got = kernels.batched_matmul(
+    options: dict[str, Any] = {"preferred_element_type": jnp.float32, "target": TARGET[kernels]}
+    got = products.batched_matmul(
+        kernels,
         jnp.asarray(lhs),
         jnp.asarray(rhs),
         axes=("mk", "kn", "mn"),
@@ -157,11 +164,12 @@ def test_batched(kernels: Any, lhs_block: Block | None, rhs_block: Block | None)
         **options,
     )
     check(got, x @ w)
-    got = kernels.batched_matmul(
+    got = products.batched_matmul(
+        kernels,
         jnp.asarray(lhs).mT,
         jnp.asarray(rhs),
         axes=("km", "kn", "nm"),
-        tiling={"m": 128, "k": 128, "n": 128},
+        tiling=(128, 128, 128),
         lhs_scales=transposed(lhs_scales),
         rhs_scales=rhs_scales,
         **options,
@@ -174,12 +182,13 @@ def test_one_scale_for_several_tiles() -> None:
     rng = np.random.default_rng(0)
     lhs, rhs = fp8(rng, 1, 200, K), fp8(rng, 1, K, 200)
     (lhs_scales, x), (rhs_scales, w) = (scaled_uniform(rng, (None, None), z) for z in (lhs, rhs))
-    got = pallas_tpu.batched_matmul(
+    got = products.batched_matmul(
+        "pallas_tpu",
         jnp.asarray(lhs),
         jnp.asarray(rhs),
         axes=("mk", "kn", "mn"),
         preferred_element_type=jnp.float32,
-        tiling=dict.fromkeys("mkn", 128),
+        tiling=(128, 128, 128),
         lhs_scales=lhs_scales,
         rhs_scales=rhs_scales,
         target=Target(interpret=MODES["two cores"]),
@@ -208,19 +217,18 @@ def packed(
     return jnp.asarray(data), Scales(jnp.asarray(scales), block), scaled
 
 
+MODES_OF = (("pallas_tpu", "plain", 1), ("pallas_tpu", "two cores", 5), ("triton_gpu", "plain", 1))
+"""Kernels, how they are interpreted, and of how many cases each one."""
+
+
 @pytest.mark.parametrize(
     "kernels, mode, index",
-    [
-        (kernels, mode, i)
-        for kernels, mode, few in ((pallas_tpu, "plain", 1), (pallas_tpu, "two cores", 5), (triton_gpu, "plain", 1))
-        for i in range(0, len(TILED), few)
-    ],
-    ids=lambda x: getattr(x, "__name__", str(x)).removeprefix("ragged.kernels."),
+    [(kernels, mode, i) for kernels, mode, few in MODES_OF for i in range(0, len(TILED), few)],
 )
-def test_tiled(kernels: Any, index: int, mode: str) -> None:
+def test_tiled(kernels: str, index: int, mode: str) -> None:
     """K23: two or three ragged letters: by group, row, column and block, whatever is contracted, shifted or packed."""
     letters, axes, lhs_block, rhs_block = TILED[index]
-    dtype, tiling = ("int8", "float8_e4m3fn")[index % 2], (None, dict.fromkeys("mkn", 128))[index // 2 % 2]
+    dtype, tiling = ("int8", "float8_e4m3fn")[index % 2], (None, (128, 128, 128))[index // 2 % 2]
     rng = np.random.default_rng(0)
     widest = dict(zip("mkn", (140, 300, 140), strict=True))
     ragged = {"m": [70, 0, 90], "k": [30, 0, 150], "n": [0, 60, 135]}
@@ -234,9 +242,10 @@ def test_tiled(kernels: Any, index: int, mode: str) -> None:
         [z if term == stored else z.T for z in groups]
         for term, stored, (*_, groups) in zip(("mk", "kn"), axes[:2], (lhs, rhs), strict=True)
     )
-    products = [z if axes[2] == "mn" else z.T for z in oracle.matmul(x, y)]
-    want = oracle.pack(products, (True, True), (M, columns[axes[2][1]]), fill=0.0)
-    got = kernels.tiled_matmul(
+    groups = [z if axes[2] == "mn" else z.T for z in oracle.matmul(x, y)]
+    want = oracle.pack(groups, (True, True), (M, columns[axes[2][1]]), fill=0.0)
+    got = products.tiled_matmul(
+        kernels,
         lhs[0],
         rhs[0],
         {x: jnp.array(extents[x], jnp.int32) for x in letters},
@@ -246,19 +255,20 @@ def test_tiled(kernels: Any, index: int, mode: str) -> None:
         tiling=tiling,
         lhs_scales=lhs[1],
         rhs_scales=rhs[1],
-        target=Target(interpret=MODES[mode]),
+        target=TARGET[kernels]._replace(interpret=MODES[mode]),
     )
     check(got, want)
 
 
 @BACKENDS
-def test_tiled_batch(kernels: Any) -> None:
+def test_tiled_batch(kernels: str) -> None:
     """B3, K23: each batch element has its own scales, or all have the same."""
     rng = np.random.default_rng(0)
     x, y = fp8(rng, 2, M, K), fp8(rng, M, N)
     by_column, by_row = rng.uniform(0.5, 2, (2, G, K)), rng.uniform(0.5, 2, (M, 1))
     dims = [jnp.array(sizes, jnp.int32) for sizes in (SIZES, [K, 0, 200])]
-    got = kernels.tiled_matmul(
+    got = products.tiled_matmul(
+        kernels,
         jnp.asarray(x),
         jnp.asarray(y),
         dict(zip("km", dims, strict=True)),
@@ -267,7 +277,7 @@ def test_tiled_batch(kernels: Any) -> None:
         preferred_element_type=jnp.float32,
         lhs_scales=Scales(jnp.asarray(by_column, jnp.float32), (None, 1)),
         rhs_scales=Scales(jnp.asarray(by_row, jnp.float32), (1, None)),
-        target=TARGET,
+        target=TARGET[kernels],
     )
     want, wide = np.zeros((2, 600, N)), (y * by_row.astype(np.float32)).astype(np.float64)
     for e in range(2):
@@ -284,7 +294,8 @@ def test_tiled_precision(block: Block, precision: str) -> None:
     values = jnp.ones((M, 1) if block[0] else (G, N))
 
     def product(values: jnp.ndarray) -> jnp.ndarray:
-        return pallas_tpu.tiled_matmul(
+        return products.tiled_matmul(
+            "pallas_tpu",
             x,
             x,
             {"k": dims, "m": dims},
@@ -292,7 +303,7 @@ def test_tiled_precision(block: Block, precision: str) -> None:
             shape=(M, N),
             preferred_element_type=jnp.float32,
             lhs_scales=Scales(values, block),
-            target=TARGET,
+            target=TARGET["pallas_tpu"],
         )
 
     found = set(re.findall(r"Precision\.(\w+)", str(jax.make_jaxpr(product)(values))))
@@ -300,19 +311,20 @@ def test_tiled_precision(block: Block, precision: str) -> None:
 
 
 @BACKENDS
-def test_a_shard_takes_its_own_groups_scales(kernels: Any) -> None:
+def test_a_shard_takes_its_own_groups_scales(kernels: str) -> None:
     """K14, K23: scales by group are those of the groups that `rhs` holds."""
     rng = np.random.default_rng(0)
     lhs, rhs = fp8(rng, M, K), fp8(rng, 1, K, N)
     scales, x = scaled_rows(rng, (None, None), lhs)
-    got = kernels.grouped_matmul(
+    got = products.grouped_matmul(
+        kernels,
         jnp.asarray(lhs),
         jnp.asarray(rhs),
         jnp.array(SIZES, jnp.int32),
         preferred_element_type=jnp.float32,
         group_offset=jnp.int32(2),
         lhs_scales=scales,
-        target=TARGET,
+        target=TARGET[kernels],
     )
     want = np.zeros((M, N))
     want[70:160] = x[70:160] @ rhs[0].astype(np.float64)

@@ -1,4 +1,4 @@
-"""`kernels/schedule.py` against a plain Python listing of rows and tiles."""
+"""`backends/schedule.py` against a plain Python listing of rows and tiles."""
 
 import functools
 
@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragged import GroupedTensor
-from ragged.kernels import pallas_tpu_tiled as tiled
-from ragged.kernels import schedule
+from ragged.backends import schedule
+from ragged.backends.tpu import tiled as tiled
 
 from . import oracle
 

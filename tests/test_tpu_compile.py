@@ -15,13 +15,14 @@ from jax.sharding import PartitionSpec as P
 
 import ragged
 from ragged import GroupedTensor, Recipe, quantize
-from ragged._matmul import plan_matmul
-from ragged._primitive import bind
-from ragged._recipe import derivative_of
-from ragged.kernels import Scales, Target, pallas_tpu, tpu_tiling
-from ragged.kernels.tpu_tiling import Problem
+from ragged._matmul import product_of
+from ragged.backends.base import Target
+from ragged.backends.tpu import tiles as tpu_tiling
+from ragged.backends.tpu.tiles import Problem
+from ragged.product.operands import Scales
+from ragged.product.primitive import bind, derivative
 
-from . import tpu
+from . import products, tpu
 from .cases import LETTERS, NAMES
 
 pytestmark = pytest.mark.sampled
@@ -57,9 +58,9 @@ def product(layout: str, shape: Shape, dtype: Any, **options: Any) -> tuple[Any,
 
     def three(lhs: Array, rhs: Array, dims: dict[str, Array]) -> list[Array]:
         """fp8 has no gradient: the same three products, each of fp8."""
-        _, x, call, *_ = plan_matmul(*operands(lhs, rhs, dims), **options)
+        _, x, call, *_ = product_of(*operands(lhs, rhs, dims), **options)
         out = bind(x, call)
-        by = [derivative_of(wrt, x, call, out.astype(dtype)) for wrt in ("lhs", "rhs")]
+        by = [derivative(wrt, out.astype(dtype), x, call, getattr(x, wrt).data) for wrt in ("lhs", "rhs")]
         return [out, *(bind(terms, of._replace(dtype=jnp.bfloat16)) for terms, of in by)]
 
     if jnp.issubdtype(dtype, jnp.integer):
@@ -143,11 +144,17 @@ def test_compiles_with_scales(generation: str) -> None:
 
     def both(x: Array, w: Array, dy: Array, sizes: Array, by_block: Array, of_w: Array, by_column: Array) -> Any:
         options: dict[str, Any] = {"preferred_element_type": jnp.bfloat16, "target": target}
-        forward = pallas_tpu.grouped_matmul(
-            x, w, sizes, lhs_scales=Scales(by_block, (1, 128)), rhs_scales=Scales(of_w, (128, 128)), **options
+        forward = products.grouped_matmul(
+            "pallas_tpu",
+            x,
+            w,
+            sizes,
+            lhs_scales=Scales(by_block, (1, 128)),
+            rhs_scales=Scales(of_w, (128, 128)),
+            **options,
         )
         scales = Scales(by_column, (None, 1))
-        wgrad = pallas_tpu.transposed_grouped_matmul(x.mT, dy, sizes, lhs_scales=scales, **options)
+        wgrad = products.transposed_grouped_matmul("pallas_tpu", x, dy, sizes, lhs_scales=scales, **options)
         return forward, wgrad
 
     avals = (
@@ -181,8 +188,8 @@ def test_compiles_tiled_with_scales(generation: str) -> None:
         letters = dict.fromkeys("mkn", sizes)
         fine = {"lhs_scales": Scales(by_block, (1, 128)), "rhs_scales": Scales(by_row, (1, None))}
         coarse = {"lhs_scales": Scales(by_group, (None, 1)), "rhs_scales": Scales(by_row, (1, None))}
-        first = pallas_tpu.tiled_matmul(x, y, letters, axes=("km", "kn", "mn"), **fine, **options)
-        return first, pallas_tpu.tiled_matmul(x, y, letters, axes=("km", "nk", "mn"), **coarse, **options)
+        first = products.tiled_matmul("pallas_tpu", x, y, letters, axes=("km", "kn", "mn"), **fine, **options)
+        return first, products.tiled_matmul("pallas_tpu", x, y, letters, axes=("km", "nk", "mn"), **coarse, **options)
 
     compiled = tpu.compile_for(generation, both, x, x, sizes, by_group, by_row, by_block)
     assert len(compiled.kernels) == 2
@@ -290,7 +297,7 @@ def test_default_tiles_are_legal_and_fit(device: tuple[str, int] | None) -> None
                 extents = dict(zip("mkn", (rows, a, b), strict=True))
                 ragged_letters = "" if kind == "batched" else "m"
                 tiles = dict(zip("mkn", tpu_tiling.fit(problem, tile, chip), strict=True))
-                assert tpu_tiling.illegal(tiles, extents, ragged_letters, dtypes) == ("", "")
+                assert tpu_tiling.illegal(tiles, extents, ragged_letters, dtypes) is None
 
 
 def test_a_tile_too_large_for_vmem_is_halved() -> None:

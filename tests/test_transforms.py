@@ -16,9 +16,8 @@ from jax import Array
 
 import ragged
 from ragged import GroupedTensor
-from ragged.kernels import xla
 
-from . import cases, oracle
+from . import cases, oracle, products
 from .cases import LETTERS, NAMES, TOLERANCE
 
 pytestmark = pytest.mark.sampled
@@ -246,12 +245,12 @@ EXTENTS = [
 def check_batched(
     axes: tuple[str, str, str], mapped: tuple[bool, bool], dtypes: tuple[str, str, str], extent: dict[str, int]
 ) -> None:
-    """`xla.batched_matmul` of `dtypes` (of both operands and the result), of which those `mapped` have a batch axis."""
+    """XLA's product of `dtypes` (of both operands and the result), of which those `mapped` have a batch axis."""
     lhs_dtype, rhs_dtype, result = dtypes
     rng, most = np.random.default_rng(0), 1 if result == "int8" else 8
     specs = [("bg" if has else "g") + term for has, term in zip((*mapped, any(mapped)), axes, strict=True)]
     lhs, rhs = (rng.integers(-most, most, [extent[x] for x in spec], endpoint=True) for spec in specs[:2])
-    product = jax.jit(partial(xla.batched_matmul, axes=axes, preferred_element_type=jnp.dtype(result)))
+    product = jax.jit(partial(products.batched_matmul, "xla", axes=axes, preferred_element_type=jnp.dtype(result)))
     out = product(jnp.asarray(lhs, lhs_dtype), jnp.asarray(rhs, rhs_dtype))
     want = np.einsum(f"{specs[0]},{specs[1]}->{specs[2]}", lhs.astype(np.float64), rhs)
     assert (out.shape, out.dtype) == (want.shape, result)

@@ -12,9 +12,10 @@ from jax import Array
 
 import ragged
 from ragged import Recipe
-from ragged.kernels import Scales, Target, triton_gpu
+from ragged.backends.base import Target
+from ragged.product.operands import Scales
 
-from . import gpu
+from . import gpu, products
 from .cases import NAMES
 from .test_tpu_compile import (
     DEEP,
@@ -115,12 +116,9 @@ def test_scales_are_applied_in_the_kernel() -> None:
             "target": Target(device=(H200, 132)),
             "transpose_rhs": True,
         }
-        by_row = triton_gpu.grouped_matmul(
-            x, w, sizes, lhs_scales=Scales(rows, (1, None)), rhs_scales=Scales(columns, (1, None)), **options
-        )
-        by_block = triton_gpu.grouped_matmul(
-            x, w, sizes, lhs_scales=Scales(blocks, (1, 128)), rhs_scales=Scales(of_w, (128, 128)), **options
-        )
+        product = partial(products.grouped_matmul, "triton_gpu", x, w, sizes, **options)
+        by_row = product(lhs_scales=Scales(rows, (1, None)), rhs_scales=Scales(columns, (1, None)))
+        by_block = product(lhs_scales=Scales(blocks, (1, 128)), rhs_scales=Scales(of_w, (128, 128)))
         return by_row, by_block
 
     m, k, n, g = 8192, 2048, 1024, 8

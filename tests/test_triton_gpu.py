@@ -15,8 +15,9 @@ import pytest
 from jax import Array
 
 import ragged
-from ragged import GroupedTensor, _lowering
-from ragged.kernels import triton_call
+from ragged import GroupedTensor
+from ragged.backends.gpu import call as triton_call
+from ragged.product import lowering
 
 from . import cases, gpu, oracle, ran
 from .cases import NAMES, SPREADS, TOLERANCE
@@ -28,7 +29,8 @@ gpu.needs_triton()
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from ragged.kernels import triton_interpreter, triton_kernel  # noqa: E402
+from ragged.backends.gpu import interpreter as triton_interpreter  # noqa: E402
+from ragged.backends.gpu import kernel as triton_kernel  # noqa: E402
 
 pytestmark = pytest.mark.sampled
 
@@ -218,7 +220,7 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "triton_kernel_call" not in lowered("NVIDIA H200")
     x = GroupedTensor(jnp.ones((4, 2)), jnp.array([1, 3], jnp.int32))
     assert f"on cuda: grouped_matmul of xla ({sentence})" in ragged.explain(x, jnp.ones((2, 2, 3)))
-    monkeypatch.setitem(_lowering.BACKENDS, "triton_gpu", "there is no Triton here: `pip install ragged[cuda]`")
+    monkeypatch.setattr(lowering, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="backend 'triton_gpu' is not available here") as error:
         ragged.matmul(x, jnp.ones((2, 2, 3)), backend="triton_gpu")
     assert "Not available: 'triton_gpu' (there is no Triton here: `pip install ragged[cuda]`)." in str(error.value)

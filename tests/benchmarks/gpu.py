@@ -38,7 +38,10 @@ import numpy as np
 from jax import Array, lax
 
 import ragged
-from ragged.kernels import Scales, Target, triton_gpu, triton_tiling
+from ragged.backends.base import Target
+from ragged.backends.gpu import tiles as triton_tiling
+from ragged.product.operands import Scales
+from tests import products
 from tests.cases import spread
 
 SHAPES = [  # rows, k, n, groups: the most important first
@@ -125,7 +128,8 @@ def ours(product: str, dry: bool) -> Run:
     kind = None if dry else (f"{device.device_kind} {device.compute_capability}", device.core_count)
 
     def fp8(x: Array, w: Array, x_scales: Array, w_scales: Array, sizes: Array) -> Array:
-        return triton_gpu.grouped_matmul(
+        return products.grouped_matmul(
+            "triton_gpu",
             x,
             w,
             sizes,

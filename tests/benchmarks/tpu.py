@@ -127,14 +127,24 @@ def ours(product: str, tile: Tile | None, device: Device) -> Kernel:
 
     Its rows are a power of two, at most 512: the simulator can't follow the loop over the chunks of a partial tile.
     """
-    from ragged.kernels import Target, pallas_tpu, tpu_launch
-    from ragged.kernels.schedule import Visits
+    from ragged.backends.base import Launch, Target
+    from ragged.backends.schedule import Visits
+    from ragged.backends.tpu import backend
+    from ragged.backends.tpu import launch as tpu_launch
+    from ragged.product.layout import Product
+    from ragged.product.operands import Call, Operand, Operands, Options
 
-    bfloat16, is_forward = jnp.dtype(jnp.bfloat16), product == "forward"
-    kind, dtypes = "rows" if is_forward else "groups", (bfloat16, bfloat16, bfloat16)
-    problem = pallas_tpu.Problem(kind, M, K, N, G, dtypes, bfloat16, 2)
-    call = tpu_launch.Launch(problem, tile, Target(device=device), None, (None, None))
-    count, shift = M // call.tile[0], (ROWS // call.tile[0]).bit_length() - 1
+    is_forward = product == "forward"
+    axes = ("mk", "kn", "mn") if is_forward else ("km", "kn", "mn")
+    tiling = None if tile is None else tile if is_forward else (tile[1], tile[0], tile[2])  # in the order m, k, n
+    shapes = ((M, K), (G, K, N), (M, N)) if is_forward else ((M, K), (M, N), (G, K, N))
+    lhs, rhs, out = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+    call = Call(Product(*axes, "m" if is_forward else "k"), out.shape, out.dtype, Options(tiling=tiling), True)
+    sizes = {call.product.ragged: jax.ShapeDtypeStruct((G,), jnp.int32)}
+    launch = backend.plan(call, Operands(Operand(lhs), Operand(rhs), sizes), Target(device=device))
+    assert isinstance(launch, Launch), launch
+    kernel = tpu_launch.Kernel(launch, (None, None))
+    count, shift = M // kernel.tile[0], (ROWS // kernel.tile[0]).bit_length() - 1
     visits = Visits(
         count=Formula(lambda _: count, 1),
         piece=Formula(lambda v: lax.shift_right_logical(v, shift), count),
@@ -147,12 +157,11 @@ def ours(product: str, tile: Tile | None, device: Device) -> Kernel:
     )
 
     def function(lhs: Array, rhs: Array) -> Array:
-        options: dict[str, Any] = {"call": call, "batch": 1, "by_visit": False}
-        if is_forward:
-            return pallas_tpu.multiply_rows(lhs[None], rhs[None], visits, None, transpose_rhs=False, **options)
-        return pallas_tpu.multiply_groups(lhs[None], rhs[None], visits, None, **options)
+        multiply = backend.multiply_rows if is_forward else backend.multiply_groups
+        options: dict[str, Any] = {"kernel": kernel, "batch": 1, "by_visit": False, "axes": axes[:2]}
+        return multiply(lhs[None], rhs[None], visits, None, **options)
 
-    return (forward if is_forward else wgrad)(function, call.tile)
+    return (forward if is_forward else wgrad)(function, kernel.tile)
 
 
 def megablox(name: str, tile: Tile, device: Device) -> Kernel:
@@ -230,7 +239,10 @@ def tiled(product: Tiled, device: Device) -> Kernel:
 
     It lacks one element of whole tiles: so those of a letter that is counted from its element 0 are masked too.
     """
-    from ragged.kernels import pallas_tpu_tiled as module
+    from ragged.backends.base import Launch, Target
+    from ragged.backends.tpu import tiled as module
+    from ragged.product.layout import Product
+    from ragged.product.operands import Call, Options
 
     dims: Any = dict.fromkeys(product.letters, jax.ShapeDtypeStruct((product.groups,), jnp.int32))
 
@@ -284,7 +296,9 @@ def tiled(product: Tiled, device: Device) -> Kernel:
 
     def function(lhs: Array, rhs: Array) -> Array:
         result = jax.ShapeDtypeStruct((1, *out.shape), out.dtype)
-        return module._launch(p, tables, count, {"lhs": lhs[None], "rhs": rhs[None]}, None, result, False)[0]
+        call = Call(Product(*product.axes, product.letters), out.shape, out.dtype, Options(), True)
+        launch = Launch("pallas_tpu", "tiled_matmul", call, Target(device=device), problem=p, flops=0, bytes_accessed=0)
+        return module._launch(launch, tables, count, {"lhs": lhs[None], "rhs": rhs[None]}, None, result)[0]
 
     tiles = count * math.prod(p.tiles(x) for x in "mkn" if x not in product.letters)
     return Kernel(function, (lhs, rhs), None, tiles * math.prod(p.tile.values()))
@@ -292,15 +306,15 @@ def tiled(product: Tiled, device: Device) -> Kernel:
 
 def tiled_in_xla(product: Tiled, device: Device) -> Kernel:
     """The same product in plain XLA: a loop over tiles, each begun at its group's first element."""
-    from ragged.kernels import xla
+    from tests import products
 
     lhs, rhs, out = product.buffers
     dims = jax.ShapeDtypeStruct((product.groups,), jnp.int32)
 
     def function(lhs: Array, rhs: Array, dims: Array) -> Array:
         sizes = dict.fromkeys(product.letters, dims)
-        return xla.tiled_matmul(
-            lhs, rhs, sizes, axes=product.axes, shape=out.shape, preferred_element_type=jnp.bfloat16
+        return products.tiled_matmul(
+            "xla", lhs, rhs, sizes, axes=product.axes, shape=out.shape, preferred_element_type=jnp.bfloat16
         )
 
     return Kernel(function, (lhs, rhs, dims), None)
@@ -368,7 +382,7 @@ def least_of_xla(name: str, generation: Generation, folder: Path) -> dict[str, A
 
     Whatever else a trip does counts for nothing, but for `with stores`: its tile's store into the result.
     """
-    from ragged.kernels import xla
+    from ragged.backends.xla import backend as xla
 
     product, info = TILED[name.removeprefix("xla ")], pltpu.get_tpu_info_for_chip(generation.chip, generation.cores)
     tiles = dict(product.extent)

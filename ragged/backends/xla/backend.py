@@ -1,129 +1,124 @@
 """Grouped products in plain XLA: no custom kernel, any platform, fast on the CPU."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.extend.core import InconclusiveDimensionOperation
 from jaxtyping import Int, Shaped
 
-from ragged.kernels import ANY_TARGET, Scales, Target, schedule
+from ragged.backends import schedule
+from ragged.backends.base import Launch, Refusal, Target, cost, finish, is_empty
+from ragged.product.operands import Call, Operand, Operands
+from ragged.quant.formats import accumulator_dtype, compute_dtype
+from ragged.quant.scales import dequantized
 
 
-def promote(lhs: Any, rhs: Any) -> Any:
-    """The operands' common dtype, also where the user has made implicit promotion strict: here it is asked for."""
-    bytes_of = {"int2": "int8", "int4": "int8", "uint2": "uint8", "uint4": "uint8"}
-    lhs, rhs = (jnp.dtype(bytes_of.get(jnp.dtype(d).name, d)) for d in (lhs, rhs))
-    with jax.numpy_dtype_promotion("standard"):
-        return jnp.promote_types(lhs, rhs)
+class Config(NamedTuple):
+    """Heights of the tiles along each ragged letter: several where the last tile of a group may be lower."""
+
+    heights: dict[str, tuple[int, ...]]
 
 
-def accumulator_dtype(dtype: Any) -> Any:
-    """float32; int32 for integers; what is wider than that stays as it is."""
-    if jnp.dtype(dtype).itemsize >= 4:
-        return jnp.dtype(dtype)
-    return jnp.dtype(jnp.int32 if jnp.issubdtype(dtype, jnp.integer) else jnp.float32)
+def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
+    """Every product has a kernel: see `ragged.backends.base`."""
+    kernel = "zeros" if is_empty(call, x) else call.product.kernel
+    try:
+        config = Config({} if kernel == "zeros" else _heights(call, x))
+    except InconclusiveDimensionOperation:
+        return Refusal(
+            "the extent of a ragged dim is symbolic, and may be smaller than a tile.\n"
+            f"Got lhs={x.lhs.data.shape}, rhs={x.rhs.data.shape}.",
+            "Bound it, as in `jax.export.symbolic_shape('m', constraints=['m >= 513'])`, or leave the buffer's extent "
+            "static: the sizes of the groups vary in any case.",
+            NotImplementedError,
+        )
+    source = "tiling" if call.options.tiling else "model"
+    return Launch("xla", kernel, call, target, config=config, source=source, **cost(call, x))
 
 
-def add_wide(total: Array, old: Array) -> Array:
-    """An accumulator plus what it is added to, which may be a float where the accumulator is an integer."""
-    floats = jnp.issubdtype(old.dtype, jnp.floating) and jnp.issubdtype(total.dtype, jnp.integer)
-    wide = accumulator_dtype(old.dtype) if floats else total.dtype
-    return total.astype(wide) + old.astype(wide)
+def run(launch: Launch, x: Operands) -> Array:
+    """The product. Operands with scales are dequantised: copies in memory."""
+    kernel = {
+        "zeros": _zeros,
+        "batched_matmul": _batched,
+        "grouped_matmul": _grouped,
+        "transposed_grouped_matmul": _transposed_grouped,
+        "tiled_matmul": _tiled,
+    }[launch.kernel]
+    return kernel(*_without_scales(launch, x))
 
 
-def compute_dtype(lhs: Any, rhs: Any) -> Any:
-    """What both operands of a dot are cast to, without loss (but for an integer beyond 2²⁴ that meets a float).
+def _without_scales(launch: Launch, x: Operands) -> tuple[Launch, Operands]:
+    """The same product of operands times their scales."""
+    call = launch.call
+    if x.lhs.scales is None and x.rhs.scales is None:
+        return launch, x
+    wide = jnp.float64 if jnp.float64 in (x.lhs.data.dtype, x.rhs.data.dtype, call.dtype) else jnp.float32
 
-    XLA's dots on the CPU are fast in float32, bfloat16 and int8. The 8 bits of bfloat16's mantissa hold every int8 and
-    fp8, but no int16.
-    """
-    lhs, rhs = sorted((jnp.dtype(lhs), jnp.dtype(rhs)), key=lambda d: d.itemsize)
-    integers = [jnp.issubdtype(d, jnp.integer) for d in (lhs, rhs)]
-    if all(integers):
-        signed_bytes = all(d.itemsize == 1 and jnp.issubdtype(d, jnp.signedinteger) for d in (lhs, rhs))
-        return jnp.dtype(jnp.int8) if signed_bytes else accumulator_dtype(promote(lhs, rhs))
-    if rhs.itemsize == 1:
-        return jnp.dtype(jnp.bfloat16)
-    if any(is_integer and d.itemsize > 1 for d, is_integer in zip((lhs, rhs), integers, strict=True)):
-        return jnp.dtype(jnp.float64 if jnp.float64 in (lhs, rhs) else jnp.float32)
-    common = rhs if lhs.itemsize == 1 else promote(lhs, rhs)
-    return jnp.dtype(jnp.float32) if common == jnp.float16 else common
+    def times_scales(operand: Operand, letters: str) -> Operand:
+        data, scales = operand
+        return operand if scales is None else Operand(dequantized(data, scales, x.sizes.get(letters[0]), wide))
+
+    lhs, rhs = times_scales(x.lhs, call.product.lhs), times_scales(x.rhs, call.product.rhs)
+    # A float32 operand's bits all count, whatever the platform's default precision is.
+    options = call.options._replace(precision=call.options.precision or lax.Precision.HIGHEST)
+    return replace(launch, call=call._replace(options=options)), x._replace(lhs=lhs, rhs=rhs)
 
 
-def dequantized(x: Array, scales: Scales, packed_sizes: Array | None = None, dtype: Any = jnp.float32) -> Array:
-    """An operand times its scales: a copy in memory, which TPU and GPU kernels do without."""
-    values = spread(scales, x.shape, packed_sizes).astype(dtype)
-    x = x if x.ndim == values.ndim else x[None]  # sizes of its own alone give each batch element scales of its own
-    return x.astype(dtype) * values
+def _heights(call: Call, x: Operands) -> dict[str, tuple[int, ...]]:
+    p, tiling, (a, _) = call.product, call.options.tiles, call.terms(x)
+    if len(p.ragged) == 1:
+        m, tallest = a.extent(p.ragged), tiling[p.ragged] if tiling else None
+        # A tile as tall as the buffer would have its dot hoisted out of its loop, where there is more than one.
+        several = tuple(t for t in _HEIGHTS if t < m and t <= (tallest or t))
+        return {p.ragged: several or (min(m, tallest or m),)}
+    tiles: dict[str, Any] = {}
+    for (packed, other), shape in ((p.lhs, x.lhs.data.shape), (p.rhs, x.rhs.data.shape), (p.out, call.shape)):
+        rows, columns = shape[-2:]
+        if packed in x.sizes:
+            tile = tiling[packed] if tiling else _mean_tile(rows, x.num_groups)
+            tiles[packed] = min(tiles.get(packed, rows), rows, tile)
+        if other in x.sizes:
+            tiles[other] = min(tiles.get(other, columns), columns, tiling[other] if tiling else 256)
+    return {letter: (tile,) for letter, tile in tiles.items()}
 
 
-def spread(scales: Scales, shape: tuple[int, ...], packed_sizes: Array | None = None) -> Array:
-    """Each element's scale, or what broadcasts to it, for an operand of this shape.
-
-    `packed_sizes`: of the groups that are packed along its rows, if any are. The scales have a batch axis in front if
-    the operand has one; the sizes may have it too.
-    """
-    values = scales.values
-    for axis, block in zip((-2, -1), scales.block, strict=True):
-        if axis == -2 and block is None and packed_sizes is not None:
-            values = by_row(values, packed_sizes, shape[-2])
-        elif block is not None and block > 1:
-            values = lax.slice_in_dim(jnp.repeat(values, block, axis), 0, shape[axis], axis=values.ndim + axis)
-    return values
+def _zeros(launch: Launch, x: Operands) -> Array:
+    """There is nothing to multiply."""
+    call, batch = launch.call, launch.call.batch(x)
+    shape = (batch, *call.shape) if batch is not None and call.out_batch else call.shape
+    return jnp.zeros(shape, call.dtype) if x.epilogue.existing is None else x.epilogue.existing
 
 
-def by_row(values: Shaped[Array, "*batch g blocks"], sizes: Int[Array, "*b g"], rows: int) -> Shaped[Array, "..."]:
-    """The scales of each row's group, `[*batch, rows, blocks]`. Rows of the tail have the last group's."""
-    if not values.shape[-2]:  # no groups: all is tail
-        return jnp.ones((*values.shape[:-2], rows, values.shape[-1]), values.dtype)
-
-    def of_rows(values: Array, sizes: Array) -> Array:
-        return values.at[schedule.group_ids(schedule.group_offsets(sizes, rows), rows)].get(mode="clip")
-
-    batched = values.ndim > 2 or sizes.ndim > 1
-    axes = (0 if values.ndim > 2 else None, 0 if sizes.ndim > 1 else None)
-    return (jax.vmap(of_rows, axes) if batched else of_rows)(values, sizes)
-
-
-def tiled_matmul(
-    lhs: Array,
-    rhs: Array,
-    sizes: dict[str, Array],
-    *,
-    axes: tuple[str, str, str],
-    shape: tuple[int, ...],
-    preferred_element_type: Any,
-    precision: Any = None,
-    tiling: dict[str, int] | None = None,
-    existing_out: Array | None = None,
-    target: Target = ANY_TARGET,
-) -> Array:
-    """The product where two or three letters are ragged, tile by tile.
+def _tiled(launch: Launch, x: Operands) -> Array:
+    """Two or three letters ragged, tile by tile.
 
     Every term holds a ragged letter, so every buffer is `[packed, other]`, with a batch axis or without. A tile spans
     the whole of a letter that isn't ragged. FLOPs: what the groups need, rounded up to whole tiles along ragged
     letters.
     """
-    terms: dict[str, str] = dict(zip(("lhs", "rhs", "out"), axes, strict=True))
-    shapes: dict[str, tuple[int, ...]] = {"lhs": lhs.shape, "rhs": rhs.shape, "out": shape}
-    contracted = next(letter for letter in "mkn" if letter not in terms["out"])
-    batch = next((x.shape[0] for x in (lhs, rhs) if x.ndim == 3), None)
-    batch = next((x.shape[0] for x in sizes.values() if x.ndim == 2), batch)
+    call, p, sizes, existing = launch.call, launch.call.product, x.sizes, x.epilogue.existing
+    lhs, rhs, batch, num_groups = x.lhs.data, x.rhs.data, call.batch(x), x.num_groups
+    tiles = {letter: height for letter, (height,) in launch.config.heights.items()}
+    terms: dict[str, str] = {"lhs": p.lhs, "rhs": p.rhs, "out": p.out}
+    shapes: dict[str, tuple[int, ...]] = {"lhs": lhs.shape, "rhs": rhs.shape, "out": call.shape}
     batched: dict[str, bool] = {"lhs": lhs.ndim == 3, "rhs": rhs.ndim == 3, "out": batch is not None}
-    num_groups = next(iter(sizes.values())).shape[-1]
+    contracted = p.contracted
 
-    # A batch element is `num_groups` further groups: sizes that fit every buffer, where each group starts in each
-    # buffer (both `[batch * g]`), and the tiles.
+    # A batch element is `num_groups` further groups: sizes that fit every buffer, and where each group starts in each
+    # buffer, both `[batch * g]`.
     def flat(x: Array) -> Array:
         return jnp.broadcast_to(x, (batch or 1, num_groups)).reshape(-1).astype(jnp.int32)
 
     length = {letter: flat(jnp.maximum(size, 0)) for letter, size in sizes.items()}
-    starts, tiles = {}, {}
+    starts = {}
     for term, (packed, other) in terms.items():
         rows, columns = shapes[term][-2:]
         if packed in sizes:
@@ -133,11 +128,8 @@ def tiled_matmul(
             if batched[term]:
                 begin = begin.reshape(-1, num_groups) + (rows * jnp.arange(batch or 1, dtype=jnp.int32))[:, None]
             starts[term] = flat(begin)
-            tile = tiling[packed] if tiling else _mean_tile(rows, num_groups)
-            tiles[packed] = min(tiles.get(packed, rows), rows, tile)
         if other in sizes:
             length[other] = jnp.minimum(length[other], columns)
-            tiles[other] = min(tiles.get(other, columns), columns, tiling[other] if tiling else 256)
 
     # Padded so that a tile which begins inside a group never has to be moved to fit the buffer: packed groups begin
     # anywhere, left-aligned ones at 0.
@@ -173,7 +165,10 @@ def tiled_matmul(
             tile = lax.dynamic_slice(buffers[term], *window(term, group, at))
             operands.append(jnp.where(inside(term, contracted, group, at), tile, jnp.zeros((), common)))
         return lax.dot_general(
-            *operands, dimension_numbers=(contract, ((), ())), precision=precision, preferred_element_type=accumulator
+            *operands,
+            dimension_numbers=(contract, ((), ())),
+            precision=call.options.precision,
+            preferred_element_type=accumulator,
         )
 
     kept = [letter for letter in terms["out"] if letter in sizes]
@@ -193,8 +188,8 @@ def tiled_matmul(
         else:
             total = dot(group, at)
         old = lax.dynamic_slice(out, begin, extent)
-        new = total if existing_out is None else add_wide(total, old)
-        new = jnp.where(inside("out", terms["out"], group, at), new.astype(out.dtype), old)
+        new = finish(total, None if existing is None else old, call.dtype)
+        new = jnp.where(inside("out", terms["out"], group, at), new, old)
         return lax.dynamic_update_slice(out, new, begin)
 
     def all_tiles(group: Array, out: Array) -> Array:
@@ -202,11 +197,10 @@ def tiled_matmul(
         visits = jnp.prod(jnp.stack([count[letter] for letter in kept]))
         return lax.fori_loop(0, visits, partial(visit, group, count), out)
 
-    full = shape if batch is None else (batch, *shape)
-    start = jnp.zeros(full, preferred_element_type) if existing_out is None else existing_out
-    out = padded(start.astype(preferred_element_type), terms["out"])
+    full = call.shape if batch is None else (batch, *call.shape)
+    out = padded(jnp.zeros(full, call.dtype) if existing is None else existing, terms["out"])
     out = lax.fori_loop(0, (batch or 1) * num_groups, all_tiles, out)
-    return out[: out.shape[0] - tiles[terms["out"][0]], : shape[-1]].reshape(full)
+    return out[: out.shape[0] - tiles[terms["out"][0]], : call.shape[-1]].reshape(full)
 
 
 def _mean_tile(rows: int | Any, num_groups: int) -> int:
@@ -216,89 +210,60 @@ def _mean_tile(rows: int | Any, num_groups: int) -> int:
     return int(np.clip(1 << (rows // max(num_groups, 1)).bit_length(), 16, 256))
 
 
-def grouped_matmul(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    *,
-    preferred_element_type: Any,
-    precision: Any = None,
-    tiling: tuple[int, int, int] | None = None,
-    group_offset: Array | None = None,
-    existing_out: Array | None = None,
-    transpose_rhs: bool = False,
-    target: Target = ANY_TARGET,
-) -> Array:
-    """`[m, k] × [h, k, n] -> [m, n]`: see the contract in `ragged.kernels`."""
-    m, held = lhs.shape[-2], rhs.shape[-3]
+def _grouped(launch: Launch, x: Operands) -> Array:
+    """The result packs the ragged letter: `[m, k] × [h, k, n] -> [m, n]`, or `[h, n, k]`, read in place."""
+    call, (a, b), existing = launch.call, launch.call.terms(x), x.epilogue.existing
+    letter, contracted = a.letters
+    m, held = a.extent(letter), b.data.shape[-3]
     # Sizes that are constants of the program would have XLA fold the loop away, and with it the form of a bfloat16 dot
     # that its CPU backend can run.
-    group_sizes = lax.optimization_barrier(group_sizes)
-    starts, ends = schedule.segments(group_sizes, m, group_offset, held)
-    batch = batch_size((lhs, 2), (rhs, 3), (starts, 1))
+    starts, ends = schedule.segments(lax.optimization_barrier(x.sizes[letter]), m, x.offset, held)
+    batch = call.batch(x)
     elements = 1 if batch is None else batch
     # A batch element is `held` further segments of operands that are read in place, mapped or not.
     element = jnp.arange(elements, dtype=jnp.int32)[:, None]
-    index = jnp.arange(held, dtype=jnp.int32)[None] + (held * element if rhs.ndim == 4 else 0)
-    starts, ends, index, base = (jnp.broadcast_to(x, (elements, held)) for x in (starts, ends, index, m * element))
+    index = jnp.arange(held, dtype=jnp.int32)[None] + (held * element if b.data.ndim == 4 else 0)
+    starts, ends, index, base = (jnp.broadcast_to(z, (elements, held)) for z in (starts, ends, index, m * element))
     out = _forward(
-        lhs,
-        rhs.reshape(-1, *rhs.shape[-2:]),
-        *(x.reshape(-1) for x in (starts, ends, index, base)),
+        a.data,
+        b.data.reshape(-1, *b.data.shape[-2:]),
+        *(z.reshape(-1) for z in (starts, ends, index, base)),
         rows=elements * m,
-        transpose_rhs=transpose_rhs,
-        dtype=preferred_element_type,
-        precision=precision,
-        tallest=tiling[0] if tiling else None,
-        existing_out=None if existing_out is None else existing_out.reshape(elements * m, -1),
+        axis=b.axis(contracted),
+        dtype=call.dtype,
+        precision=call.options.precision,
+        heights=launch.config.heights[letter],
+        existing=None if existing is None else existing.reshape(elements * m, -1),
     )
     return out if batch is None else out.reshape(batch, m, -1)
 
 
-def transposed_grouped_matmul(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    *,
-    preferred_element_type: Any,
-    precision: Any = None,
-    tiling: tuple[int, int, int] | None = None,
-    group_offset: Array | None = None,
-    num_actual_groups: int | None = None,
-    existing_out: Array | None = None,
-    sum_batch: bool = False,
-    target: Target = ANY_TARGET,
-) -> Array:
-    """`[a, m] × [m, b] -> [h, a, b]`: see the contract in `ragged.kernels`."""
-    lhs = lhs.mT  # [m, a]; cancels where the caller's was an `mT`
-    m = lhs.shape[-2]
-    held = group_sizes.shape[-1] if num_actual_groups is None else num_actual_groups
-    starts, ends = schedule.segments(group_sizes, m, group_offset, held)
-    batch = batch_size((lhs, 2), (rhs, 2), (starts, 1))
-    elements = 1 if batch is None else batch
-    base = m * jnp.arange(elements, dtype=jnp.int32)[:, None]
-    starts, ends, base = (jnp.broadcast_to(x, (elements, held)) for x in (starts, ends, base))
-    if batch is not None and not sum_batch:
-        starts, ends, base = (x.reshape(1, -1) for x in (starts, ends, base))
-        existing_out = None if existing_out is None else existing_out.reshape(-1, *existing_out.shape[-2:])
+def _transposed_grouped(launch: Launch, x: Operands) -> Array:
+    """The ragged letter is contracted: `[k, m] × [k, n] -> [h, m, n]`."""
+    call, (a, b), existing = launch.call, launch.call.terms(x), x.epilogue.existing
+    letter = a.letters[0]
+    k, held = a.extent(letter), call.shape[0]
+    starts, ends = schedule.segments(x.sizes[letter], k, x.offset, held)
+    batch = call.batch(x)
+    keeps_batch, elements = batch is not None and call.out_batch, 1 if batch is None else batch
+    base = k * jnp.arange(elements, dtype=jnp.int32)[:, None]
+    starts, ends, base = (jnp.broadcast_to(z, (elements, held)) for z in (starts, ends, base))
+    if keeps_batch:
+        starts, ends, base = (z.reshape(1, -1) for z in (starts, ends, base))
+        existing = None if existing is None else existing.reshape(-1, *existing.shape[-2:])
     out = _wgrad(
-        lhs,
-        rhs,
+        a.data,
+        b.data,
         starts,
         ends,
         base,
-        dtype=preferred_element_type,
-        precision=precision,
-        tallest=tiling[0] if tiling else None,
-        existing_out=existing_out,
-        portable=target.portable,
+        dtype=call.dtype,
+        precision=call.options.precision,
+        heights=launch.config.heights[letter],
+        existing=existing,
+        portable=launch.target.portable,
     )
-    return out if batch is None or sum_batch else out.reshape(batch, held, *out.shape[-2:])
-
-
-def batch_size(*operands: tuple[Array, int]) -> Any:
-    """The batch axis's extent, from arrays and the ranks they have without it; None if there is none."""
-    return next((x.shape[0] for x, ndim in operands if x.ndim > ndim), None)
+    return out.reshape(batch, held, *out.shape[-2:]) if keeps_batch else out
 
 
 def _forward(
@@ -310,22 +275,23 @@ def _forward(
     base: Int[Array, " s"],
     *,
     rows: Any,
-    transpose_rhs: bool,
+    axis: int,
     dtype: Any,
     precision: Any,
-    tallest: int | None,
-    existing_out: Shaped[Array, "rows n"] | None,
+    heights: tuple[int, ...],
+    existing: Shaped[Array, "rows n"] | None,
 ) -> Shaped[Array, "rows n"]:
     """Rows `starts[i]:ends[i]` of `lhs` times `rhs[index[i]]`, `base[i]` rows further down; other rows are zero.
 
-    Where `lhs` has a batch axis, they are read `base[i]` rows further down too.
+    `axis` of a matrix of `rhs` is contracted. Where `lhs` has a batch axis, they are read `base[i]` rows further down
+    too.
     """
     common = compute_dtype(lhs.dtype, rhs.dtype)
     accumulator = accumulator_dtype(common)
-    m, n = lhs.shape[-2], rhs.shape[1 if transpose_rhs else 2]
+    m, n = lhs.shape[-2], rhs.shape[2 - axis]
     lhs, is_stacked = lhs.reshape(-1, lhs.shape[-1]), lhs.ndim > 2
-    dims = (((1,), (1 if transpose_rhs else 0,)), ((), ()))
-    heights, full, _, last = _tiles(m, ends - starts, tallest)
+    dims = (((1,), (axis,)), ((), ()))
+    full, _, last = _cover(heights, ends - starts)
 
     def segment(start: Array, end: Array, which: Array, base: Array, full: Array, last: Array, out: Array) -> Array:
         weight = lax.dynamic_index_in_dim(rhs, which, 0, keepdims=False).astype(common)
@@ -336,16 +302,15 @@ def _forward(
             at = at + base
             y = lax.dot_general(x, weight, dims, precision=precision, preferred_element_type=accumulator)
             old = lax.dynamic_slice_in_dim(out, at, height)
-            if existing_out is not None:
-                y = add_wide(y, _from_carry(old, dtype))
-            y = jnp.where(mine, _to_carry(y.astype(dtype)), old)  # a neighbour's rows stay
+            y = finish(y, None if existing is None else _from_carry(old, dtype), dtype)
+            y = jnp.where(mine, _to_carry(y), old)  # a neighbour's rows stay
             return lax.dynamic_update_slice_in_dim(out, y, at, 0)
 
         # The start depends on the loop's variable, or XLA would hoist the dot and run it even where there is no trip.
         out = lax.fori_loop(_ZERO, full, lambda step, out: visit(heights[-1], start + step * heights[-1], out), out)
         return lax.switch(last, [partial(visit, height) for height in heights], start + full * heights[-1], out)
 
-    out = jnp.zeros((rows, n), dtype) if existing_out is None else existing_out
+    out = jnp.zeros((rows, n), dtype) if existing is None else existing
     out = _for_each(ends > starts, (starts, ends, index, base, full, last), segment, _to_carry(out))
     return _from_carry(out, dtype)
 
@@ -359,8 +324,8 @@ def _wgrad(
     *,
     dtype: Any,
     precision: Any,
-    tallest: int | None,
-    existing_out: Shaped[Array, "h a b"] | None,
+    heights: tuple[int, ...],
+    existing: Shaped[Array, "h a b"] | None,
     portable: bool,
 ) -> Shaped[Array, "h a b"]:
     """`out[i]` is the sum over `e` of `lhs[rows].T @ rhs[rows]`, where the rows are `starts[e, i]:ends[e, i]`.
@@ -386,7 +351,7 @@ def _wgrad(
 
     def segment(start: Array, end: Array, base: Array) -> Array:
         # The partial tile comes first and starts the sum, so most groups need no addition.
-        heights, full, rest, last = _tiles(m, end - start, tallest)
+        full, rest, last = _cover(heights, end - start)
         middle = start + rest
         total = lax.switch(last, [partial(tile, height) for height in heights], start, middle, base)
 
@@ -404,12 +369,12 @@ def _wgrad(
                 return total + segment(starts[e, i], ends[e, i], base[e, i])
 
             total = lax.fori_loop(_ZERO, jnp.asarray(elements, jnp.int32), add, jnp.zeros((a, b), accumulator))
-        if existing_out is not None:
-            old = lax.dynamic_index_in_dim(out, i, 0, keepdims=False)
-            total = add_wide(total, _from_carry(old, dtype))
-        return lax.dynamic_update_index_in_dim(out, _to_carry(total.astype(dtype)), i, 0)
+        old = None
+        if existing is not None:
+            old = _from_carry(lax.dynamic_index_in_dim(out, i, 0, keepdims=False), dtype)
+        return lax.dynamic_update_index_in_dim(out, _to_carry(finish(total, old, dtype)), i, 0)
 
-    out = jnp.zeros((h, a, b), dtype) if existing_out is None else existing_out
+    out = jnp.zeros((h, a, b), dtype) if existing is None else existing
     out = _for_each(jnp.any(ends > starts, axis=0), (jnp.arange(h, dtype=jnp.int32),), group, _to_carry(out))
     return _from_carry(out, dtype)
 
@@ -420,16 +385,14 @@ _HEIGHTS = (16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 _ZERO = np.int32(0)  # loops from it count in int32, under x64 too
 
 
-def _tiles(m: Any, size: Array, tallest: int | None) -> tuple[list[int], Array, Array, Array]:
-    """How `size` rows are covered: `full` tiles of the tallest height, and one more, the least that holds what remains.
+def _cover(heights: tuple[int, ...], size: Array) -> tuple[Array, Array, Array]:
+    """How `size` rows are covered: tiles of the tallest height, and one more, the least that holds what remains.
 
-    Returns the heights, `full`, the remaining rows (1 up to the tallest height), and the index of their tile's height.
+    Returns how many tall ones, the remaining rows (1 up to the tallest height), and the index of their tile's height.
     """
-    # A tile as tall as the buffer would have its dot hoisted out of its loop, where there is more than one.
-    heights = [t for t in _HEIGHTS if t < m and t <= (tallest or t)] or [min(m, tallest or m)]
     full = jnp.maximum(size - 1, 0) // heights[-1]
     rest = size - full * heights[-1]
-    return heights, full, rest, jnp.asarray(np.searchsorted(heights, np.arange(heights[-1] + 1)), jnp.int32)[rest]
+    return full, rest, jnp.asarray(np.searchsorted(heights, np.arange(heights[-1] + 1)), jnp.int32)[rest]
 
 
 def _window(m: Any, height: int, start: Array, end: Array) -> tuple[Array, Array]:
@@ -474,46 +437,34 @@ def _from_carry(x: Array, dtype: Any) -> Array:
     return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
 
 
-def batched_matmul(
-    lhs: Array,
-    rhs: Array,
-    *,
-    axes: tuple[str, str, str],
-    preferred_element_type: Any,
-    precision: Any = None,
-    tiling: dict[str, int] | None = None,
-    existing_out: Array | None = None,
-    target: Target = ANY_TARGET,
-) -> Array:
-    """Uniform × uniform: one `einsum` over the group axis.
+def _batched(launch: Launch, x: Operands) -> Array:
+    """No letter ragged: one `einsum` over the group axis.
 
     A batch axis of both operands is folded into the group axis, one of a single operand into the letter that it keeps.
     So a dot has three letters besides the groups: XLA's CPU backend can't run every other one in bfloat16.
     """
-    common = compute_dtype(lhs.dtype, rhs.dtype)
+    call, p = launch.call, launch.call.product
+    common = compute_dtype(x.lhs.data.dtype, x.rhs.data.dtype)
 
-    def dot(x: Array, y: Array, axes: tuple[str, str, str]) -> Array:
+    def dot(lhs: Array, rhs: Array, axes: tuple[str, str, str]) -> Array:
         return jnp.einsum(
             f"g{axes[0]},g{axes[1]}->g{axes[2]}",
-            x,
-            y,
-            precision=precision,
+            lhs,
+            rhs,
+            precision=call.options.precision,
             preferred_element_type=accumulator_dtype(common),
         )
 
-    lhs, rhs = lhs.astype(common), rhs.astype(common)
+    lhs, rhs = x.lhs.data.astype(common), x.rhs.data.astype(common)
     if lhs.ndim == rhs.ndim:
-        out = dot(lhs.reshape(-1, *lhs.shape[-2:]), rhs.reshape(-1, *rhs.shape[-2:]), axes)
+        out = dot(lhs.reshape(-1, *lhs.shape[-2:]), rhs.reshape(-1, *rhs.shape[-2:]), (p.lhs, p.rhs, p.out))
         out = out.reshape(*lhs.shape[:-2], *out.shape[-2:])
     else:
-        (mapped, letters), (other, other_letters) = sorted(
-            zip((lhs, rhs), axes, strict=False), key=lambda x: -x[0].ndim
-        )
-        kept, contracted = sorted(letters, key=lambda letter: letter not in axes[2])
-        new = axes[2].replace(kept, "")
+        (mapped, letters), (other, other_letters) = sorted(((lhs, p.lhs), (rhs, p.rhs)), key=lambda term: -term[0].ndim)
+        kept, contracted = sorted(letters, key=lambda letter: letter not in p.out)
+        new = p.out.replace(kept, "")
         rows = jnp.einsum(f"bg{letters}->gb{kept}{contracted}", mapped)
         folded = rows.reshape(rows.shape[0], -1, rows.shape[-1])
         out = dot(folded, other, (kept + contracted, other_letters, kept + new))
-        out = jnp.einsum(f"gb{kept}{new}->bg{axes[2]}", out.reshape(*rows.shape[:-1], out.shape[-1]))
-    out = out if existing_out is None else add_wide(out, existing_out)
-    return out.astype(preferred_element_type)
+        out = jnp.einsum(f"gb{kept}{new}->bg{p.out}", out.reshape(*rows.shape[:-1], out.shape[-1]))
+    return finish(out, x.epilogue.existing, call.dtype)

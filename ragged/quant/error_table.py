@@ -10,13 +10,12 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
-from ragged._lowering import Call, Operands
-from ragged._matmul import plan_matmul
-from ragged._primitive import bind
-from ragged._quantize import LARGEST
-from ragged._recipe import PRESETS, Cast, Pair, Recipe, as_tensor, casts_of, derivative_of, past_of, quantize_operand
-from ragged._shared import product_with_shared
-from ragged._tensor import GroupedTensor, describe, is_concrete
+from ragged._matmul import product_of
+from ragged.product.operands import Call, Epilogue, Operand, Operands
+from ragged.product.primitive import bind, derivative
+from ragged.quant.quantize import LARGEST
+from ragged.quant.recipe import PRESETS, Cast, Pair, Recipe, as_tensor, casts_of, past_of, quantize_operand
+from ragged.tensor.tensor import GroupedTensor, describe, is_concrete
 
 PRODUCTS = ("forward", "dgrad", "wgrad")
 
@@ -138,27 +137,23 @@ def error_table(
     if dy is not None:
         dy = dy.dequantize().astype(jnp.float32) if isinstance(dy, GroupedTensor) else jnp.asarray(dy, jnp.float32)
     # Any recipe will do: it only says that operands must be floats.
-    plan = plan_matmul(
+    product = product_of(
         x, w, preferred_element_type=jnp.float32, precision="highest", existing_out=dy, recipe=recipes[0]
     )
-    products: list[tuple[Operands, Call]] = []
-
-    def run(operands: Operands, call: Call) -> Array:
-        products.append((operands, call))
-        return jnp.zeros(call.shape, call.dtype)
-
-    product_with_shared(run, plan.operands, plan.call)
-    (operands, call), *_ = products
-    ct = jax.random.normal(jax.random.key(0), call.shape) if dy is None else operands.existing
-    operands = operands._replace(existing=None)
+    operands, call = product.operands, product.call
+    ct = jax.random.normal(jax.random.key(0), call.shape) if dy is None else operands.epilogue.existing
+    operands = operands._replace(epilogue=Epilogue())
     left = call.product.ragged == "n"  # then `lhs` is the weight
     error, sqnr, underflow, overflow = (np.zeros((len(recipes), len(PRODUCTS))) for _ in range(4))
     worst_group = np.full(error.shape, -1)
-    group_sqnr = np.full((*error.shape, _num_groups(operands)), np.nan)
+    group_sqnr = np.full((*error.shape, operands.num_groups), np.nan)
     for j, wrt in enumerate((None, "rhs", "lhs") if left else (None, "lhs", "rhs")):
-        of, its = (operands, call) if wrt is None else derivative_of(wrt, operands, call, ct)
-        its = its._replace(dtype=jnp.float32)
-        exact = _product(of._replace(lhs=of.lhs.astype(jnp.float32), rhs=of.rhs.astype(jnp.float32)), its)
+        of, its = operands, call
+        if wrt is not None:
+            of, its = derivative(wrt, ct, operands, call, getattr(operands, wrt).data)
+        its = its._replace(dtype=jnp.float32, out_batch=False)
+        lhs, rhs = (Operand(each.data.astype(jnp.float32)) for each in (of.lhs, of.rhs))
+        exact = _product(of._replace(lhs=lhs, rhs=rhs), its)
         for i, recipe in enumerate(recipes):
             casts, history = casts_of(recipe, call)
             how = casts.forward if wrt is None else casts.derivative(wrt).forward
@@ -182,10 +177,6 @@ def error_table(
     return ErrorTable(names, error, sqnr, underflow, overflow, worst_group, group_sqnr)
 
 
-def _num_groups(operands: Operands) -> int:
-    return operands.sizes[0].shape[0] if operands.sizes else operands.lhs.shape[0]
-
-
 @jax.jit(static_argnames="call")
 def _product(operands: Operands, call: Call) -> Array:
     """The product in float32: one program for the exact operands and for those of every recipe."""
@@ -193,11 +184,10 @@ def _product(operands: Operands, call: Call) -> Array:
 
 
 @jax.jit(static_argnames="call")
-def _powers(exact: Array, got: Array, sizes: tuple[Array, ...], call: Call) -> tuple[Array, Array]:
+def _powers(exact: Array, got: Array, sizes: dict[str, Array], call: Call) -> tuple[Array, Array]:
     """Each group's signal and noise power."""
-    of = dict(zip(call.product.ragged, sizes, strict=True))
     signal, noise = (
-        GroupedTensor(jnp.square(z), *(of.get(letter) for letter in call.product.out)).sum()
+        GroupedTensor(jnp.square(z), *(sizes.get(letter) for letter in call.product.out)).sum()
         for z in (exact, got - exact)
     )
     return signal, noise
@@ -211,7 +201,7 @@ def _rounded(operands: Operands, call: Call, how: Pair, past: Array | None) -> t
         x, letters = as_tensor(name, operands, call)
         data, counts = _quantized(x, cast, None if past is None else past[i])
         turned = letters != getattr(call.product, name)
-        operands = operands._replace(**{name: data.mT if turned else data})
+        operands = operands._replace(**{name: Operand(data.mT if turned else data)})
         total += np.array(jax.device_get(counts), np.float64)
     return operands, total
 

@@ -120,12 +120,12 @@ def shared(problem: Problem, config: Config, on: Chip) -> int:
     return max(loaded, config.r * config.c * 4 // (1 if problem.slow else 2)) + 1024
 
 
-def illegal(tile: dict[str, int]) -> tuple[str, str]:
-    """Which rule a tiling breaks, and the nearest that breaks none; two "" if it is legal."""
+def illegal(tile: dict[str, int]) -> tuple[str, str] | None:
+    """Which rule a tiling breaks, and the nearest that breaks none; None if it is legal."""
     near = {x: max(SMALLEST, 1 << (t - 1).bit_length()) for x, t in tile.items()}
     wrong = next((letter for letter in tile if near[letter] != tile[letter]), None)
     if wrong is None:
-        return "", ""
+        return None
     return (
         f"tile_{wrong}={tile[wrong]} must be a power of two, and {SMALLEST} or more, on a GPU.",
         f"The nearest legal tiling is {tuple(near[letter] for letter in 'mkn')}.",

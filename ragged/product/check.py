@@ -7,14 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.experimental.pallas.tpu import InterpretParams
 
-from ragged._lowering import Call, Options, check_backend, illegal_tiling
 from ragged._mesh import refuse_explicit
-from ragged._scaling import is_count
-from ragged._tensor import GroupedTensor, describe, is_arraylike
-from ragged.kernels.schedule import as_int32
-from ragged.kernels.xla import accumulator_dtype, promote
+from ragged.backends.base import Refusal, Target
+from ragged.backends.schedule import as_int32
+from ragged.product import lowering
+from ragged.product.operands import Call, Operand, Operands, Options
+from ragged.quant.formats import accumulator_dtype, promote
+from ragged.quant.scaling import is_count
+from ragged.tensor.tensor import GroupedTensor, describe, is_arraylike
 
 Tiling = tuple[int, int, int] | Callable[[int, int, int], tuple[int, int, int] | None] | None
 
@@ -70,18 +71,33 @@ def result_dtype(site: Site, lhs: Any, rhs: Any, preferred: Any, existing: Any) 
     return promote(wide[0], wide[-1]) if wide else jnp.dtype(jnp.bfloat16)
 
 
+def check_backend(site: Site, name: Any) -> None:
+    """Raises a `ValueError` unless `name` is None or an available backend."""
+    backends = lowering.BACKENDS
+    if name is None or (isinstance(name, str) and name in backends and not backends[name].missing):
+        return
+    available = [repr(known) for known, backend in backends.items() if not backend.missing]
+    missing = [f" Not available: {n!r} ({backend.missing})." for n, backend in backends.items() if backend.missing]
+    problem = "is not available here" if name in list(backends) else "does not exist"
+    raise ValueError(
+        f"`{site.call}`: backend {name!r} {problem}.\n"
+        f"Available: {', '.join(available)}.{''.join(missing)}\n"
+        "`backend=None` takes the platform's own."
+    )
+
+
 def check_options(
     site: Site, backend: Any, precision: Any, tiling: Any, interpret: Any, extents: tuple[Any, Any, Any]
 ) -> Options:
     """The options of a call whose product is `extents = (m, k, n)`."""
-    check_backend(backend, site.call)
+    check_backend(site, backend)
     try:
         if precision is not None:
             one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
             jax.eval_shape(lambda x: jax.lax.dot(x, x, precision=precision), one)
     except (TypeError, ValueError):
         site.fail(ValueError, f"unknown `precision` {precision!r}.", "Pass what `jax.lax.dot_general` takes.")
-    if not isinstance(interpret, bool | InterpretParams):
+    if not isinstance(interpret, bool) and not _is_interpret_params(interpret):
         site.fail(
             TypeError,
             f"`interpret` must be a bool, not {interpret!r}.",
@@ -109,11 +125,25 @@ def check_options(
     return Options(precision=precision, backend=backend, tiling=tiling, interpret=interpret)
 
 
-def check_tiling(site: Site, call: Call, lhs: Any, rhs: Any) -> None:
-    """Whether the kernels that were asked for by name can use the tiling that was asked for."""
-    problem, mend = illegal_tiling(call.options.backend, call, lhs, rhs)
-    if problem:
-        site.fail(ValueError, problem, mend)
+def check_plan(site: Site, x: Operands, call: Call, casts: tuple[Any, Any] = (None, None)) -> None:
+    """Whether the kernels that were asked for by name can do what was asked of them. `casts`: of a recipe."""
+    name = call.options.backend
+    if name in (None, "xla"):
+        return
+    narrow = [
+        Operand(jax.ShapeDtypeStruct(data.shape, getattr(cast, "dtype", None) or data.dtype))
+        for (data, _), cast in zip((x.lhs, x.rhs), casts, strict=True)
+    ]
+    avals = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), x._replace(lhs=narrow[0], rhs=narrow[1]))
+    found = lowering.ask(name, avals, call._replace(out_batch=True), Target(interpret=True))
+    if isinstance(found, Refusal) and found.mend:
+        site.fail(found.error, found.reason, found.mend)
+
+
+def _is_interpret_params(x: Any) -> bool:
+    from jax.experimental.pallas.tpu import InterpretParams  # which imports all of Pallas
+
+    return isinstance(x, InterpretParams)
 
 
 def check_offset(site: Site, group_offset: Any) -> Array | None:

@@ -29,10 +29,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import ManualAxisType
 
-from ragged.kernels import ANY_TARGET, Refused, Scales, Target, kernel_metadata, schedule, tpu_scales
-from ragged.kernels.pipeline import in_place
-from ragged.kernels.tpu_tiling import LANES, SMEM, round_up
-from ragged.kernels.xla import accumulator_dtype, compute_dtype
+from ragged.backends import schedule
+from ragged.backends.base import Launch, Refusal, Target, cost, kernel_metadata
+from ragged.backends.tpu import scales as tpu_scales
+from ragged.backends.tpu.pipeline import in_place
+from ragged.backends.tpu.tiles import LANES, SMEM, round_up
+from ragged.product.operands import Call, Operands, Scales
+from ragged.quant.formats import accumulator_dtype, compute_dtype
 
 _LARGEST_TILE, _LARGEST_UNIFORM_TILE = 512, 2048
 _VMEM = 12 << 20
@@ -210,57 +213,68 @@ class _Problem(NamedTuple):
         return tables.begin[letter][group], tables.end[letter][group]
 
 
-def tiled_matmul(
-    lhs: Array,
-    rhs: Array,
-    sizes: dict[str, Array],
-    *,
-    axes: tuple[str, str, str],
-    shape: tuple[int, ...],
-    preferred_element_type: Any,
-    precision: Any = None,
-    tiling: dict[str, int] | None = None,
-    existing_out: Array | None = None,
-    lhs_scales: Scales | None = None,
-    rhs_scales: Scales | None = None,
-    target: Target = ANY_TARGET,
-) -> Array:
-    """The product where two or three letters are ragged: see the contract in `ragged.kernels`.
+def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
+    """How the kernel runs a product: see `ragged.backends.base`. Tiles fit every generation.
 
-    A batch axis is a dim of the grid; the sizes must be the same for all batch elements. Tiles fit every generation.
-    `target.input_buffer_count` is 2 here: only the calls for one ragged letter let one ask for more.
+    `input_buffer_count` is 2 here: only the kernels for one ragged letter let one ask for more.
+    """
+    operands, scales = jax.eval_shape(partial(_inputs, call=call), x)
+    problem = _problem(
+        operands,
+        scales,
+        x.sizes,
+        (call.product.lhs, call.product.rhs, call.product.out),
+        call.shape,
+        jnp.dtype(call.dtype),
+        x.epilogue.existing is not None,
+        call.options.precision,
+        call.options.tiles,
+    )
+    if problem.smem > SMEM:
+        return Refusal(f"up to {problem.visits} visits: more than a TPU's scalar memory can list")
+    return Launch(
+        "pallas_tpu",
+        "tiled_matmul",
+        call,
+        target,
+        config=problem.tile,
+        source="tiling" if call.options.tiling else "model",
+        visits=problem.visits,
+        problem=problem,
+        **cost(call, x),
+    )
+
+
+def run(launch: Launch, x: Operands) -> Array:
+    """Two or three letters ragged. A batch axis is a dim of the grid; all its elements have the same sizes.
 
     Scales of an operand `[packed, other]` with a group's element in row `i`, column `j` of it are `values[i, j // c]`
     for `block=(1, c)`, and `values[group, j // c]` for `block=(None, c)`; `c=None` means all columns, and one column of
     values. A group's columns begin at 0, whether they are ragged or not, so no block straddles two groups. No value of
     the tail matters.
-
-    **Raises:** `Refused` where there are more of them than a TPU's scalar memory can list.
     """
-    common = compute_dtype(lhs.dtype, rhs.dtype)
-    operands = {"lhs": lhs, "rhs": rhs}
-    for name, x in operands.items():
-        x = x if x.dtype.name in _LOADED else x.astype(common)
-        operands[name] = x if x.ndim == 3 else x[None]
-    scales = {
-        name: _arranged(given, operands[name].shape[-1])
-        for name, given in (("lhs", lhs_scales), ("rhs", rhs_scales))
-        if given is not None
-    }
-    dtype, has_existing = jnp.dtype(preferred_element_type), existing_out is not None
-    problem = _problem(operands, scales, sizes, axes, shape[-2:], dtype, has_existing, precision, tiling)
-    if problem.smem > SMEM:
-        raise Refused(
-            f"up to {problem.visits} visits: more than a TPU's scalar memory can list.\nPass a larger `tiling`."
-        )
-    batch = next((x.shape[0] for x in (lhs, rhs) if x.ndim == 3), None)
-    out = jax.ShapeDtypeStruct((batch or 1, *shape[-2:]), problem.dtype, manual_axis_type=ManualAxisType())
-    existing = None if existing_out is None else existing_out.astype(out.dtype).reshape(out.shape)
+    call, problem, existing, batch = launch.call, launch.problem, x.epilogue.existing, launch.call.batch(x)
+    p, shapes = call.product, (x.lhs.data.shape, x.rhs.data.shape, call.shape)
+    operands, scales = _inputs(x, call)
+    out = jax.ShapeDtypeStruct((batch or 1, *call.shape), problem.dtype, manual_axis_type=ManualAxisType())
     with jax.named_scope("ragged_tiled_matmul"):
-        tables, visits = _tables(problem, sizes, axes, (lhs.shape, rhs.shape, shape))
+        tables, visits = _tables(problem, x.sizes, (p.lhs, p.rhs, p.out), shapes)
         inputs = operands | {f"{name} scales": given.values for name, given in scales.items()}
-        product = _launch(problem, tables, visits, inputs, existing, out, target.interpret)
+        given = None if existing is None else existing.reshape(out.shape)
+        product = _launch(launch, tables, visits, inputs, given, out)
     return product if batch is not None else product[0]
+
+
+def _inputs(x: Operands, call: Call) -> tuple[dict[str, Array], dict[str, Scales]]:
+    """The operands as they are fetched, `[e, packed, other]`, and their scales; by name."""
+    common = compute_dtype(x.lhs.data.dtype, x.rhs.data.dtype)
+    operands, scales = {}, {}
+    for name, (data, given) in (("lhs", x.lhs), ("rhs", x.rhs)):
+        data = data if data.dtype.name in _LOADED else data.astype(common)
+        operands[name] = data if data.ndim == 3 else data[None]
+        if given is not None:
+            scales[name] = _arranged(given, data.shape[-1])
+    return operands, scales
 
 
 def _arranged(scales: Scales, columns: int) -> Scales:
@@ -319,7 +333,7 @@ def _problem(
         def factor(operand: _Operand, letters: str) -> _Factor | None:
             if operand.name not in scales:
                 return None
-            values, (row, extent) = scales[operand.name]
+            values, (row, extent) = scales[operand.name].values, scales[operand.name].block
             rows = _Side("group", _SUBLANES, num_groups) if row is None else operand.sides[0]
             columns = operand.sides[1] if extent == 1 else _Side("", _round_up(values.shape[2]), 1)
             source = _Operand(f"{operand.name} scales", values.dtype, jnp.float32, values.shape[0] > 1, (rows, columns))
@@ -448,18 +462,18 @@ def _tables(
 
 
 def _launch(
-    p: _Problem,
+    launch: Launch,
     tables: _Tables,
     visits: Array,
     inputs: dict[str, Array],
     existing: Array | None,
     out: jax.ShapeDtypeStruct,
-    interpret: Any,
 ) -> Array:
     """Runs the kernel: `[e, packed, other] × [e, packed, other] -> [e, rows, columns]`, where an `e` may be 1.
 
     `inputs`: by name, the operands and their scales.
     """
+    p, interpret = launch.problem, launch.target.interpret
     scalars, tree = jax.tree.flatten(tables)
     grid = (
         1 if p.column in p.ragged else p.tiles(p.column),  # first: two cores share only a first dim
@@ -503,11 +517,10 @@ def _launch(
         place = p.place([pl.program_id(i) for i in range(4)], t)
         _body(p, t, place, blocks, windows, existing_ref, out_ref, accumulator)
 
-    flops = 2 * out.shape[0] * p.extent["m"] * p.extent["k"] * p.extent["n"] // p.num_groups ** (len(p.ragged) - 1)
-    moved = [*inputs.values(), out] if existing is None else [*inputs.values(), existing, out]
     tile = "x".join(str(p.tile[letter]) for letter in "mkn")
     first, second = ("".join(side.letter for side in operand.sides) for operand in p.operands)
     dtypes = (*(operand.dtype for operand in p.operands), p.dtype)
+    estimate = {"flops": launch.flops, "bytes_accessed": launch.bytes_accessed, "transcendentals": 0}
     given = [*scalars, *arrays, *([] if existing is None else [existing])]
     return pl.pallas_call(
         kernel,
@@ -525,9 +538,7 @@ def _launch(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
         ),
-        cost_estimate=pl.CostEstimate(
-            flops=flops, bytes_accessed=sum(x.size * x.dtype.itemsize for x in moved), transcendentals=0
-        ),
+        cost_estimate=pl.CostEstimate(**estimate),
         input_output_aliases={} if existing is None else in_place(len(given) - 1, out, out_spec, interpret),
         interpret=interpret,
         name=f"tiled_matmul_{tile}",

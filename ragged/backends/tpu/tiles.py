@@ -62,8 +62,10 @@ def block_bytes(rows: int, columns: int, dtype: Any) -> int:
     return round_up(rows, sublanes(dtype)) * round_up(columns, LANES) * jax.dtypes.itemsize_bits(dtype) // 8
 
 
-def illegal(tile: dict[str, int], extents: dict[str, int], ragged: str, dtypes: tuple[Any, ...]) -> tuple[str, str]:
-    """Which rule a tiling breaks, and the nearest that breaks none; two "" if it is legal.
+def illegal(
+    tile: dict[str, int], extents: dict[str, int], ragged: str, dtypes: tuple[Any, ...]
+) -> tuple[str, str] | None:
+    """Which rule a tiling breaks, and the nearest that breaks none; None if it is legal.
 
     A tile of rows (of a ragged letter) must be a multiple of the dtypes' sublanes, any other of 128 lanes, unless it
     holds the whole extent.
@@ -72,7 +74,7 @@ def illegal(tile: dict[str, int], extents: dict[str, int], ragged: str, dtypes: 
     near = {x: t if t >= extents[x] or t % unit[x] == 0 else round_up(t, unit[x]) for x, t in tile.items()}
     wrong = next((letter for letter in tile if near[letter] != tile[letter]), None)
     if wrong is None:
-        return "", ""
+        return None
     names = ", ".join(jnp.dtype(d).name for d in dict.fromkeys(dtypes))
     what = f"the sublanes of {names}" if wrong in ragged else "the lanes"
     return (

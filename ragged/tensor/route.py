@@ -16,13 +16,13 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int, Shaped
 
-from ragged._arithmetic import broadcast_wide
-from ragged._check import Site
 from ragged._mesh import vary_together
-from ragged._scaling import is_count
-from ragged._tensor import GroupedTensor, is_arraylike, is_concrete
-from ragged.kernels.schedule import as_int32, count_up_to
-from ragged.kernels.xla import accumulator_dtype
+from ragged.backends.schedule import as_int32, count_up_to
+from ragged.product.check import Site
+from ragged.quant.formats import accumulator_dtype
+from ragged.quant.scaling import is_count
+from ragged.tensor.arithmetic import broadcast_wide
+from ragged.tensor.tensor import GroupedTensor, is_arraylike, is_concrete
 
 
 class Route(eqx.Module):

@@ -20,11 +20,11 @@ from jax.core import Tracer
 from jaxtyping import Int, Shaped
 
 from ragged._mesh import refuse_explicit
-from ragged.kernels import schedule
-from ragged.kernels.xla import accumulator_dtype
+from ragged.backends import schedule
+from ragged.quant.formats import accumulator_dtype
 
 if TYPE_CHECKING:
-    from ragged._tensor import GroupedTensor
+    from ragged.tensor.tensor import GroupedTensor
 
 
 class per_group(eqx.Module):

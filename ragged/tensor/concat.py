@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ragged._mesh import refuse_explicit
-from ragged._tensor import GroupedTensor, as_int32, describe
-from ragged.kernels import schedule
+from ragged.backends import schedule
+from ragged.tensor.tensor import GroupedTensor, as_int32, describe
 
 
 def concat(tensors: Iterable[GroupedTensor] | Any) -> GroupedTensor:

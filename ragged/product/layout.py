@@ -22,32 +22,40 @@ set is closed, and the gradient rules need no case of their own.
 
 from typing import NamedTuple
 
+NAMES = {
+    "": "batched",
+    "m": "forward",
+    "n": "forward_left",
+    "k": "wgrad",
+    "mn": "outer",
+    "mk": "inner_rows",
+    "kn": "inner_columns",
+    "mkn": "ragged",
+}
+"""The layouts by their ragged letters, in the order `m`, `k`, `n`. Everything else about them follows."""
+
 
 class Layout(NamedTuple):
-    """One row of the table. `ragged` holds the ragged letters, in the order `m`, `k`, `n`."""
+    """Which of the letters `m`, `k`, `n` are ragged, in this order."""
 
-    name: str
     ragged: str
-    lhs: str
-    rhs: str
-    out: str
-    dlhs: str
-    drhs: str
+
+    @property
+    def name(self) -> str:
+        return NAMES[self.ragged]
+
+    def kind(self, term: str) -> str:
+        """`"R·U"` and so on: first·last dim of a term such as `"mk"`."""
+        return "·".join("R" if letter in self.ragged else "U" for letter in term)
+
+    def derivative(self, wrt: str) -> "Layout":
+        """The layout of the product that gives the cotangent of `"lhs"` or `"rhs"`."""
+        other = {"lhs": {"k": "n", "n": "k"}, "rhs": {"k": "m", "m": "k"}}[wrt]
+        letters = {other.get(letter, letter) for letter in self.ragged}
+        return Layout("".join(letter for letter in "mkn" if letter in letters))
 
 
-LAYOUTS: dict[str, Layout] = {
-    row.ragged: row
-    for row in (
-        Layout("batched", "", "U·U", "U·U", "U·U", dlhs="batched", drhs="batched"),
-        Layout("forward", "m", "R·U", "U·U", "R·U", dlhs="forward", drhs="wgrad"),
-        Layout("forward_left", "n", "U·U", "U·R", "U·R", dlhs="wgrad", drhs="forward_left"),
-        Layout("wgrad", "k", "U·R", "R·U", "U·U", dlhs="forward_left", drhs="forward"),
-        Layout("outer", "mn", "R·U", "U·R", "R·R", dlhs="inner_rows", drhs="inner_columns"),
-        Layout("inner_rows", "mk", "R·R", "R·U", "R·U", dlhs="outer", drhs="inner_rows"),
-        Layout("inner_columns", "kn", "U·R", "R·R", "U·R", dlhs="inner_columns", drhs="outer"),
-        Layout("ragged", "mkn", "R·R", "R·R", "R·R", dlhs="ragged", drhs="ragged"),
-    )
-}
+LAYOUTS = {letters: Layout(letters) for letters in NAMES}
 
 
 def infer_layout(lhs: tuple[bool, bool], rhs: tuple[bool, bool]) -> Layout | None:
@@ -95,3 +103,12 @@ class Product(NamedTuple):
     def ndim(self, term: str) -> int:
         """The rank of a term's buffer, without a batch axis."""
         return 3 if self.is_uniform(term) else 2
+
+    @property
+    def kernel(self) -> str:
+        """What kind of kernel computes it."""
+        if not self.ragged:
+            return "batched_matmul"
+        if len(self.ragged) > 1:
+            return "tiled_matmul"
+        return "grouped_matmul" if self.ragged in self.out else "transposed_grouped_matmul"

@@ -22,13 +22,12 @@ from jax.extend.random import define_prng_impl
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Float
 
-from ragged import _lowering
-from ragged._lowering import Call, Operands
 from ragged._mesh import vary_together
-from ragged._primitive import bind, check_cotangent
-from ragged._quantize import amax, cast, dtype_name, quantize, scale_of
-from ragged._scaling import NAMED, Scaling, is_count
-from ragged._tensor import GroupedTensor, describe, is_arraylike
+from ragged.product.operands import Call, Operand, Operands
+from ragged.product.primitive import bind, check_cotangent, derivative, epilogue_cotangent
+from ragged.quant.quantize import amax, cast, dtype_name, quantize, scale_of
+from ragged.quant.scaling import NAMED, Scaling, is_count
+from ragged.tensor.tensor import GroupedTensor, describe, is_arraylike
 
 
 @dataclass(frozen=True)
@@ -291,13 +290,6 @@ def _rows(history: Array, *order: int) -> Array:
     return jnp.stack([history[i] for i in order])
 
 
-def derivative_of(wrt: str, operands: Operands, call: Call, ct: Array) -> tuple[Operands, Call]:
-    """The product that is the cotangent of `lhs` or `rhs`."""
-    of = getattr(operands, wrt)
-    call = call._replace(product=call.product.derivative(wrt), shape=of.shape, dtype=of.dtype)
-    return operands._replace(existing=None, **{wrt: ct}), call
-
-
 def quantized_product(recipe: Recipe, operands: Operands, call: Call) -> Array:
     """The product of `operands`, quantised, with straight-through derivatives. The primitive's operands and result."""
     casts, history = casts_of(recipe, call)
@@ -309,9 +301,9 @@ def quantized_product(recipe: Recipe, operands: Operands, call: Call) -> Array:
 
 
 def _product(casts: Casts, call: Call, operands: Operands, history: Array | None) -> Array:
-    floats = {name: getattr(operands, name) for name in ("lhs", "rhs", "existing")}
-    floats, history = jax.tree.map(_reverse_only, (floats, history))
-    return _straight_through(casts, call, operands._replace(**floats), history)
+    floats = operands.lhs, operands.rhs, operands.epilogue
+    (lhs, rhs, epilogue), history = jax.tree.map(_reverse_only, (floats, history))
+    return _straight_through(casts, call, operands._replace(lhs=lhs, rhs=rhs, epilogue=epilogue), history)
 
 
 reverse_only_p = Primitive("ragged_reverse_only")
@@ -357,15 +349,14 @@ def _forward(casts: Casts, call: Call, operands: Operands, history: Array | None
 def _backward(casts: Casts, call: Call, residuals: tuple[Operands, Any], ct: Array) -> tuple[Operands, Any]:
     operands, history = residuals
     history = lax.stop_gradient(history)
-    cotangents = {}
+    cts: Operands = jax.tree.map(lambda _: None, operands)
     for wrt in ("lhs", "rhs"):
-        of_operands, of_call = derivative_of(wrt, operands, call, ct)
-        cotangents[wrt] = _product(casts.derivative(wrt), of_call, of_operands, past_of(wrt, history))
-    existing = operands.existing
-    if existing is not None:
-        existing = _lowering.zero_tail(ct, operands.sizes, call.product).astype(existing.dtype)
-    zeros = Operands(cotangents["lhs"], cotangents["rhs"], tuple(None for _ in operands.sizes), None, existing)
-    return zeros, None if history is None else _next(history, operands, call, ct)
+        product = derivative(wrt, ct, operands, call, getattr(operands, wrt).data)
+        data = _product(casts.derivative(wrt), product[1], product[0], past_of(wrt, history))
+        cts = cts._replace(**{wrt: Operand(data)})
+    if operands.epilogue.existing is not None:
+        cts = cts._replace(epilogue=epilogue_cotangent(ct, operands, call, operands.epilogue))
+    return cts, None if history is None else _next(history, operands, call, ct)
 
 
 _straight_through.defvjp(_forward, _backward)
@@ -384,17 +375,15 @@ def quantized(casts: Pair, operands: Operands, call: Call, history: Array | None
         letters = letters if stored is q else letters[::-1]
         scales = stored.kernel_scales()
         assert scales is not None
-        operands = operands._replace(**{name: stored.data, f"{name}_scales": scales.values})
+        operands = operands._replace(**{name: Operand(stored.data, scales)})
         product = product._replace(**{name: letters})
-        call = call._replace(**{f"{name}_block": scales.block})
     return operands, call._replace(product=product)
 
 
 def as_tensor(name: str, operands: Operands, call: Call) -> tuple[GroupedTensor, str]:
     """An operand of the primitive as a tensor with the contracted dim last, and its letters."""
-    buffer, letters = getattr(operands, name), getattr(call.product, name)
-    of = dict(zip(call.product.ragged, operands.sizes, strict=True))
-    x = GroupedTensor(buffer, of.get(letters[0]), of.get(letters[1]))
+    buffer, letters = getattr(operands, name).data, getattr(call.product, name)
+    x = GroupedTensor(buffer, operands.sizes.get(letters[0]), operands.sizes.get(letters[1]))
     if letters[1] == call.product.contracted:
         return x, letters
     return (GroupedTensor(buffer.mT) if x.packed_axis is None else x.mT), letters[::-1]
@@ -413,7 +402,7 @@ def quantize_operand(x: GroupedTensor, how: Cast, past: Array | None) -> Grouped
 
 def _next(history: Array, operands: Operands, call: Call, ct: Array) -> Array:
     """The history one step later: `[3, length]`."""
-    result = operands._replace(lhs=ct)  # the cotangent is stored as the operand of a dgrad
+    result = operands._replace(lhs=Operand(ct))  # the cotangent is stored as the operand of a dgrad
     tensors = [
         as_tensor("lhs", operands, call)[0],
         as_tensor("rhs", operands, call)[0],

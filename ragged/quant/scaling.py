@@ -27,7 +27,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import AbstractDtype
 
-from ragged.kernels import Scales
+from ragged.product.operands import Scales
 
 SCALE_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.float8_e8m0fnu))
 

@@ -13,26 +13,29 @@ visit's rows that are not the group's are never multiplied, a chunk at a time, o
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from ragged.kernels import ANY_TARGET, Known, Scales, Target, lacking, schedule, tpu_scales, tpu_tiling
-from ragged.kernels.pallas_tpu_tiled import tiled_matmul as tiled_matmul
-from ragged.kernels.schedule import Visits
-from ragged.kernels.tpu_launch import (
-    Launch,
+from ragged.backends import schedule
+from ragged.backends.base import Known, Launch, Refusal, Target, cost, finish, refuse
+from ragged.backends.schedule import Visits
+from ragged.backends.tpu import scales as tpu_scales
+from ragged.backends.tpu import tiled, tiles
+from ragged.backends.tpu.launch import (
+    Kernel,
     accumulate,
-    dtypes_of,
     in_chunks,
+    lanes_of,
     select_first,
     select_rows,
     with_batch,
 )
-from ragged.kernels.tpu_tiling import Problem
-from ragged.kernels.xla import add_wide, batch_size
+from ragged.backends.tpu.tiles import Problem
+from ragged.product.operands import Call, Operands
+from ragged.quant.formats import compute_dtype
 
 _KNOWN = Known(
     operands=("bfloat16", "float32", "int8", "int4", "float8_e4m3fn", "float8_e5m2"),
@@ -41,65 +44,150 @@ _KNOWN = Known(
 )
 
 
-def lacks(kernel: str, lhs: Any, rhs: Any, sizes: tuple[Any, ...], out: Any, precision: Any, target: Target) -> str:
-    """Why this backend has no kernel for such a product; "" if it has one. `out` is an aval, the others may be."""
-    if kernel == "tiled_matmul" and any(dims.ndim > 1 for dims in sizes):
+class Config(NamedTuple):
+    """How a kernel with one ragged letter, or none, is compiled."""
+
+    tiles: dict[str, int]  # by letter
+    order: str  # the letters of the problem's rows, `a` and `b`
+    buffers: int  # of each streamed operand
+
+    @property
+    def tile(self) -> tuple[int, int, int]:
+        rows, a, b = (self.tiles[letter] for letter in self.order)
+        return rows, a, b
+
+
+def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
+    """How a kernel runs a product: see `ragged.backends.base`."""
+    if why := _lacks(call, x, target):
+        return Refusal(why)
+    if problem := _illegal(call, x):
+        return Refusal(*problem)
+    if call.product.kernel == "tiled_matmul":
+        return tiled.plan(call, x, target)
+    problem, order = _problem(call, x)
+    chip, asked = tiles.chip(target.device), call.options.tiles
+    rows, a, b = (asked[letter] for letter in order) if asked else tiles.choose(problem, chip)
+    rows, a, b = tiles.fit(problem, (rows, a, b), chip)
+    if tiles.vmem(problem, (rows, a, b)) > chip.vmem:
+        return Refusal(
+            f"`input_buffer_count` is {problem.buffers}: so many buffers don't fit into a TPU's VMEM.",
+            "Take fewer: 2 is the default, 3 or 4 hide more latency.",
+        )
+    lanes = lanes_of(problem.kind, *_extents(call, x))
+    if lanes is not None and a < problem.a:
+        a = tiles.round_up(a, lanes)  # a tile ends where a block of scales does
+    if tiles.smem(problem, (rows, a, b)) > tiles.SMEM:
+        return Refusal(f"{problem.groups} groups in {problem.rows} rows: more than a TPU's scalar memory can list")
+    steps = problem.elements * (-(-problem.rows // rows) + problem.groups - 1)
+    if problem.kind == "batched":
+        steps = problem.groups * -(-problem.rows // rows)
+    return Launch(
+        "pallas_tpu",
+        call.product.kernel,
+        call,
+        target,
+        config=Config(dict(zip(order, (rows, a, b), strict=True)), order, problem.buffers),
+        source="tiling" if asked else "model",
+        visits=steps * -(-problem.b // b),
+        problem=problem,
+        **cost(call, x),
+    )
+
+
+def run(launch: Launch, x: Operands) -> Array:
+    """Runs the kernel of a product."""
+    kernel = {
+        "batched_matmul": _batched,
+        "grouped_matmul": _grouped,
+        "transposed_grouped_matmul": _transposed_grouped,
+        "tiled_matmul": tiled.run,
+    }[launch.kernel]
+    return kernel(launch, x)
+
+
+def _lacks(call: Call, x: Operands, target: Target) -> str:
+    """Why there is no kernel for such a product; "" if there is one."""
+    if len(x.sizes) > 1 and any(call.batched(x).sizes.values()):
         return "pallas_tpu has no tiled_matmul for sizes that differ between batch elements"
-    if target.automatic:
-        return "XLA partitions no Pallas kernels over devices; inside a `jax.shard_map` over all mesh axes there is one"
-    if why := lacking("pallas_tpu", _KNOWN, lhs, rhs, sizes, out, precision):
+    if why := refuse("pallas_tpu", _KNOWN, call, x, target):
         return why
-    generation = tpu_tiling.chip(target.device).generation
-    bytes_ = [jnp.dtype(x.dtype).name for x in (lhs, rhs) if jnp.dtype(x.dtype).itemsize == 1]
+    generation = tiles.chip(target.device).generation
+    bytes_ = [jnp.dtype(operand.data.dtype) for operand in (x.lhs, x.rhs)]
+    bytes_ = [dtype.name for dtype in bytes_ if dtype.itemsize == 1]
     if generation < 5 and bytes_:
         return f"TPUs of generation {generation} have no matrix units for {bytes_[0]}"
     return ""
 
 
-def grouped_matmul(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    *,
-    preferred_element_type: Any,
-    precision: Any = None,
-    tiling: tuple[int, int, int] | None = None,
-    group_offset: Array | None = None,
-    existing_out: Array | None = None,
-    transpose_rhs: bool = False,
-    lhs_scales: Scales | None = None,
-    rhs_scales: Scales | None = None,
-    target: Target = ANY_TARGET,
-) -> Array:
-    """`[m, k] × [h, k, n] -> [m, n]`: see the contract in `ragged.kernels`."""
-    (m, k), held = lhs.shape[-2:], rhs.shape[-3]
-    n = rhs.shape[-2 if transpose_rhs else -1]
-    starts, ends = schedule.segments(group_sizes, m, group_offset, held)
-    by_visit = starts.ndim == 2
-    by_row = lhs_scales is not None and lhs_scales.block[0] is not None
-    if lhs_scales is not None and not by_row:
-        lhs_scales = tpu_scales.held_scales(lhs_scales, group_offset, held)
-    scales = (
-        tpu_scales.arrange(lhs_scales, 0, m, first=True, ndim=3 if by_row else 4),
-        tpu_scales.arrange(rhs_scales, 0 if transpose_rhs else 1, n, first=False, ndim=4),
+def _illegal(call: Call, x: Operands) -> tuple[str, str] | None:
+    """Which rule the tiling that was asked for breaks, and the mend."""
+    if call.options.tiles is None:
+        return None
+    p, lhs, rhs = call.product, x.lhs.data, x.rhs.data
+    shapes = zip(p.lhs + p.rhs + p.out, (*lhs.shape[-2:], *rhs.shape[-2:], *call.shape[-2:]), strict=True)
+    extents = dict.fromkeys("mkn", 0)
+    for letter, extent in shapes:
+        extents[letter] = max(extents[letter], extent)
+    dtypes = (jnp.dtype(lhs.dtype), jnp.dtype(rhs.dtype), jnp.dtype(call.dtype))
+    return tiles.illegal(call.options.tiles, extents, p.ragged, dtypes)
+
+
+def _extents(call: Call, x: Operands) -> tuple[int | None, int | None]:
+    """Of each operand's blocks of scales along the contracted letter; None where scales don't change along it."""
+    a, b = call.terms(x)
+    return a.block(call.product.contracted), b.block(call.product.contracted)
+
+
+def _problem(call: Call, x: Operands) -> tuple[Problem, str]:
+    """What is to be tiled, and the letters of its rows, `a` and `b`."""
+    p, (a, b), batched = call.product, call.terms(x), call.batched(x)
+    (r, c), k = p.out, p.contracted
+    batch = call.batch(x) or 1
+    kind = {"grouped_matmul": "rows", "transposed_grouped_matmul": "groups", "batched_matmul": "batched"}[p.kernel]
+    held = b.data.shape[-3] if kind == "rows" else call.shape[0]
+    listed = any(batched.sizes.values()) or bool(batched.offset) or (kind == "groups" and not call.out_batch)
+    extents = _extents(call, x)
+    is_dequantized = any(extents) and lanes_of(kind, *extents) is None
+    compute = jnp.dtype(jnp.float32) if is_dequantized else compute_dtype(a.data.dtype, b.data.dtype)
+    order = k + r + c if kind == "groups" else r + k + c
+    extent = {r: call.shape[-2], c: call.shape[-1], k: a.extent(k)}
+    problem = Problem(
+        kind,
+        *(extent[letter] for letter in order),
+        groups=held * batch if kind == "batched" else held,
+        dtypes=(jnp.dtype(a.data.dtype), jnp.dtype(b.data.dtype), jnp.dtype(call.dtype)),
+        compute=compute,
+        buffers=call.options.input_buffer_count,
+        has_existing=x.epilogue.existing is not None,
+        elements=batch if listed and kind != "batched" else 1,
     )
-    dtypes = dtypes_of(lhs, rhs, preferred_element_type, tpu_scales.dequantized(*scales))
-    starts, ends = jnp.atleast_2d(starts), jnp.atleast_2d(ends)
-    elements = starts.shape[0]
-    problem = Problem("rows", m, k, n, held, *dtypes, target.input_buffer_count, existing_out is not None, elements)
-    call = Launch(problem, tiling, target, precision, scales)
-    call.check_length()
-    visits = schedule.row_visits(starts, ends, m, call.tile[0])
-    batch = batch_size((lhs, 2), (rhs, 3), (starts, 1 if by_visit else 2))
+    return problem, order
+
+
+def _grouped(launch: Launch, x: Operands) -> Array:
+    """The result packs the ragged letter: `[m, k] × [h, k, n] -> [m, n]`, or `[h, n, k]`, read in place."""
+    call, (a, b), problem = launch.call, launch.call.terms(x), launch.problem
+    (letter, contracted), batch = a.letters, call.batch(x)
+    m, n, held = problem.rows, problem.b, problem.groups
+    starts, ends = schedule.segments(x.sizes[letter], m, x.offset, held)
+    by_row, a_scales = a.block(letter) is not None, a.scales
+    if a_scales is not None and not by_row:
+        a_scales = tpu_scales.held_scales(a_scales, x.offset, held)
+    scales = (
+        tpu_scales.arrange(a_scales, 0, m, first=True, ndim=3 if by_row else 4),
+        tpu_scales.arrange(b.scales, 1 - b.axis(contracted), n, first=False, ndim=4),
+    )
+    kernel = Kernel(launch, scales)
     out = multiply_rows(
-        with_batch(lhs, 2),
-        with_batch(rhs, 3),
-        visits,
-        None if existing_out is None else with_batch(existing_out, 2),
-        call=call,
+        with_batch(a.data, 2),
+        with_batch(b.data, 3),
+        schedule.row_visits(jnp.atleast_2d(starts), jnp.atleast_2d(ends), m, kernel.tile[0]),
+        None if x.epilogue.existing is None else with_batch(x.epilogue.existing, 2),
+        kernel=kernel,
         batch=batch or 1,
-        by_visit=by_visit,
-        transpose_rhs=transpose_rhs,
+        by_visit=starts.ndim == 2,
+        axes=(a.letters, b.letters),
     )
     return out if batch is not None else out[0]
 
@@ -110,17 +198,18 @@ def multiply_rows(
     visits: Visits,
     existing: Array | None,
     *,
-    call: Launch,
+    kernel: Kernel,
     batch: int,
     by_visit: bool,
-    transpose_rhs: bool,
+    axes: tuple[str, str],
 ) -> Array:
-    """`[e, m, k] × [e, h, k, n] -> [e, m, n]`; an operand's `e` is `batch`, or 1.
+    """`[e, m, k] × [e, h, k, n] -> [e, m, n]`; an operand's `e` is `batch`, or 1. `axes` are the operands' letters.
 
     `by_visit`: visits name the element; else each element has all of them.
     """
-    m, k, n = call.problem.rows, call.problem.a, call.problem.b
-    tm, tk, tn = call.tile
+    axis = axes[1].index(axes[0][1])  # of a matrix of `rhs`: the contracted one
+    m, k, n = kernel.problem.rows, kernel.problem.a, kernel.problem.b
+    tm, tk, tn = kernel.tile
     steps, rest = -(-k // tk), k % tk
     grid = (-(-n // tn), 1 if by_visit else batch, visits.count[0], steps)
 
@@ -136,7 +225,7 @@ def multiply_rows(
     def rhs_index(j: Any, b: Any, at: Any, step: Any, v: Visits) -> Any:
         piece = v.piece[at]
         step = jnp.where(v.rest[piece] >= 0, 0, step)
-        return element(rhs, b, piece, v), v.matrix[piece], *((j, step) if transpose_rhs else (step, j))
+        return element(rhs, b, piece, v), v.matrix[piece], *((j, step) if axis == 1 else (step, j))
 
     def out_index(j: Any, b: Any, at: Any, step: Any, v: Visits) -> Any:
         return (v.batch[v.piece[at]] if by_visit else b), v.tile[at], j
@@ -170,9 +259,9 @@ def multiply_rows(
         def multiply(rows: Any, is_last: bool) -> Array:
             x, y = lhs[rows, :], rhs[...]
             if is_last and rest:
-                x, y = select_first(x, rest, 1), select_first(y, rest, 1 if transpose_rhs else 0)
+                x, y = select_first(x, rest, 1), select_first(y, rest, axis)
             begin = 0 if steps == 1 else step * tk
-            return call.multiply(x, y, 1, 1 if transpose_rhs else 0, row_scales(rows), rhs_scales, begin)
+            return kernel.multiply(x, y, 1, axis, row_scales(rows), rhs_scales, begin)
 
         def row_scales(rows: Any) -> Any:
             if lhs_scales is None or lhs_scales.shape[0] < tm:
@@ -180,17 +269,17 @@ def multiply_rows(
             return lhs_scales.at[rows, :]
 
         def store(rows: Any, masked: bool, total: Array) -> None:
-            total = call.rescale(total, row_scales(rows), rhs_scales)
+            total = kernel.rescale(total, row_scales(rows), rhs_scales)
             if masked:
                 # What is there already: `existing`, zeros, or a neighbour's rows.
-                base = out[rows, :].astype(call.wide)
-                total = total.astype(call.wide)
+                base = out[rows, :].astype(kernel.wide)
+                total = total.astype(kernel.wide)
                 row = rows.start + lax.broadcasted_iota(jnp.int32, total.shape, 0)
                 mine = (row >= low) & (row < high)
                 total = jnp.where(mine, total if existing is None else base + total, base)
-            elif existing is not None:
-                total = add_wide(total, existing[rows, :])
-            out[rows, :] = total.astype(out.dtype)
+                out[rows, :] = total.astype(out.dtype)
+            else:
+                out[rows, :] = finish(total, None if existing is None else existing[rows, :], out.dtype)
 
         def visit(rows: Any, masked: bool) -> None:
             accumulate(step, steps, partial(multiply, rows), partial(store, rows, masked), *scratch, rows=rows)
@@ -208,84 +297,69 @@ def multiply_rows(
             in_chunks(low, high, tm, lambda rows: visit(rows, True))
 
     out_block = pl.BlockSpec((None, tm, tn), out_index)
-    return call.run(
+    return kernel.run(
         body,
         visits,
         (lhs, rhs, existing),
         (
             pl.BlockSpec((None, tm, tk), lhs_index),
-            pl.BlockSpec((None, None, tn, tk) if transpose_rhs else (None, None, tk, tn), rhs_index),
+            pl.BlockSpec((None, None, tn, tk) if axis == 1 else (None, None, tk, tn), rhs_index),
         ),
         (
-            tpu_scales.spec(call.scales[0], -2, tm, scale_index),
-            tpu_scales.spec(call.scales[1], -1, tn, scale_index),
+            tpu_scales.spec(kernel.scales[0], -2, tm, scale_index),
+            tpu_scales.spec(kernel.scales[1], -1, tn, scale_index),
         ),
         out_block,
         (batch, m, n),
         grid,
         ("parallel", "arbitrary", "arbitrary", "arbitrary"),
         [(tm, tn)] if steps > 1 else [],
-        name=f"grouped_matmul{'_transposed' if transpose_rhs else ''}",
-        axes=("mk", "nk" if transpose_rhs else "kn", "mn"),
-        letters="mkn",
+        name="grouped_matmul" + "_transposed" * axis,
+        axes=axes,
     )
 
 
-def transposed_grouped_matmul(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    *,
-    preferred_element_type: Any,
-    precision: Any = None,
-    tiling: tuple[int, int, int] | None = None,
-    group_offset: Array | None = None,
-    num_actual_groups: int | None = None,
-    existing_out: Array | None = None,
-    sum_batch: bool = False,
-    lhs_scales: Scales | None = None,
-    rhs_scales: Scales | None = None,
-    target: Target = ANY_TARGET,
-) -> Array:
-    """`[a, m] × [m, b] -> [h, a, b]`: see the contract in `ragged.kernels`."""
-    lhs = lhs.mT  # [m, a]; cancels where the caller's was an `mT`
-    (m, a), b = lhs.shape[-2:], rhs.shape[-1]
-    held = group_sizes.shape[-1] if num_actual_groups is None else num_actual_groups
-    starts, ends = schedule.segments(group_sizes, m, group_offset, held)
-    batch = batch_size((lhs, 2), (rhs, 2), (starts, 1))
-    elements = batch if sum_batch and batch is not None else 1
-    elements = max(elements, jnp.atleast_2d(starts).shape[0])
-    starts, ends = (jnp.broadcast_to(x, (elements, held)) for x in (starts, ends))
+def _transposed_grouped(launch: Launch, x: Operands) -> Array:
+    """The ragged letter is contracted: `[k, m] × [k, n] -> [h, m, n]`."""
+    call, (a, b), problem = launch.call, launch.call.terms(x), launch.problem
+    letter, batch, held = a.letters[0], call.batch(x), problem.groups
+    starts, ends = schedule.segments(x.sizes[letter], problem.rows, x.offset, held)
+    starts, ends = (jnp.broadcast_to(z, (problem.elements, held)) for z in (starts, ends))
     scales = (
-        tpu_scales.of_rows(lhs_scales, a, True, group_offset, held),
-        tpu_scales.of_rows(rhs_scales, b, False, group_offset, held),
+        tpu_scales.of_rows(a.scales, problem.a, True, x.offset, held),
+        tpu_scales.of_rows(b.scales, problem.b, False, x.offset, held),
     )
-    dtypes = dtypes_of(lhs, rhs, preferred_element_type, any(s is not None and s.extent is not None for s in scales))
-    problem = Problem("groups", m, a, b, held, *dtypes, target.input_buffer_count, existing_out is not None, elements)
-    call = Launch(problem, tiling, target, precision, scales)
-    call.check_length()
-    keeps_batch = batch is not None and not sum_batch
+    kernel, keeps_batch = Kernel(launch, scales), call.out_batch and batch is not None
     out = multiply_groups(
-        with_batch(lhs, 2),
-        with_batch(rhs, 2),
-        schedule.group_visits(starts, ends, m, call.tile[0], sum_batch),
-        None if existing_out is None else with_batch(existing_out, 3),
-        call=call,
+        with_batch(a.data, 2),
+        with_batch(b.data, 2),
+        schedule.group_visits(starts, ends, problem.rows, kernel.tile[0], not call.out_batch),
+        None if x.epilogue.existing is None else with_batch(x.epilogue.existing, 3),
+        kernel=kernel,
         batch=(batch or 1) if keeps_batch else 1,
-        by_visit=elements > 1,
+        by_visit=problem.elements > 1,
+        axes=(a.letters, b.letters),
     )
     return out if keeps_batch else out[0]
 
 
 def multiply_groups(
-    lhs: Array, rhs: Array, visits: Visits, existing: Array | None, *, call: Launch, batch: int, by_visit: bool
+    lhs: Array,
+    rhs: Array,
+    visits: Visits,
+    existing: Array | None,
+    *,
+    kernel: Kernel,
+    batch: int,
+    by_visit: bool,
+    axes: tuple[str, str],
 ) -> Array:
     """`[e, m, a], [e, m, b] -> [e, h, a, b]`, contracting each group's rows; the operands' `e` is the elements', or 1.
 
     `by_visit`: visits name the operands' element; the result's too, unless it has only one, which sums over them.
     """
-    a, b = call.problem.a, call.problem.b
-    tm, ta, tb = call.tile
+    a, b = kernel.problem.a, kernel.problem.b
+    tm, ta, tb = kernel.tile
     grid = (-(-a // ta), -(-b // tb), 1 if by_visit else batch, visits.count[0])
 
     def element(extent: int, e: Any, piece: Any, v: Visits) -> Any:
@@ -306,7 +380,7 @@ def multiply_groups(
             lead = element(values.shape[0], e, v.piece[at], v)
             return (lead, v.tile[at]) if by_row else (lead, v.matrix[v.piece[at]], (i, j)[which])
 
-        scales = call.scales[which]  # [e, m, blocks], by row; or [e, h, a, 1] and [e, h, 1, b], by group
+        scales = kernel.scales[which]  # [e, m, blocks], by row; or [e, h, a, 1] and [e, h, 1, b], by group
         by_row = scales is not None and scales.values.ndim == 3
         return tpu_scales.spec(scales, -2 if by_row else which - 2, tm if by_row else (ta, tb)[which], index)
 
@@ -339,19 +413,17 @@ def multiply_groups(
             x, y = (
                 tpu_scales.scale_rows(operand, rows, *scales)
                 for operand, *scales in (
-                    (lhs, lhs_scales, call.scales[0], ids[0] * ta),
-                    (rhs, rhs_scales, call.scales[1], ids[1] * tb),
+                    (lhs, lhs_scales, kernel.scales[0], ids[0] * ta),
+                    (rhs, rhs_scales, kernel.scales[1], ids[1] * tb),
                 )
             )
             if masked:
                 x, y = (select_rows(z, low - rows.start, high - rows.start) for z in (x, y))
-            return call.dot(x, y, 0, 0)
+            return kernel.dot(x, y, 0, 0)
 
         def store(total: Array) -> None:
-            total = call.rescale(total, lhs_scales, rhs_scales)
-            if existing is not None:
-                total = add_wide(total, existing[...])
-            out[...] = total.astype(out.dtype)
+            total = kernel.rescale(total, lhs_scales, rhs_scales)
+            out[...] = finish(total, None if existing is None else existing[...], out.dtype)
 
         is_alone = is_full & is_first & is_last
 
@@ -380,63 +452,36 @@ def multiply_groups(
             def _() -> None:
                 store(accumulator[...])
 
-    return call.run(
+    return kernel.run(
         body,
         visits,
         (lhs, rhs, existing),
         (pl.BlockSpec((None, tm, ta), lhs_index), pl.BlockSpec((None, tm, tb), rhs_index)),
         (scale_spec(0), scale_spec(1)),
         pl.BlockSpec((None, None, ta, tb), out_index),
-        (batch, call.problem.groups, a, b),
+        (batch, kernel.problem.groups, a, b),
         grid,
         ("parallel", "arbitrary", "arbitrary", "arbitrary"),
         [(ta, tb)],
         name="transposed_grouped_matmul",
-        axes=("km", "kn", "mn"),
-        letters="kmn",
+        axes=axes,
     )
 
 
-def batched_matmul(
-    lhs: Array,
-    rhs: Array,
-    *,
-    axes: tuple[str, str, str],
-    preferred_element_type: Any,
-    precision: Any = None,
-    tiling: dict[str, int] | None = None,
-    existing_out: Array | None = None,
-    lhs_scales: Scales | None = None,
-    rhs_scales: Scales | None = None,
-    target: Target = ANY_TARGET,
-) -> Array:
-    """Uniform × uniform: see the contract in `ragged.kernels`. Operands are read as they are stored."""
-    leading = max(lhs.shape[:-2], rhs.shape[:-2], key=len)
-    x, y = (with_batch(z[None] if z.ndim == 2 else z, 3) for z in (lhs, rhs))
-    x_letters, y_letters, (row, column) = axes
-    if row not in x_letters:
-        x, y, x_letters, y_letters = y, x, y_letters, x_letters
-        lhs_scales, rhs_scales = rhs_scales, lhs_scales
-    contracted = x_letters.replace(row, "")
+def _batched(launch: Launch, operands: Operands) -> Array:
+    """No letter ragged: groups and elements of the batch alike. Operands are read as they are stored."""
+    call, (x_term, y_term), existing = launch.call, launch.call.terms(operands), operands.epilogue.existing
+    (row, column), contracted = call.product.out, call.product.contracted
+    (x_letters, y_letters), leading = (x_term.letters, y_term.letters), call.batch(operands)
+    x, y = with_batch(x_term.data, 3), with_batch(y_term.data, 3)
     extent = dict(zip(x_letters + y_letters, x.shape[2:] + y.shape[2:], strict=True))
-    elements, groups = (max(p, q) for p, q in zip(x.shape[:2], y.shape[:2], strict=True))
+    elements, groups = leading or 1, call.shape[0]
     scales = (
-        tpu_scales.arrange(lhs_scales, x_letters.index(row), extent[row], first=True, ndim=4),
-        tpu_scales.arrange(rhs_scales, y_letters.index(column), extent[column], first=False, ndim=4),
+        tpu_scales.arrange(x_term.scales, x_term.axis(row), extent[row], first=True, ndim=4),
+        tpu_scales.arrange(y_term.scales, y_term.axis(column), extent[column], first=False, ndim=4),
     )
-    problem = Problem(
-        "batched",
-        extent[row],
-        extent[contracted],
-        extent[column],
-        elements * groups,
-        *dtypes_of(x, y, preferred_element_type, tpu_scales.dequantized(*scales)),
-        target.input_buffer_count,
-        existing_out is not None,
-    )
-    asked = None if tiling is None else (tiling[row], tiling[contracted], tiling[column])
-    call = Launch(problem, asked, target, precision, scales)
-    tile = dict(zip((row, contracted, column), call.tile, strict=True))
+    kernel = Kernel(launch, scales)
+    tile = launch.config.tiles
     steps, rest = -(-extent[contracted] // tile[contracted]), extent[contracted] % tile[contracted]
     axis_x, axis_y = x_letters.index(contracted), y_letters.index(contracted)
 
@@ -466,32 +511,29 @@ def batched_matmul(
             if is_last and rest:
                 a, b = select_first(a, rest, axis_x), select_first(b, rest, axis_y)
             begin = 0 if steps == 1 else step * tile[contracted]
-            return call.multiply(a, b, axis_x, axis_y, x_scales, y_scales, begin)
+            return kernel.multiply(a, b, axis_x, axis_y, x_scales, y_scales, begin)
 
         def store(total: Array) -> None:
-            total = call.rescale(total, x_scales, y_scales)
-            if existing is not None:
-                total = add_wide(total, existing[...])
-            out[...] = total.astype(out.dtype)
+            total = kernel.rescale(total, x_scales, y_scales)
+            out[...] = finish(total, None if existing is None else existing[...], out.dtype)
 
         accumulate(step, steps, multiply, store, *scratch)
 
     def block(letters: str) -> tuple[Any, ...]:
         return None, None, *(tile[letter] for letter in letters)
 
-    out = call.run(
+    out = kernel.run(
         body,
         None,
-        (x, y, None if existing_out is None else existing_out.reshape(elements, groups, *existing_out.shape[-2:])),
+        (x, y, None if existing is None else existing.reshape(elements, groups, *existing.shape[-2:])),
         (pl.BlockSpec(block(x_letters), index(x_letters, x)), pl.BlockSpec(block(y_letters), index(y_letters, y))),
         (scale_spec(0), scale_spec(1)),
-        pl.BlockSpec(block(axes[2]), lambda g, e, i, j, step, _: (e, g, i, j)),
+        pl.BlockSpec(block(row + column), lambda g, e, i, j, step, _: (e, g, i, j)),
         (elements, groups, extent[row], extent[column]),
         (groups, elements, -(-extent[row] // tile[row]), -(-extent[column] // tile[column]), steps),
         ("parallel", "parallel", "parallel", "parallel", "arbitrary"),
         [(tile[row], tile[column])] if steps > 1 else [],
         name="batched_matmul",
-        axes=(x_letters, y_letters, axes[2]),
-        letters=row + contracted + column,
+        axes=(x_letters, y_letters),
     )
-    return out.reshape(*leading, *out.shape[2:])
+    return out if leading is not None else out[0]

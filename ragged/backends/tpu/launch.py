@@ -12,58 +12,49 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import ManualAxisType
 
-from ragged.kernels import Refused, Target, kernel_metadata, tpu_scales, tpu_tiling
-from ragged.kernels.pipeline import buffered_pallas_call, in_place
-from ragged.kernels.schedule import Visits
-from ragged.kernels.tpu_scales import Blocks
-from ragged.kernels.tpu_tiling import Chip, Problem
-from ragged.kernels.xla import accumulator_dtype, compute_dtype
+from ragged.backends.base import Launch, Target, kernel_metadata
+from ragged.backends.schedule import Visits
+from ragged.backends.tpu import scales as tpu_scales
+from ragged.backends.tpu import tiles
+from ragged.backends.tpu.pipeline import buffered_pallas_call, in_place
+from ragged.backends.tpu.scales import Blocks
+from ragged.backends.tpu.tiles import Chip, Problem
+from ragged.quant.formats import accumulator_dtype
 
 
 @dataclass(frozen=True)
-class Launch:
-    """All that is static about one product, and how it is run."""
+class Kernel:
+    """What a kernel with one ragged letter, or none, is built from."""
 
-    problem: Problem
-    asked: tuple[int, int, int] | None
-    target: Target
-    precision: Any
+    launch: Launch  # its `problem` is a `tiles.Problem`
     scales: tuple[Blocks | None, Blocks | None]
+
+    @property
+    def problem(self) -> Problem:
+        return self.launch.problem
+
+    @property
+    def target(self) -> Target:
+        return self.launch.target
+
+    @property
+    def tile(self) -> tuple[int, int, int]:
+        """Of the problem's rows, `a` and `b`."""
+        return self.launch.config.tile
 
     @cached_property
     def chip(self) -> Chip:
-        return tpu_tiling.chip(self.target.device)
-
-    @cached_property
-    def tile(self) -> tuple[int, int, int]:
-        asked = self.asked or tpu_tiling.choose(self.problem, self.chip)
-        rows, a, b = tpu_tiling.fit(self.problem, asked, self.chip)
-        if tpu_tiling.vmem(self.problem, (rows, a, b)) > self.chip.vmem:
-            raise ValueError(
-                f"`input_buffer_count` is {self.problem.buffers}: so many buffers don't fit into a TPU's VMEM.\n"
-                "Take fewer: 2 is the default, 3 or 4 hide more latency."
-            )
-        if self.lanes is not None and a < self.problem.a:
-            a = tpu_tiling.round_up(a, self.lanes)  # a tile ends where a block of scales does
-        return rows, a, b
-
-    def check_length(self) -> None:
-        """Raises `Refused` if there are more visits, or groups, than a TPU's scalar memory can list."""
-        if tpu_tiling.smem(self.problem, self.tile) > tpu_tiling.SMEM:
-            raise Refused(
-                f"{self.problem.groups} groups in {self.problem.rows} rows: more than a TPU's scalar memory can list.\n"
-                "Split the groups over several products."
-            )
+        return tiles.chip(self.target.device)
 
     @cached_property
     def lanes(self) -> int | None:
         """Extent of the contracted blocks whose products are scaled one by one, if they are."""
-        return None if self.problem.kind == "groups" else tpu_scales.by_lanes(*self.scales)
+        return lanes_of(self.problem.kind, *(None if s is None else s.extent for s in self.scales))
 
     def buffers(self, *arrays: Any) -> int:
         """Buffers of each operand. More than two only where all copies are of whole tiles of memory: Mosaic insists."""
-        whole = all(x.shape[-1] % tpu_tiling.LANES == x.shape[-2] % tpu_tiling.sublanes(x.dtype) == 0 for x in arrays)
-        return self.target.input_buffer_count if whole else min(self.target.input_buffer_count, 2)
+        whole = all(x.shape[-1] % tiles.LANES == x.shape[-2] % tiles.sublanes(x.dtype) == 0 for x in arrays)
+        return self.problem.buffers if whole else min(self.problem.buffers, 2)
 
     @property
     def accumulator(self) -> Any:
@@ -90,7 +81,7 @@ class Launch:
         if self.problem.compute != jnp.float32:
             return lax.Precision.DEFAULT  # whatever `jax.default_matmul_precision` says: the operands are exact
         eight_bits = all(dtype.itemsize == 1 for dtype in self.problem.dtypes[:2])
-        return lax.Precision.HIGHEST if eight_bits else self.precision
+        return lax.Precision.HIGHEST if eight_bits else self.launch.call.options.precision
 
     def multiply(self, x: Array, y: Array, x_axis: int, y_axis: int, x_scales: Any, y_scales: Any, begin: Any) -> Array:
         """The product of two tiles, with the scales that change along the contracted axis; tiles begin at `begin`."""
@@ -101,13 +92,13 @@ class Launch:
         refs = (x_scales, y_scales)
         if self.lanes is not None:
             return tpu_scales.block_products(dot, (x, y), (x_axis, y_axis), refs, self.scales, self.lanes, begin)
-        tiles = []
+        scaled = []
         for tile, axis, ref, blocks, along in zip((x, y), (x_axis, y_axis), refs, self.scales, (1, 0), strict=True):
             if blocks is not None and blocks.extent is not None:
                 factor = tpu_scales.spread(ref, blocks.extent, begin, tile.shape[axis], along)
                 tile = tile.astype(jnp.float32) * (factor if axis == along else factor.T)
-            tiles.append(tile)
-        return dot(*tiles)
+            scaled.append(tile)
+        return dot(*scaled)
 
     def rescale(self, total: Array, x_scales: Any, y_scales: Any) -> Array:
         """The accumulator times the scales that are the same all along the contracted axis."""
@@ -130,20 +121,17 @@ class Launch:
         accumulators: list[tuple[int, int]],
         *,
         name: str,
-        axes: tuple[str, str, str],
-        letters: str,
+        axes: tuple[str, str],
     ) -> Array:
         """Launches `body`. `operands` are the two that stream through VMEM, and what the product is added to.
 
-        `axes` are the letters of the operands and the result, `letters` those of the problem's rows, `a` and `b`.
+        `axes` are the letters of the two.
         """
         lhs, rhs, existing = operands
-        p, tile = self.problem, "x".join(map(str, self.tile))
+        launch, p, tile = self.launch, self.problem, "x".join(map(str, self.tile))
         out = jax.ShapeDtypeStruct(shape, p.dtypes[2], manual_axis_type=ManualAxisType())
-        # A sum over batch elements multiplies each of them, whatever is left of the axis in the result.
-        flops = 2 * p.rows * p.a * p.b * (p.groups if p.kind == "batched" else max(shape[0], p.elements))
         num_groups = shape[1] if p.kind == "batched" else p.groups
-        moved = sum(x.size * x.dtype.itemsize for x in (lhs, rhs, existing, out) if x is not None)
+        estimate = {"flops": launch.flops, "bytes_accessed": launch.bytes_accessed, "transcendentals": 0}
         scalars = jax.tree.leaves(visits)
         aliases = {} if existing is None else in_place(len(scalars) + 2, out, out_block, self.target.interpret)
         with jax.named_scope(f"ragged_{name}"):
@@ -159,16 +147,16 @@ class Launch:
                 vmem_limit_bytes=None if self.target.device is None else self.chip.vmem * 6 // 5,
                 input_output_aliases=aliases,
                 interpret=self.target.interpret,
-                device=self.target.device or tpu_tiling.DEFAULT_DEVICE,
+                device=self.target.device or tiles.DEFAULT_DEVICE,
                 name=f"{name}_{tile}",
-                cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=moved, transcendentals=0),
-                metadata=kernel_metadata(axes, dict(zip(letters, self.tile, strict=True)), p.dtypes, num_groups),
+                cost_estimate=pl.CostEstimate(**estimate),
+                metadata=kernel_metadata((*axes, launch.call.product.out), launch.config.tiles, p.dtypes, num_groups),
             )(visits, lhs, rhs, existing, *(s and s.values for s in self.scales))
 
 
 def in_chunks(low: Any, high: Any, rows: int, visit: Callable[[Any], None]) -> None:
     """Visits the chunks of a tile's rows that hold any of `low..high`."""
-    small = tpu_tiling.chunk(rows)
+    small = tiles.chunk(rows)
     if small == rows:
         pl.when(high > low)(lambda: visit(pl.ds(0, rows)))
         return
@@ -198,10 +186,9 @@ def accumulate(step: Any, steps: int, multiply: Any, store: Any, accumulator: An
         store(accumulator[rows] + multiply(True))
 
 
-def dtypes_of(lhs: Array, rhs: Array, out: Any, dequantised: bool) -> tuple[Any, Any]:
-    """Of the operands and the result; and the one that tiles of both operands are cast to for the matrix unit."""
-    compute = jnp.dtype(jnp.float32) if dequantised else compute_dtype(lhs.dtype, rhs.dtype)
-    return (jnp.dtype(lhs.dtype), jnp.dtype(rhs.dtype), jnp.dtype(out)), compute
+def lanes_of(kind: str, *extents: int | None) -> int | None:
+    """`by_lanes`, where a kernel of this kind scales products of blocks."""
+    return None if kind == "groups" else tpu_scales.by_lanes(*extents)
 
 
 def select_first(x: Array, count: int, axis: int) -> Array:

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from ragged.kernels import Scales
-from ragged.kernels.tpu_tiling import LANES
+from ragged.backends.tpu.tiles import LANES
+from ragged.product.operands import Scales
 
 
 class Blocks(NamedTuple):
@@ -61,15 +61,13 @@ def spec(blocks: Blocks | None, axis: int, width: int, index: Callable[..., Any]
     return pl.BlockSpec((*[None] * (values.ndim - 2), *shape), index_map)
 
 
-def by_lanes(*operands: Blocks | None) -> int | None:
-    """The extent of the blocks whose products are scaled one by one; None where that isn't the way."""
-    varying = [s.extent for s in operands if s is not None and s.extent is not None]
+def by_lanes(*extents: int | None) -> int | None:
+    """The extent of the blocks whose products are scaled one by one; None where that isn't the way.
+
+    `extents`: of each operand's blocks along the contracted axis.
+    """
+    varying = [extent for extent in extents if extent is not None]
     return math.gcd(*varying) if varying and all(extent % LANES == 0 for extent in varying) else None
-
-
-def dequantized(*operands: Blocks | None) -> bool:
-    """Whether scales are multiplied into tiles: they change along the contracted axis, and not in blocks of lanes."""
-    return by_lanes(*operands) is None and any(s is not None and s.extent is not None for s in operands)
 
 
 def spread(ref: Any, extent: int, start: Any, width: int, axis: int) -> Array:
@@ -127,7 +125,7 @@ def held_scales(scales: Scales, group_offset: Array | None, held: int) -> Scales
         batch = jnp.broadcast_shapes(index.shape[:-1], values.shape[:-2])
         values = jnp.broadcast_to(values, (*batch, *values.shape[-2:]))
         index = jnp.broadcast_to(index, (*batch, held))
-    return scales._replace(values=jnp.take_along_axis(values, index[..., None], axis=-2)[..., None, :])
+    return Scales(jnp.take_along_axis(values, index[..., None], axis=-2)[..., None, :], scales.block)
 
 
 def of_rows(scales: Scales | None, columns: int, first: bool, group_offset: Array | None, held: int) -> Blocks | None:

@@ -17,7 +17,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jaxlib import gpu_triton
 from jaxlib.plugin_support import import_from_plugin
 
-from ragged.kernels.triton_tiling import Chip, Config
+from ragged.backends.gpu.tiles import Chip, Config
 
 
 def missing() -> str:
@@ -31,11 +31,6 @@ def missing() -> str:
     if not names:
         return ""
     return f"`ragged`'s Triton kernels need {' and '.join(names)}: `pip install ragged[cuda]`."
-
-
-def missing_interpreter() -> str:
-    """The same for running them on the CPU."""
-    return "" if find_spec("triton") else "there is no Triton here: `pip install ragged[cuda]`"
 
 
 @cache
@@ -101,7 +96,7 @@ def call(
     config: Config,
     name: str,
     metadata: dict[str, str],
-    cost: dict[str, int],
+    cost: dict[str, Any],
     chip: Chip,
     interpret: bool,
 ) -> Array:
@@ -111,7 +106,7 @@ def call(
     """
     import triton.language as tl
 
-    from ragged.kernels.triton_kernel import grouped_product
+    from ragged.backends.gpu.kernel import grouped_product
 
     types = {"float8_e4m3fn": tl.float8e4nv, "float8_e5m2": tl.float8e5}
     static = {
@@ -120,7 +115,7 @@ def call(
     present = {key: x for key, x in arrays.items() if x is not None}
     absent = {key: None for key in arrays if key not in present}
     if interpret:
-        from ragged.kernels import triton_interpreter
+        from ragged.backends.gpu import interpreter as triton_interpreter
 
         def run(existing: Any, *values: Any) -> np.ndarray:
             result = np.empty(out.shape, out.dtype) if existing is None else np.array(existing)

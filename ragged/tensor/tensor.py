@@ -23,12 +23,13 @@ from jax import Array
 from jax.core import Tracer
 from jaxtyping import Bool, Int, Shaped
 
-from ragged._arithmetic import Arithmetic, broadcast_wide
 from ragged._mesh import refuse_explicit
-from ragged._scaling import Scaling, eight_bits_fixed, is_count, not_differentiable
-from ragged.kernels import Scales, schedule
-from ragged.kernels.schedule import as_int32
-from ragged.kernels.xla import spread
+from ragged.backends import schedule
+from ragged.backends.schedule import as_int32
+from ragged.product.operands import Scales
+from ragged.quant.scales import spread
+from ragged.quant.scaling import Scaling, eight_bits_fixed, is_count, not_differentiable
+from ragged.tensor.arithmetic import Arithmetic, broadcast_wide
 
 
 def is_arraylike(x: Any) -> bool:

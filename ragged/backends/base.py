@@ -1,0 +1,178 @@
+"""What a backend is: a module with two functions, found by its line in `product.lowering.BACKENDS`.
+
+    plan(call, x, target) -> Launch | Refusal       decides, from shapes and dtypes alone, what runs
+    run(launch, x) -> Array                         runs it
+
+`x` are a product's `Operands`, for `plan` as avals; the product is `call.product`, an einsum of letters. After `plan`
+nothing refuses any more. XLA plans every product there is.
+
+**The contract.** All backends:
+
+- take any extents, any group sizes, and a batch axis in front of any operand (an operand without one is the same for
+  all batch elements; the result has one if any operand has, or with `call.out_batch` false is the sum over it);
+- read sizes on the device: nothing depends on their values at trace time;
+- never read or write outside the buffers, whatever the sizes are: a negative one counts as 0, and what would reach past
+  the capacity is cut off (`schedule.group_offsets`);
+- neither read the tail in any way that matters, nor leave anything but zeros in it;
+- let no group's values, NaN and infinity included, reach another group's part of the result: masks select, they never
+  multiply;
+- accumulate in float32 (int32 for integers, exactly; float64 for float64) and round once, to `call.dtype`;
+- give the same bits for the same inputs.
+
+With one ragged letter, the uniform term, operand or result, holds the groups `x.offset, x.offset + 1, ...` of those
+that have sizes: rows of other groups come out zero, and a matrix of no group is zero.
+
+`x.epilogue.existing` is added to in the accumulator, before rounding. Its tail is zero already; its other elements that
+no product reaches stay as they are.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ragged.product.operands import Call, Operands
+from ragged.quant.formats import accumulator_dtype
+
+
+class Target(NamedTuple):
+    """What a kernel is compiled for, and how. Backends ignore what means nothing to them."""
+
+    portable: bool = False  # it goes into an export, which refuses most custom calls
+    interpret: Any = False  # as in `pl.pallas_call`: run a Pallas or Triton kernel's body on the CPU
+    automatic: bool = False  # the program is for several devices, over which XLA partitions it
+    device: tuple[str, int] | None = None  # kind and number of cores (a GPU's: 0 for its kind's own), if known
+
+
+ANY_TARGET = Target()
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a backend doesn't run a product. With a `mend`, it is for the caller to mend: an error. Without, XLA runs."""
+
+    reason: str
+    mend: str = ""
+    error: type[Exception] = ValueError
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What runs for a product on a target."""
+
+    backend: str
+    kernel: str
+    call: Call
+    target: Target
+    config: Any = None  # the backend's own record: tiles, warps, ...
+    source: str = ""  # where that came from: "tiling", if it was asked for, or "model"
+    flops: int | None = None  # None where an extent is symbolic
+    bytes_accessed: int | None = None
+    visits: int | None = None  # of tiles, at most, where they are known
+    problem: Any = None  # what else `run` has to know, as the backend puts it
+    passed_over: tuple[tuple[str, str], ...] = ()  # backends that would have come first, and why they don't run
+
+    def __str__(self) -> str:
+        if self.kernel == "zeros":
+            return "no product (an extent is 0)"
+        why = [reason for _, reason in self.passed_over]
+        why += ["interpreted"] * bool(self.target.interpret and self.backend != "xla")
+        return f"{self.kernel} of {self.backend}" + (f" ({why[0]})" if why else "")
+
+
+class Known(NamedTuple):
+    """Names of what a backend's kernels take."""
+
+    operands: tuple[str, ...]  # dtypes
+    results: tuple[str, ...]  # dtypes
+    precisions: tuple[str, ...]  # as `precision_name` gives them
+
+
+def is_empty(call: Call, x: Operands) -> bool:
+    """Whether there is nothing to multiply, or no result."""
+    return any(0 in shape for shape in (call.shape, *(array.shape for array in jax.tree.leaves(x))))
+
+
+def refuse(backend: str, known: Known, call: Call, x: Operands, target: Target) -> str:
+    """What any backend but XLA's leaves to it: why, or ""."""
+    arrays = {"lhs": x.lhs.data, "rhs": x.rhs.data, "the result": jax.ShapeDtypeStruct(call.shape, call.dtype)}
+    scaled = x.lhs.scales is not None or x.rhs.scales is not None
+    if not all(isinstance(n, int) for array in (*jax.tree.leaves(x), *arrays.values()) for n in array.shape):
+        return f"{backend} has no kernels for symbolic extents"
+    if is_empty(call, x):
+        return "an extent is 0"
+    if not x.sizes and call.shape[0] == 1 and not scaled and call.options.backend is None:
+        return "one group: a dense product"
+    if target.automatic:
+        return (
+            f"XLA partitions no kernels of {backend} over devices; inside a `jax.shard_map` over all mesh axes it runs"
+        )
+    for name, array in arrays.items():
+        if jnp.dtype(array.dtype).name not in (known.results if name == "the result" else known.operands):
+            return f"{backend} has no kernels for {name} in {jnp.dtype(array.dtype).name}"
+    precision = call.options.precision
+    if precision_name(precision) not in known.precisions:
+        precision = jax.config.jax_default_matmul_precision if precision is None else precision
+        return f"{backend} has no kernels for precision {precision}"
+    return ""
+
+
+def cost(call: Call, x: Operands) -> dict[str, Any]:
+    """FLOPs and bytes of a product, by the names that `Launch` has for them. None where an extent is symbolic.
+
+    Of several ragged letters, groups have their share of each.
+    """
+    a, b = call.terms(x)
+    p, batch = call.product, call.batch(x) or 1
+    groups = x.num_groups if x.sizes else call.shape[0]
+    arrays = [*jax.tree.leaves(x), jax.ShapeDtypeStruct((batch if call.out_batch else 1, *call.shape), call.dtype)]
+    if not all(isinstance(n, int) for array in arrays for n in array.shape):
+        return {"flops": None, "bytes_accessed": None}
+    contracted = min(a.extent(p.contracted), b.extent(p.contracted))
+    products = batch * call.shape[-2] * call.shape[-1] * contracted * (1 if x.sizes else groups)
+    return {
+        "flops": 2 * products // max(groups, 1) ** max(len(p.ragged) - 1, 0),
+        "bytes_accessed": sum(array.size * array.dtype.itemsize for array in arrays),
+    }
+
+
+def finish(total: Array, existing: Any, dtype: Any) -> Array:
+    """What is stored of an accumulator: see `product.operands.Epilogue`. Rounds once."""
+    if existing is not None:
+        # It may be a float where the accumulator is an integer.
+        floats = jnp.issubdtype(existing.dtype, jnp.floating) and jnp.issubdtype(total.dtype, jnp.integer)
+        wide = accumulator_dtype(existing.dtype) if floats else total.dtype
+        total = total.astype(wide) + existing.astype(wide)
+    return total.astype(dtype)
+
+
+def kernel_metadata(
+    axes: tuple[str, str, str], tile: Mapping[str, int], dtypes: tuple[Any, Any, Any], num_actual_groups: int
+) -> dict[str, str]:
+    """What XLA's profiler shows beside a kernel: it reads this one key, a string of JSON.
+
+    `axes` are the letters as they are stored, of the operand that has the result's rows, of the other one, and of the
+    result; `tile` is by letter.
+    """
+    lhs, rhs, out = axes
+    (contracted,) = {*lhs, *rhs} - {*out}
+    shown = {
+        "axes": f"{lhs},{rhs}->{out}",
+        "transpose_lhs": lhs[0] == contracted,
+        "transpose_rhs": rhs[1] == contracted,
+        "tiling": {f"tile_{letter}": tile[letter] for letter in "mkn"},
+        "dtypes": dict(zip(("lhs", "rhs", "out"), (jnp.dtype(dtype).name for dtype in dtypes), strict=True)),
+        "num_actual_groups": num_actual_groups,
+    }
+    return {"xprof_metadata": json.dumps(shown)}
+
+
+def precision_name(precision: Any) -> str | None:
+    """The one precision of both operands, JAX's default if it is None, in lower case; None if there are two."""
+    precision = jax.config.jax_default_matmul_precision if precision is None else precision
+    both = precision if isinstance(precision, tuple) else (precision, precision)
+    return str(both[0]).lower() if both[0] == both[1] else None

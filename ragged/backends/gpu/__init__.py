@@ -1,0 +1,1 @@
+"""One Triton kernel for NVIDIA's GPUs."""

@@ -1,0 +1,290 @@
+"""Grouped products as a Triton kernel for NVIDIA's GPUs: one kernel, `kernel.grouped_product`, for all of them.
+
+`plan` and `run` turn letters into strides, extents and tiles.
+
+Tiles are loaded by TMA on Hopper and Blackwell wherever an operand's rows begin at multiples of 16 bytes, else by
+`cp.async`; the program compiled for sm_80 does the latter on any GPU.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ragged.backends.base import Known, Launch, Refusal, Target, cost, kernel_metadata, precision_name, refuse
+from ragged.backends.gpu import call as triton_call
+from ragged.backends.gpu import tiles
+from ragged.backends.gpu.tiles import Chip, Problem
+from ragged.product.operands import Call, Operands, Term
+from ragged.quant.formats import accumulator_dtype, compute_dtype
+
+_FP8 = ("float8_e4m3fn", "float8_e5m2")
+_STORED = ("bfloat16", "float16", "float32", "int32")
+"""What a kernel writes; a result of 8 bits is rounded by XLA, whose casts saturate where JAX's do, and only there."""
+
+_PRECISIONS = {
+    **dict.fromkeys(("none", "default", "fastest", "tensorfloat32", "bfloat16"), "tf32"),
+    **dict.fromkeys(("high", "bfloat16_3x"), "tf32x3"),
+    **dict.fromkeys(("highest", "float32"), "ieee"),
+}
+"""How float32 is multiplied, by the names of JAX's precisions; "tf32" is what XLA's default is on a GPU too."""
+
+_KNOWN = Known(
+    operands=("bfloat16", "float16", "float32", "int8", "int4", *_FP8),
+    results=("bfloat16", "float16", "float32", "int32", "int8", *_FP8),
+    precisions=tuple(_PRECISIONS),
+)
+
+_MOST_GROUPS = 4096
+"""Each program holds a prefix sum over the sizes in registers."""
+
+_MOST_ELEMENTS = 65535
+"""Of a batch: the second dim of a CUDA grid."""
+
+_LONGEST_FP8_SUM = 128
+"""Hopper's tensor cores add up fp8 products in about 14 bits: this many at a time, the rest in float32."""
+
+
+class _Dot(NamedTuple):
+    """How two tiles are multiplied."""
+
+    dtype: Any  # of both
+    cast: bool  # whether one has to be cast to it
+    precision: str  # of float32: "tf32", "tf32x3" or "ieee"
+    ways: tuple[str, str]  # of the operands' scales
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.dtype.name in _FP8
+
+    @property
+    def accumulator(self) -> Any:
+        return jnp.dtype(jnp.int32 if self.dtype == jnp.int8 and "step" not in self.ways else jnp.float32)
+
+
+class _Sides(NamedTuple):
+    """What `run` has to know besides the call."""
+
+    tiled: Problem
+    chip: Chip
+    dot: _Dot
+    stored: Any  # the dtype that the kernel writes
+    held: int  # matrices of the uniform term
+    elements: int  # of a batch, each with a result of its own
+    summed: int  # of a batch, which make one result
+
+
+def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
+    """How the kernel runs a product: see `ragged.backends.base`."""
+    if why := _lacks(call, x, target):
+        return Refusal(why)
+    if call.options.tiles and (problem := tiles.illegal(call.options.tiles)):
+        return Refusal(*problem)
+    p, sizes, (a, b), chip = call.product, x.sizes, _terms(call, x), tiles.chip(target.device)
+    (r, c), k = p.out, p.contracted
+    uniform = [term.data.shape[-3] for term in (a, b) if p.is_uniform(term.letters)]
+    held = call.shape[0] if p.is_uniform(p.out) else max(uniform, default=x.num_groups)
+    batch, sums = call.batch(x), not call.out_batch
+    elements, summed = (1, batch or 1) if sums else (batch or 1, 1)
+
+    # How tiles are multiplied, and how large they are.
+    stored = call.dtype if jnp.dtype(call.dtype).name in _STORED else accumulator_dtype(call.dtype)
+    least = tiles.least_k(a.data.dtype, b.data.dtype)
+    ways = _scaling(a, r, sizes, least, summed)[0], _scaling(b, c, sizes, least, summed)[0]
+    dot = _dot(a.data.dtype, b.data.dtype, ways, call.options.precision, chip)
+    extent = {r: call.shape[-2], c: call.shape[-1], k: min(a.extent(k), b.extent(k))}
+    # Of a mean group: its share of a buffer that packs the letter. One that is packed nowhere: the widest group's.
+    rows = {letter: term.data.shape[-2] for term in (a, b) if (letter := term.letters[0]) in sizes}
+    rows |= {r: call.shape[-2]} if r in sizes else {}
+    mean = {z: max(1, min(n, -(-rows[z] // x.num_groups))) if z in rows else n for z, n in extent.items()}
+    tiled = Problem(
+        mean[r],
+        mean[c],
+        mean[k],
+        groups=held,
+        itemsize=dot.dtype.itemsize,
+        result=jnp.dtype(stored).itemsize,
+        least_k=least,
+        wide="step" in ways or dot.is_fp8,
+        slow=dot.dtype == jnp.float32 and dot.precision == "ieee",
+        by_thread=not (chip.has_tma and _is_aligned(a) and _is_aligned(b)),
+        ragged=len(sizes) == 3,
+    )
+    asked = call.options.tiles
+    config = tiles.fit(tiled, (asked[r], asked[c], asked[k]), chip) if asked else tiles.choose(tiled, chip)
+    for term, way in zip((a, b), ways, strict=True):
+        if way == "step":  # a step lies in one block
+            config = config._replace(k=math.gcd(config.k, term.block(k) or 0))
+    rows_of_tiles = -(-call.shape[-2] // config.r)
+    # A result that packs its rows has a tile more for each group that doesn't fill its last.
+    count = rows_of_tiles + min(held, call.shape[-2]) + 1 if r in sizes else rows_of_tiles * held
+    return Launch(
+        "triton_gpu",
+        p.kernel,
+        call,
+        target,
+        config=config,
+        source="tiling" if asked else "model",
+        visits=elements * count * -(-call.shape[-1] // config.c),
+        problem=_Sides(tiled, chip, dot, jnp.dtype(stored), held, elements, summed),
+        **cost(call, x),
+    )
+
+
+def _lacks(call: Call, x: Operands, target: Target) -> str:
+    """Why there is no kernel for such a product; "" if there is one."""
+    if target.portable:
+        return "an export refuses Triton's custom calls, unless `backend='triton_gpu'` asks for them"
+    if why := (not target.interpret and triton_call.missing()) or refuse("triton_gpu", _KNOWN, call, x, target):
+        return why
+    capability = tiles.chip(target.device).capability
+    dtypes = {jnp.dtype(operand.data.dtype).name for operand in (x.lhs, x.rhs)}
+    if capability < 80:
+        return f"triton_gpu has no kernels for compute capability {capability / 10}, below 8.0"
+    if capability < 89 and "float8_e4m3fn" in dtypes:
+        unnamed = "" if target.device else " (for which code is where nothing names the GPU)"
+        return f"GPUs of compute capability {capability / 10}{unnamed} can't convert float8_e4m3fn; 8.9 and later can"
+    if x.sizes and x.num_groups > _MOST_GROUPS:
+        return f"triton_gpu has no kernels for {x.num_groups} groups, more than {_MOST_GROUPS}"
+    if call.out_batch and (call.batch(x) or 1) > _MOST_ELEMENTS:
+        return f"{call.batch(x)} batch elements, more than {_MOST_ELEMENTS}"
+    if not call.out_batch and call.batched(x).offset:
+        return "a sum over batch elements that hold different groups"
+    return ""
+
+
+def _terms(call: Call, x: Operands) -> tuple[Term, Term]:
+    """Those of the product, int4 as int8."""
+    a, b = (
+        term._replace(data=jax.ShapeDtypeStruct(term.data.shape, jnp.int8)) if term.data.dtype == jnp.int4 else term
+        for term in call.terms(x)
+    )
+    return a, b
+
+
+def _is_aligned(term: Term) -> bool:
+    """Whether each row begins at a multiple of 16 bytes, as TMA wants."""
+    return term.data.shape[-1] * term.data.dtype.itemsize % 16 == 0
+
+
+def _ndim(term: Term, sizes: dict[str, Any]) -> int:
+    """Axes without a batch axis."""
+    return 2 if set(term.letters) & set(sizes) else 3
+
+
+def _geometry(term: Term, kept: str, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Strides of batch, group, kept and contracted axis; extents of the last two; which of them is packed."""
+    (p, q), ndim = term.data.shape[-2:], _ndim(term, sizes)
+    batch = math.prod(term.data.shape[-ndim:]) if term.data.ndim > ndim else 0
+    first = term.letters[0] == kept  # the kept axis comes first
+    return {
+        "STRIDES": (batch, p * q if ndim == 3 else 0, *((q, 1) if first else (1, q))),
+        "EXTENTS": (p, q) if first else (q, p),
+        "PACKED": ("kept" if first else "contracted") if term.letters[0] in sizes else "",
+    }
+
+
+def _scaling(term: Term, kept: str, sizes: dict[str, Any], tile_k: int, summed: int) -> tuple[Any, ...]:
+    """How the kernel finds and applies the scales: see `kernel._scale_row`."""
+    if term.scales is None:
+        return "", 0, 0, 1, 0, 1, 0
+    values, ndim = term.scales.values, _ndim(term, sizes)
+    blocks = dict(zip(term.letters, term.scales.block, strict=True))
+    strides = dict(zip(term.letters, (values.shape[-1], 1), strict=True))
+    (contracted,) = set(term.letters) - {kept}
+    packed, along = term.letters[0] if term.letters[0] in sizes else None, blocks[contracted]
+    # Scales of groups: by their number if sizes pack them in rows of `values`, by the place of their matrix else.
+    group = (strides[packed] if blocks[packed] is None else 0) if packed else -math.prod(values.shape[-2:])
+    batch = math.prod(values.shape[-ndim:]) if values.ndim > ndim else 0
+    strides = {letter: 0 if blocks[letter] is None else stride for letter, stride in strides.items()}
+    if along is None and not (batch and summed > 1):
+        way = "total"
+    else:
+        # Blocks of a packed axis are counted from the buffer's first row, steps from the group's.
+        way = "step" if along and along % tile_k == 0 and packed != contracted else "tile"
+    return way, batch, group, blocks[kept] or 1, strides[kept], along or 1, strides[contracted]
+
+
+def _dot(a: Any, b: Any, ways: tuple[str, str], precision: Any, chip: Chip) -> _Dot:
+    a, b, how = jnp.dtype(a), jnp.dtype(b), _PRECISIONS.get(precision_name(precision) or "", "tf32")
+    if "tile" in ways:  # which scales, of float32, have been multiplied into
+        return _Dot(jnp.dtype(jnp.float32), True, "tf32x3" if how == "tf32" else how, ways)
+    if a.name in _FP8 and b.name in _FP8 and chip.capability >= 89:
+        return _Dot(a, False, how, ways)  # tensor cores multiply either with either
+    common = jnp.dtype(compute_dtype(a, b))
+    if jnp.float16 in (a, b) and (a == b or 1 in (a.itemsize, b.itemsize)):
+        common = jnp.dtype(jnp.float16)  # holds every int8 and fp8
+    return _Dot(common, (a, b) != (common, common), how, ways)
+
+
+def run(launch: Launch, x: Operands) -> Array:
+    """Runs the kernel."""
+    call, p, sizes, config = launch.call, launch.call.product, x.sizes, launch.config
+    tiled, chip, dot, stored, held, elements, summed = launch.problem
+    (r, c), k = p.out, p.contracted
+    a, b = (
+        term._replace(data=term.data.astype(jnp.int8)) if term.data.dtype == jnp.int4 else term
+        for term in call.terms(x)
+    )
+    packed, num_groups, (rows, columns) = r in sizes, x.num_groups, call.shape[-2:]
+
+    # 1. The kernel's parameters.
+    batch = (elements,) if call.out_batch and call.batch(x) is not None else ()
+    out = jax.ShapeDtypeStruct((*batch, *call.shape), stored)
+    arrays = {
+        "a": a.data,
+        "b": b.data,
+        **{f"sizes_{name}": sizes.get(letter) for name, letter in (("r", r), ("c", c), ("k", k))},
+        "offset": x.offset,
+        "a_scales": None if a.scales is None else a.scales.values.astype(jnp.float32),
+        "b_scales": None if b.scales is None else b.scales.values.astype(jnp.float32),
+    }
+    strides = [0 if letter not in sizes or sizes[letter].ndim == 1 else num_groups for letter in (r, c, k)]
+    static = {
+        "GROUPS": num_groups,
+        "HELD": held,
+        "BATCH": (*strides, 0 if x.offset is None else x.offset.ndim),
+        **{f"A_{key}": value for key, value in _geometry(a, r, sizes).items()},
+        **{f"B_{key}": value for key, value in _geometry(b, c, sizes).items()},
+        "A_SCALING": _scaling(a, r, sizes, config.k, summed),
+        "B_SCALING": _scaling(b, c, sizes, config.k, summed),
+        "A_TMA": math.prod(a.data.shape[:-2]) if chip.has_tma and _is_aligned(a) else 0,
+        "B_TMA": math.prod(b.data.shape[:-2]) if chip.has_tma and _is_aligned(b) else 0,
+        "OUT_STRIDES": (rows * columns * (1 if packed else held), 0 if packed else rows * columns, columns),
+        "OUT_EXTENTS": (rows, columns),
+        "SUMMED": summed,
+        "TILE_R": config.r,
+        "TILE_C": config.c,
+        "TILE_K": config.k,
+        "BAND": config.band,
+        "WIDTH": max(16, 1 << (num_groups - 1).bit_length()),
+        "COMMON": dot.dtype if dot.cast else None,
+        "ACCUMULATOR": dot.accumulator,
+        "PRECISION": dot.precision,
+        "ADDS": x.epilogue.existing is not None,
+        "LONGEST": min(_LONGEST_FP8_SUM, config.k) if dot.is_fp8 else 0,
+    }
+
+    # 2. The launch: as many programs as the chip runs at a time, or as there can be tiles.
+    programs = max(1, chip.multiprocessors * tiles.resident(tiled, config, chip) // elements)
+    existing = x.epilogue.existing
+    existing = None if existing is None else existing.astype(stored).reshape(out.shape)
+    is_transposed = launch.kernel == "grouped_matmul" and b.letters[1] == k
+    name, tile = launch.kernel + "_transposed" * is_transposed, {r: config.r, c: config.c, k: config.k}
+    dtypes = (a.data.dtype, b.data.dtype, stored)
+    with jax.named_scope(f"ragged_{name}"):
+        return triton_call.call(
+            arrays,
+            out,
+            static,
+            existing=existing,
+            grid=(min(launch.visits // elements, programs), elements),
+            config=config,
+            name=f"{name}_{config.r}x{config.k}x{config.c}",
+            metadata=kernel_metadata((a.letters, b.letters, p.out), tile, dtypes, held),
+            cost={"flops": launch.flops, "bytes_accessed": launch.bytes_accessed},
+            chip=chip,
+            interpret=bool(launch.target.interpret),
+        ).astype(call.dtype)

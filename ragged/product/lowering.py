@@ -1,0 +1,166 @@
+"""From a product to what computes it: `plan` decides, `compute` runs."""
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from ragged.backends import schedule
+from ragged.backends.base import Launch, Refusal, Target
+from ragged.product.operands import Call, Operand, Operands, Options
+from ragged.quant.formats import accumulator_dtype
+
+
+class Backend(NamedTuple):
+    module: str  # imported when a product is first planned for it
+    platform: str  # whose own backend it is
+    package: str = ""  # what its kernels are written in, besides JAX, and what installs it
+    extra: str = ""
+
+    @property
+    def missing(self) -> str:
+        """Why its kernels can't even be interpreted here; "" if they can."""
+        if not self.package or find_spec(self.package):
+            return ""
+        return f"there is no {self.package.capitalize()} here: `pip install ragged[{self.extra}]`"
+
+
+BACKENDS = {
+    "xla": Backend("ragged.backends.xla.backend", "cpu"),
+    "pallas_tpu": Backend("ragged.backends.tpu.backend", "tpu"),
+    "triton_gpu": Backend("ragged.backends.gpu.backend", "cuda", package="triton", extra="cuda"),
+}
+
+PLATFORMS = {backend.platform: name for name, backend in BACKENDS.items()}
+"""Each platform's own backend. Where it refuses, XLA's is used."""
+
+TPU = ("TPU v5 lite", 1)
+"""Kind and number of cores to tell Pallas where nothing says which TPU is lowered for."""
+
+
+def plan(platform: str, x: Operands, call: Call, target: Target) -> Launch:
+    """What runs for a product on a platform, or on the backend that was asked for. The operands may be avals.
+
+    **Raises:** an error where the caller asked for what can't be.
+    """
+    x = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), x)
+    own = PLATFORMS.get(platform, "xla")
+    passed_over: list[tuple[str, str]] = []
+    for name in dict.fromkeys((call.options.backend or own, "xla")):
+        found = ask(name, x, call, target)
+        if isinstance(found, Launch):
+            if name not in ("xla", own) and not target.interpret:
+                found = Refusal(
+                    f"backend {name!r} does not run on {platform}.",
+                    "Pass `interpret=True` to run its kernels' bodies there, or `backend=None` for the platform's own.",
+                )
+            else:
+                return replace(found, passed_over=tuple(passed_over))
+        if found.mend:
+            raise found.error(f"`ragged.matmul`: {found.reason}\n{found.mend}")
+        passed_over.append((name, found.reason))
+    raise AssertionError("XLA plans every product")
+
+
+def ask(name: str, x: Operands, call: Call, target: Target) -> Launch | Refusal:
+    """What one backend plans for a product."""
+    if missing := BACKENDS[name].missing:
+        return Refusal(missing)
+    return importlib.import_module(BACKENDS[name].module).plan(call, x, target)
+
+
+def compute(platform: str, x: Operands, call: Call, target: Target) -> Array:
+    """The product on one platform, or on the backend that was asked for."""
+    x, inner = prepared(x, call), _inner(x, call)
+    launch = plan(platform, x, inner, target)
+    out = importlib.import_module(BACKENDS[launch.backend].module).run(launch, x)
+    return out if inner is call else jnp.sum(out, axis=0).astype(call.dtype)
+
+
+def launch_of(platform: str, x: Operands, call: Call, target: Target) -> Launch:
+    """What `compute` runs. Operands may be avals."""
+    return plan(platform, jax.eval_shape(partial(prepared, call=call), x), _inner(x, call), target)
+
+
+def _inner(x: Operands, call: Call) -> Call:
+    """What a backend computes: only a wgrad is summed over the batch as it goes."""
+    if call.out_batch or call.product.kernel == "transposed_grouped_matmul" or call.batch(x) is None:
+        return call
+    return call._replace(dtype=accumulator_dtype(call.dtype), out_batch=True)
+
+
+def prepared(x: Operands, call: Call) -> Operands:
+    """The operands as backends take them: zeros in the tail of `existing`, batch axes of both operands and scales."""
+    if x.epilogue.existing is not None:
+        x = x._replace(epilogue=x.epilogue._replace(existing=zero_tail(x.epilogue.existing, x, call)))
+    return x._replace(lhs=_same_batch(x.lhs), rhs=_same_batch(x.rhs))
+
+
+def _same_batch(operand: Operand) -> Operand:
+    """Both of an operand and its scales have the batch axis, or neither has it."""
+    data, scales = operand
+    if scales is None:
+        return operand
+    values = scales.values
+    if data.ndim > values.ndim:
+        values = jnp.broadcast_to(values, (data.shape[0], *values.shape))
+    if values.ndim > data.ndim:
+        data = jnp.broadcast_to(data, (values.shape[0], *data.shape))
+    return Operand(data, replace(scales, values=values))
+
+
+def zero_tail(out: Array, x: Operands, call: Call) -> Array:
+    """`out`, a buffer of the product's result, with zeros wherever no group has an element."""
+    sizes, (packed, other) = x.sizes, call.product.out
+    if packed not in sizes:
+        return out
+    mask = partial(schedule.element_mask, rows=out.shape[-2], columns=out.shape[-1])
+    if any(s.ndim > 1 for s in sizes.values()):
+        batch = max(s.shape[0] for s in sizes.values() if s.ndim > 1)
+        sizes = {letter: jnp.broadcast_to(s, (batch, s.shape[-1])) for letter, s in sizes.items()}
+        mask = jax.vmap(mask)
+    return jnp.where(jnp.broadcast_to(mask(sizes[packed], sizes.get(other)), out.shape), out, jnp.zeros((), out.dtype))
+
+
+@contextmanager
+def target_of(platform: str, options: Options, *, portable: bool = False, automatic: bool = False) -> Iterator[Target]:
+    """What a product is compiled for on a platform, and the context in which its kernel is traced and lowered.
+
+    `portable`: the program is exported, `automatic`: partitioned by XLA.
+    """
+    # An interpreted kernel is the one for the device of its own platform.
+    own = platform if options.backend in (None, "xla") else BACKENDS[options.backend].platform
+    target = Target(
+        portable=portable and options.backend != "triton_gpu",
+        interpret=options.interpret,
+        automatic=automatic and platform in ("tpu", "cuda"),
+        device=_device({"cuda": "gpu"}.get(own, own), portable),
+    )
+    # Pallas asks which TPU it lowers for; the machine may have none.
+    device = AbstractDevice(*(target.device or TPU), "tpu")
+    mesh = jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+    with mesh if own == "tpu" else nullcontext():
+        yield target
+
+
+def _device(platform: str, portable: bool) -> tuple[str, int] | None:
+    """Kind and number of cores of the device that is lowered for, if anything says so: the abstract device of a mesh in
+    context, or the machine's own device, unless the program is for another machine."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None:
+        cores = device.num_cores or (0 if platform == "gpu" else 1)  # 0: as many as the kind has
+        return (device.device_kind, cores) if device.platform in (None, platform) else None
+    device = jax.devices()[0]
+    if portable or device.platform != platform:
+        return None
+    if platform == "gpu":
+        return f"{device.device_kind} {device.compute_capability}", device.core_count
+    return device.device_kind, getattr(device, "num_cores", 1)

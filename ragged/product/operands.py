@@ -1,0 +1,146 @@
+"""What one product is made of: its arrays, `Operands`, and all that is static about it, `Call`.
+
+`Operands` is a pytree, with None for what is absent. Any of its arrays may have one more axis in front, a batch axis:
+its rank says whether it has.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+
+from ragged.product.layout import Product
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["block"])
+@dataclass(frozen=True)
+class Scales:
+    """Scales of a quantised operand: value = data × scale, one scale a block.
+
+    `values` (float32) has the operand's axes with one entry for each block. `block` is a block's extent along the
+    operand's last two axes, None for all of it. A ragged operand's rows have blocks of 1, or None: a group's rows, and
+    then the first axis of `values` (but for a batch axis) is the groups'. No block straddles two groups.
+    """
+
+    values: Any
+    block: tuple[int | None, int | None]
+
+    @property
+    def mT(self) -> "Scales":
+        """Those of the transposed operand."""
+        return Scales(self.values.mT, (self.block[1], self.block[0]))
+
+
+class Operand(NamedTuple):
+    data: Any
+    scales: Scales | Any = None
+
+
+class Epilogue(NamedTuple):
+    """What an accumulator goes through before it is rounded, once, and stored."""
+
+    existing: Any = None  # added; of the result's shape and dtype
+
+
+class Operands(NamedTuple):
+    """The arrays of one product."""
+
+    lhs: Operand
+    rhs: Operand
+    sizes: dict[str, Any]  # `(g,)` of each ragged letter
+    offset: Any = None  # `()`: the first group that the uniform term holds
+    epilogue: Epilogue = Epilogue()
+
+    @property
+    def num_groups(self) -> Any:
+        """How many groups have sizes; without any, how many matrices there are."""
+        return next(iter(self.sizes.values())).shape[-1] if self.sizes else self.lhs.data.shape[-3]
+
+
+class Options(NamedTuple):
+    """How a product is computed. `tiling` has one entry for each of `m`, `k`, `n`."""
+
+    precision: Any = None
+    backend: str | None = None
+    tiling: tuple[int, int, int] | None = None
+    interpret: Any = False
+    input_buffer_count: int = 2
+
+    @property
+    def calls_back(self) -> bool:
+        """Whether the kernel is interpreted by callbacks: an effect of the program that it is part of."""
+        deep = not isinstance(self.interpret, bool) or (self.interpret and self.input_buffer_count > 2)
+        return self.backend == "pallas_tpu" and deep
+
+    @property
+    def tiles(self) -> dict[str, int] | None:
+        """The tiling by letter."""
+        return None if self.tiling is None else dict(zip("mkn", self.tiling, strict=True))
+
+
+class Term(NamedTuple):
+    """An operand as a kernel sees it: `[..., p, q]` and the letters of its last two axes. A ragged `p` is packed."""
+
+    data: Any
+    letters: str
+    scales: Scales | None
+
+    def extent(self, letter: str) -> Any:
+        return self.data.shape[self.axis(letter) - 2]
+
+    def axis(self, letter: str) -> int:
+        """0 or 1: which of the last two axes a letter is."""
+        return self.letters.index(letter)
+
+    def block(self, letter: str) -> int | None:
+        """The extent of a block of scales along a letter; None for all of it, or without scales."""
+        return None if self.scales is None else self.scales.block[self.axis(letter)]
+
+
+class Call(NamedTuple):
+    """All that is static about one product."""
+
+    product: Product
+    shape: tuple[Any, ...]  # of the result, without a batch axis
+    dtype: Any  # of the result
+    options: Options
+    out_batch: bool = False  # whether the result has the batch axis, if any operand has, or is summed over it
+
+    def ranks(self, x: Operands) -> Operands:
+        """The rank of each of the operands without a batch axis."""
+
+        def all_of(tree: Any, rank: int) -> Any:
+            return jax.tree.map(lambda _: rank, tree)
+
+        p = self.product
+        return Operands(
+            all_of(x.lhs, p.ndim(p.lhs)),
+            all_of(x.rhs, p.ndim(p.rhs)),
+            all_of(x.sizes, 1),
+            all_of(x.offset, 0),
+            all_of(x.epilogue, len(self.shape)),
+        )
+
+    def batched(self, x: Operands) -> Operands:
+        """Which of the operands have a batch axis."""
+        return jax.tree.map(lambda array, rank: array.ndim > rank, x, self.ranks(x))
+
+    def batch(self, x: Operands) -> Any:
+        """The extent of the batch axis, which may be symbolic; None if no operand has one."""
+        arrays = zip(jax.tree.leaves(x), jax.tree.leaves(self.batched(x)), strict=True)
+        (size,) = {array.shape[0] for array, is_batched in arrays if is_batched} or {None}
+        return size
+
+    def terms(self, x: Operands) -> tuple[Term, Term]:
+        """The operands as kernels see them: first the one that has the result's rows."""
+        p = self.product
+        lhs, rhs = Term(x.lhs.data, p.lhs, x.lhs.scales), Term(x.rhs.data, p.rhs, x.rhs.scales)
+        return (lhs, rhs) if p.out[0] in p.lhs else (rhs, lhs)
+
+    def derivative(self, wrt: str, of: Any) -> "Call":
+        """That of the cotangent of `"lhs"` or `"rhs"`, an array like `of`."""
+        product = self.product.derivative(wrt)
+        ndim = product.ndim(product.out)
+        shape, is_batched = of.shape[of.ndim - ndim :], of.ndim > ndim
+        return self._replace(product=product, shape=shape, dtype=of.dtype, out_batch=is_batched)

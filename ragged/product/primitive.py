@@ -1,0 +1,202 @@
+"""The one JAX primitive under every grouped product: how it is typed, differentiated, batched and lowered.
+
+It binds the leaves of `Operands`, with their tree and the `Call` as parameters.
+
+    out[i] = existing[i] + lhs[i] @ rhs[i]        (bilinear in lhs and rhs, affine in existing)
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.core import ShapedArray
+from jax.experimental import io_callback
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ragged._mesh import refuse_explicit, vary_together
+from ragged.backends.base import Target
+from ragged.product import lowering
+from ragged.product.operands import Call, Epilogue, Operand, Operands
+
+
+def bind(x: Operands, call: Call) -> Array:
+    """The product of `x`. See the module's docstring."""
+    leaves, tree = jax.tree.flatten(x)
+    return ragged_matmul_p.bind(*vary_together(leaves), tree=tree, call=call)
+
+
+ragged_matmul_p = Primitive("ragged_matmul")
+
+
+@ragged_matmul_p.def_effectful_abstract_eval
+def _abstract_eval(*avals: Any, tree: Any, call: Call) -> tuple[Any, frozenset[Any]]:
+    x = tree.unflatten(avals)
+    named = x._replace(lhs=x.lhs.data, rhs=x.rhs.data, epilogue=None)._asdict()
+    refuse_explicit("ragged.matmul", **named, lhs_scales=x.lhs.scales, rhs_scales=x.rhs.scales, **x.epilogue._asdict())
+    shape = (call.batch(x), *call.shape) if call.out_batch else call.shape
+    sharding = NamedSharding(avals[0].sharding.mesh, PartitionSpec(*[None] * len(shape)))
+    out = avals[0].update(shape=shape, dtype=jnp.dtype(call.dtype), weak_type=False, sharding=sharding)
+    return out, _interpreter_effects() if call.options.calls_back else frozenset()
+
+
+@cache
+def _interpreter_effects() -> frozenset[Any]:
+    """Those of the ordered callbacks by which Pallas interprets a TPU's memory and copies."""
+    return frozenset(jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))().effects)
+
+
+@partial(jax.jit, static_argnames=("tree", "call"))
+def _eager(*args: Array, tree: Any, call: Call) -> Array:
+    return ragged_matmul_p.bind(*args, tree=tree, call=call)
+
+
+@ragged_matmul_p.def_impl
+def _impl(*args: Array, tree: Any, call: Call) -> Array:
+    with jax.disable_jit(False):  # or `_eager` would come back here
+        return _eager(*args, tree=tree, call=call)
+
+
+def derivative(wrt: str, ct: Any, x: Operands, call: Call, of: Any) -> tuple[Operands, Call]:
+    """The product that is the cotangent of `"lhs"` or `"rhs"`, an array like `of`: its term and `out` trade places."""
+    return x._replace(**{wrt: Operand(ct)}, epilogue=Epilogue()), call.derivative(wrt, of)
+
+
+def epilogue_cotangent(ct: Array, x: Operands, call: Call, of: Epilogue) -> Epilogue:
+    """That of what was added to the product, an array like `of`'s."""
+    return Epilogue(lowering.zero_tail(ct, x, call).astype(of.existing.dtype))
+
+
+def check_cotangent(call: Call) -> None:
+    """Raises a `TypeError` if the cotangent of a product's result would have 8 bits: too few without scales."""
+    if jnp.dtype(call.dtype).itemsize == 1:
+        raise TypeError(
+            f"`ragged.matmul`: the result is {jnp.dtype(call.dtype).name}, and so would its cotangent be.\n"
+            "Ask for `preferred_element_type=jnp.bfloat16`, and quantise or cast what comes of it."
+        )
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, tree: Any, call: Call) -> tuple[Any, Any]:
+    """`d(lhs @ rhs) = dlhs @ rhs + lhs @ drhs`, and `existing`'s own tangent."""
+    check_cotangent(call)
+    x, dx = tree.unflatten(primals), tree.unflatten(tangents)
+    out, terms = bind(x, call), []
+    for wrt in ("lhs", "rhs"):
+        tangent = getattr(dx, wrt).data
+        if not isinstance(tangent, ad.Zero):
+            operand = getattr(x, wrt)._replace(data=tangent)
+            terms.append(bind(x._replace(**{wrt: operand}, epilogue=Epilogue()), call))
+    existing = dx.epilogue.existing
+    if existing is not None and not isinstance(existing, ad.Zero):
+        terms.append(lowering.zero_tail(existing, x, call))
+    if not terms:
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+    return out, sum(terms[1:], terms[0])
+
+
+def _transpose(ct: Any, *args: Any, tree: Any, call: Call) -> list[Any]:
+    if isinstance(ct, ad.Zero):
+        return [None] * len(args)
+    x: Operands = tree.unflatten(args)
+    cts: Operands = tree.unflatten([None] * len(args))
+    linear = [wrt for wrt in ("lhs", "rhs") if ad.is_undefined_primal(getattr(x, wrt).data)]
+    if len(linear) > 1:
+        raise NotImplementedError(
+            "`ragged.matmul`: a product is linear in each operand, not in both.\nTranspose it with respect to one."
+        )
+    for wrt in linear:
+        data = bind(*derivative(wrt, ct, x, call, getattr(x, wrt).data.aval))
+        cts = cts._replace(**{wrt: getattr(cts, wrt)._replace(data=data)})
+    existing = x.epilogue.existing
+    if existing is not None and ad.is_undefined_primal(existing):
+        cts = cts._replace(epilogue=epilogue_cotangent(ct, x, call, Epilogue(existing.aval)))
+    return tree.flatten_up_to(cts)
+
+
+ad.primitive_jvps[ragged_matmul_p] = _jvp
+ad.primitive_transposes[ragged_matmul_p] = _transpose
+
+
+def _batch(args: Sequence[Any], dims: Sequence[Any], *, tree: Any, call: Call) -> tuple[Array, int]:
+    """One batch axis is the primitive's own. A second one is merged with the first, or looped over."""
+    x: Operands = tree.unflatten(
+        [arg if d is None else jnp.moveaxis(arg, d, 0) for arg, d in zip(args, dims, strict=True)]
+    )
+    mapped: Operands = tree.unflatten([d is not None for d in dims])
+    # The rank of a mapped operand counts the new axis; leave it out to see the one that was there before.
+    inner: Operands = jax.tree.map(
+        lambda array, is_mapped, rank: array.ndim - is_mapped > rank, x, mapped, call.ranks(x)
+    )
+    of_both = (inner.lhs.data, inner.rhs.data) == (mapped.lhs.data, mapped.rhs.data)
+    if any(jax.tree.leaves(inner)) and (not call.out_batch or not of_both):
+        # Merged axes would need a copy of a matrix for each element of the axis that it lacks, or all terms of a sum.
+        arrays, is_mapped = jax.tree.leaves(x), jax.tree.leaves(mapped)
+
+        def element(slices: list[Array]) -> Array:
+            rest = iter(slices)
+            each = [next(rest) if use else array for array, use in zip(arrays, is_mapped, strict=True)]
+            return bind(tree.unflatten(each), call)
+
+        return lax.map(element, [array for array, use in zip(arrays, is_mapped, strict=True) if use]), 0
+
+    outer = next(array.shape[0] for array, d in zip(jax.tree.leaves(x), dims, strict=True) if d is not None)
+    sizes = jax.tree.map(lambda array, m, has: array.shape[m] if has else None, x, mapped, inner)
+    batch = next(iter(jax.tree.leaves(sizes)), None)
+
+    def lead(array: Array, is_mapped: bool, has: bool, keep: bool) -> Array:
+        """`[outer * batch, ...]`; as it is where it has neither axis and need not have (`keep`)."""
+        if not (is_mapped or has or keep):
+            return array
+        array = array if is_mapped else jnp.broadcast_to(array, (outer, *array.shape))
+        if batch is None:
+            return array
+        array = array if has else jnp.broadcast_to(array[:, None], (outer, batch, *array.shape[1:]))
+        return array.reshape(outer * batch, *array.shape[2:])
+
+    # The epilogue has the result's axes, always; and it is never the only one that has them.
+    alone = not any(jax.tree.leaves(mapped._replace(epilogue=Epilogue())))
+    keep: Operands = jax.tree.map(lambda _: False, x)
+    keep = keep._replace(lhs=keep.lhs._replace(data=alone), epilogue=jax.tree.map(lambda _: True, x.epilogue))
+    out = bind(jax.tree.map(lead, x, mapped, inner, keep), call._replace(out_batch=True))
+    return (out if batch is None else out.reshape(outer, batch, *out.shape[1:])), 0
+
+
+batching.primitive_batchers[ragged_matmul_p] = _batch
+
+
+def _rule(platform: str) -> Callable[..., Any]:
+    def compute(*args: Array, tree: Any, call: Call, target: Target) -> Array:
+        return lowering.compute(platform, tree.unflatten(args), call, target)
+
+    lower = mlir.lower_fun(compute, multiple_results=False)
+
+    def rule(ctx: Any, *args: Any, tree: Any, call: Call) -> Any:
+        # Over which mesh axes a value varies has been checked by now; a kernel's loops need not carry it along.
+        plain = [[ShapedArray(aval.shape, aval.dtype) for aval in avals] for avals in (ctx.avals_in, ctx.avals_out)]
+        inner, program = ctx.replace(avals_in=plain[0], avals_out=plain[1]), ctx.module_context
+        portable, automatic = program.lowering_parameters.for_export, _is_automatic(program.axis_context)
+        with lowering.target_of(platform, call.options, portable=portable, automatic=automatic) as target:
+            out = lower(inner, *args, tree=tree, call=call, target=target)
+        if call.options.calls_back:
+            ctx.set_tokens_out(inner.tokens_out)
+        return out
+
+    return rule
+
+
+def _is_automatic(axis_context: Any) -> bool:
+    """Whether XLA partitions the program over several devices: not one device's, nor that of a full `shard_map`."""
+    mesh = getattr(axis_context, "mesh", None)
+    if mesh is None:
+        return getattr(axis_context, "num_devices", 1) != 1
+    manual = frozenset(axis_context.manual_axes) | frozenset(mesh.manual_axes)
+    return bool(axis_context.manual_axes) and manual != frozenset(mesh.axis_names)
+
+
+mlir.register_lowering(ragged_matmul_p, _rule("any"))
+for _platform in lowering.PLATFORMS:
+    mlir.register_lowering(ragged_matmul_p, _rule(_platform), platform=_platform)

@@ -1,0 +1,66 @@
+"""Products with one matrix that all groups share: the other operand's groups are as good as one."""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import Array
+
+from ragged.backends import schedule
+from ragged.product.operands import Call, Epilogue, Operand, Operands, Scales
+from ragged.quant.scales import by_row, spread
+
+Folded = tuple[Operands, Call, Callable[[Array], Array]]
+"""A product of operands that all have groups, and what makes of its result that of the original."""
+
+
+def folded(x: Operands, call: Call) -> Folded:
+    """The product to compute where an operand without a group axis is shared by all groups; the same one elsewhere."""
+    p = call.product
+    if x.lhs.data.ndim < p.ndim(p.lhs):
+        name, shared, letters, groups = "rhs", "lhs", p.rhs, x.rhs
+    elif x.rhs.data.ndim < p.ndim(p.rhs):
+        name, shared, letters, groups = "lhs", "rhs", p.lhs, x.lhs
+    else:
+        return x, call, lambda out: out
+    x = x._replace(**{shared: getattr(x, shared)._replace(data=getattr(x, shared).data[None])})
+    if x.sizes:
+        one, sizes = _rows(groups, x.sizes[p.ragged])
+        return x._replace(**{name: one}, sizes={p.ragged: sizes}), call, lambda out: out
+
+    # Groups `[g, kept, contracted]` become one, `[1, g * kept, contracted]`.
+    shape, existing = call.shape[1:], x.epilogue.existing
+    if letters[0] == p.contracted:
+        letters = letters[::-1]
+        groups = Operand(groups.data.mT, None if groups.scales is None else groups.scales.mT)
+    turned = p.out[0] != letters[0]
+    if turned:
+        p, shape = p._replace(out=p.out[::-1]), shape[::-1]
+        existing = None if existing is None else existing.mT
+    g, kept = groups.data.shape[:2]
+    whole = (1, g * kept, shape[1])
+    x = x._replace(epilogue=Epilogue(None if existing is None else existing.reshape(whole)), **{name: _one(groups)})
+
+    def restore(out: Array) -> Array:
+        out = out.reshape(g, *shape)
+        return out.mT if turned else out
+
+    return x, call._replace(product=p._replace(**{name: letters}), shape=whole), restore
+
+
+def _rows(ragged: Operand, sizes: Array) -> tuple[Operand, Array]:
+    """All rows of a ragged operand are those of one group; its size."""
+    scales, rows = ragged.scales, ragged.data.shape[0]
+    if scales is not None and scales.block[0] is None:  # a group's scales are its rows'
+        scales = Scales(by_row(scales.values, sizes, rows), (1, scales.block[1]))
+    return Operand(ragged.data, scales), schedule.group_offsets(sizes, rows)[-1:]
+
+
+def _one(groups: Operand) -> Operand:
+    """`[g, kept, contracted]` as `[1, g * kept, contracted]`."""
+    data, scales = groups
+    g, kept, contracted = data.shape
+    if scales is not None:
+        rows = spread(Scales(scales.values, (scales.block[0], None)), data.shape)  # [g, kept or 1, blocks]
+        blocks = rows.shape[-1]
+        scales = Scales(jnp.broadcast_to(rows, (g, kept, blocks)).reshape(1, g * kept, blocks), (1, scales.block[1]))
+    return Operand(data.reshape(1, g * kept, contracted), scales)

@@ -1,0 +1,40 @@
+"""Number formats: what they hold, and what they are multiplied and added in."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def promote(lhs: Any, rhs: Any) -> Any:
+    """The operands' common dtype, also where the user has made implicit promotion strict: here it is asked for."""
+    bytes_of = {"int2": "int8", "int4": "int8", "uint2": "uint8", "uint4": "uint8"}
+    lhs, rhs = (jnp.dtype(bytes_of.get(jnp.dtype(d).name, d)) for d in (lhs, rhs))
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.promote_types(lhs, rhs)
+
+
+def accumulator_dtype(dtype: Any) -> Any:
+    """float32; int32 for integers; what is wider than that stays as it is."""
+    if jnp.dtype(dtype).itemsize >= 4:
+        return jnp.dtype(dtype)
+    return jnp.dtype(jnp.int32 if jnp.issubdtype(dtype, jnp.integer) else jnp.float32)
+
+
+def compute_dtype(lhs: Any, rhs: Any) -> Any:
+    """What both operands of a dot are cast to, without loss (but for an integer beyond 2²⁴ that meets a float).
+
+    XLA's dots on the CPU are fast in float32, bfloat16 and int8. The 8 bits of bfloat16's mantissa hold every int8 and
+    fp8, but no int16.
+    """
+    lhs, rhs = sorted((jnp.dtype(lhs), jnp.dtype(rhs)), key=lambda d: d.itemsize)
+    integers = [jnp.issubdtype(d, jnp.integer) for d in (lhs, rhs)]
+    if all(integers):
+        signed_bytes = all(d.itemsize == 1 and jnp.issubdtype(d, jnp.signedinteger) for d in (lhs, rhs))
+        return jnp.dtype(jnp.int8) if signed_bytes else accumulator_dtype(promote(lhs, rhs))
+    if rhs.itemsize == 1:
+        return jnp.dtype(jnp.bfloat16)
+    if any(is_integer and d.itemsize > 1 for d, is_integer in zip((lhs, rhs), integers, strict=True)):
+        return jnp.dtype(jnp.float64 if jnp.float64 in (lhs, rhs) else jnp.float32)
+    common = rhs if lhs.itemsize == 1 else promote(lhs, rhs)
+    return jnp.dtype(jnp.float32) if common == jnp.float16 else common

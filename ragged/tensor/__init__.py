@@ -1,0 +1,1 @@
+"""`GroupedTensor`, what makes it and what is done with it besides products."""

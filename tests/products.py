@@ -1,0 +1,80 @@
+"""One backend's kernels for plain arrays, as the array level has them, without JAX's primitive."""
+
+import importlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ragged.backends.base import ANY_TARGET, Launch, Target
+from ragged.product.layout import Product
+from ragged.product.lowering import BACKENDS, prepared
+from ragged.product.operands import Call, Epilogue, Operand, Operands, Options, Scales
+
+
+def run(backend: str, x: Operands, call: Call, target: Target = ANY_TARGET) -> Array:
+    """What `backend` computes. Fails if it doesn't."""
+    module, x = importlib.import_module(BACKENDS[backend].module), prepared(x, call)
+    avals = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), x)
+    launch = module.plan(call, avals, target)
+    assert isinstance(launch, Launch), launch
+    return module.run(launch, x)
+
+
+def product(
+    backend: str,
+    lhs: Array,
+    rhs: Array,
+    sizes: dict[str, Array],
+    axes: tuple[str, str, str],
+    shape: tuple[int, ...],
+    *,
+    preferred_element_type: Any,
+    precision: Any = None,
+    tiling: tuple[int, int, int] | None = None,
+    group_offset: Any = None,
+    existing_out: Any = None,
+    lhs_scales: Scales | None = None,
+    rhs_scales: Scales | None = None,
+    input_buffer_count: int = 2,
+    sum_batch: bool = False,
+    target: Target = ANY_TARGET,
+) -> Array:
+    """`axes` are the letters of `lhs`, `rhs` and the result, whose shape is `shape` without a batch axis."""
+    ragged = "".join(letter for letter in "mkn" if letter in sizes)
+    options = Options(precision, backend, tiling, target.interpret, input_buffer_count)
+    call = Call(Product(*axes, ragged), shape, jnp.dtype(preferred_element_type), options, not sum_batch)
+    operands = Operand(lhs, lhs_scales), Operand(rhs, rhs_scales)
+    return run(backend, Operands(*operands, sizes, group_offset, Epilogue(existing_out)), call, target)
+
+
+def grouped_matmul(
+    backend: str, lhs: Array, rhs: Array, sizes: Array, *, transpose_rhs: bool = False, **options: Any
+) -> Array:
+    """`[m, k] × [h, k, n] -> [m, n]`, or `[h, n, k]` with `transpose_rhs`."""
+    axes = ("mk", "nk" if transpose_rhs else "kn", "mn")
+    shape = (lhs.shape[-2], rhs.shape[-2 if transpose_rhs else -1])
+    return product(backend, lhs, rhs, {"m": sizes}, axes, shape, **options)
+
+
+def transposed_grouped_matmul(
+    backend: str, lhs: Array, rhs: Array, sizes: Array, *, num_actual_groups: int | None = None, **options: Any
+) -> Array:
+    """`[k, m] × [k, n] -> [h, m, n]`."""
+    held = sizes.shape[-1] if num_actual_groups is None else num_actual_groups
+    return product(backend, lhs, rhs, {"k": sizes}, ("km", "kn", "mn"), (held, lhs.shape[-1], rhs.shape[-1]), **options)
+
+
+def batched_matmul(backend: str, lhs: Array, rhs: Array, *, axes: tuple[str, str, str], **options: Any) -> Array:
+    """`[g, m, k] × [g, k, n] -> [g, m, n]`, each as its axes say."""
+    extent = dict(zip(axes[0] + axes[1], lhs.shape[-2:] + rhs.shape[-2:], strict=True))
+    shape = (lhs.shape[-3], *(extent[letter] for letter in axes[2]))
+    return product(backend, lhs, rhs, {}, axes, shape, **options)
+
+
+def tiled_matmul(
+    backend: str, lhs: Array, rhs: Array, sizes: dict[str, Array], *, axes: tuple[str, str, str], **options: Any
+) -> Array:
+    """Two or three letters ragged."""
+    return product(backend, lhs, rhs, sizes, axes, options.pop("shape"), **options)
