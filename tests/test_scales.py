@@ -146,6 +146,36 @@ def test_groups(kernels: str, lhs_block: Block | None, rhs_block: Block | None) 
 
 
 @BACKENDS
+@pytest.mark.parametrize("block", [(None, None), (None, 1), (1, None)], ids=str)
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
+def test_a_sum_over_elements_with_scales_of_their_own(kernels: str, block: Block, dtype: str) -> None:
+    """B3, K23: the gradient of a matrix that batch elements share adds up what each element's scales make of it."""
+    rng = np.random.default_rng(0)
+    lhs, rhs = (rng.integers(-8, 8, (3, M, n)).astype(np.float32) for n in (K, N))
+    shape = (3, M if block[0] else G, 1 if block[1] is None else K)
+    scales = (rng.uniform(0.5, 2, shape) * [[[1]], [[10]], [[100]]]).astype(np.float32)
+    of_rows = scales if block[0] else np.repeat(np.pad(scales, [(0, 0), (0, 1), (0, 0)]), [*SIZES, TAIL], axis=1)
+    x = lhs * of_rows.astype(np.float64)
+    want = np.stack(
+        [
+            sum(x[e, end - s : end].T @ rhs[e, end - s : end] for e in range(3))
+            for s, end in zip(SIZES, ENDS, strict=True)
+        ]
+    )
+    got = products.transposed_grouped_matmul(
+        kernels,
+        jnp.asarray(lhs, dtype),
+        jnp.asarray(rhs, dtype),
+        jnp.array(SIZES, jnp.int32),
+        preferred_element_type=jnp.float32,
+        lhs_scales=Scales(jnp.asarray(scales), block),
+        sum_batch=True,
+        target=TARGET[kernels],
+    )
+    check(got, want)
+
+
+@BACKENDS
 @pytest.mark.parametrize("lhs_block, rhs_block", UNIFORM_PAIRS, ids=str)
 def test_batched(kernels: str, lhs_block: Block | None, rhs_block: Block | None) -> None:
     """K23: uniform operands, stored either way round."""

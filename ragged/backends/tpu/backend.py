@@ -419,10 +419,11 @@ def multiply_groups(
             )
             if masked:
                 x, y = (select_rows(z, low - rows.start, high - rows.start) for z in (x, y))
-            return kernel.dot(x, y, 0, 0)
+            total = kernel.dot(x, y, 0, 0)
+            return kernel.rescale(total, lhs_scales, rhs_scales) if kernel.rescales_each else total
 
         def store(total: Array) -> None:
-            total = kernel.rescale(total, lhs_scales, rhs_scales)
+            total = total if kernel.rescales_each else kernel.rescale(total, lhs_scales, rhs_scales)
             out[...] = finish(total, None if existing is None else existing[...], out.dtype)
 
         is_alone = is_full & is_first & is_last

@@ -51,6 +51,13 @@ class Kernel:
         """Extent of the contracted blocks whose products are scaled one by one, if they are."""
         return lanes_of(self.problem.kind, *(None if s is None else s.extent for s in self.scales))
 
+    @cached_property
+    def rescales_each(self) -> bool:
+        """Whether each visit's product is scaled, not their sum: over elements that have scales of their own."""
+        constant = [s.values for s in self.scales if s is not None and s.extent is None]
+        is_summed = self.problem.kind == "groups" and not self.launch.call.out_batch
+        return is_summed and any(values.shape[0] > 1 for values in constant)
+
     def buffers(self, *arrays: Any) -> int:
         """Buffers of each operand. More than two only where all copies are of whole tiles of memory: Mosaic insists."""
         whole = all(x.shape[-1] % tiles.LANES == x.shape[-2] % tiles.sublanes(x.dtype) == 0 for x in arrays)
@@ -58,7 +65,8 @@ class Kernel:
 
     @property
     def accumulator(self) -> Any:
-        return jnp.dtype(jnp.float32) if self.lanes is not None else accumulator_dtype(self.problem.compute)
+        is_scaled = self.lanes is not None or self.rescales_each
+        return jnp.dtype(jnp.float32) if is_scaled else accumulator_dtype(self.problem.compute)
 
     @property
     def wide(self) -> Any:
