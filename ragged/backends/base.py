@@ -27,7 +27,7 @@ no product reaches stay as they are.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,8 +35,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ragged.product.operands import Call, Operands
-from ragged.quant.formats import accumulator_dtype
+from ragged.product.operands import Call, Operands, Term
+from ragged.quant.formats import Units, accumulator_dtype
 
 
 class Target(NamedTuple):
@@ -73,7 +73,7 @@ class Launch:
     flops: int | None = None  # None where an extent is symbolic
     bytes_accessed: int | None = None
     visits: int | None = None  # of tiles, at most, where they are known
-    problem: Any = None  # what else `run` has to know, as the backend puts it
+    details: Any = None  # what else `run` has to know, as the backend puts it
     passed_over: tuple[tuple[str, str], ...] = ()  # backends that would have come first, and why they don't run
 
     def __str__(self) -> str:
@@ -84,21 +84,15 @@ class Launch:
         return f"{self.kernel} of {self.backend}" + (f" ({why[0]})" if why else "")
 
 
-class Known(NamedTuple):
-    """Names of what a backend's kernels take."""
-
-    operands: tuple[str, ...]  # dtypes
-    results: tuple[str, ...]  # dtypes
-    precisions: tuple[str, ...]  # as `precision_name` gives them
-
-
 def is_empty(call: Call, x: Operands) -> bool:
     """Whether there is nothing to multiply, or no result."""
     return any(0 in shape for shape in (call.shape, *(array.shape for array in jax.tree.leaves(x))))
 
 
-def refuse(backend: str, known: Known, call: Call, x: Operands, target: Target) -> str:
-    """What any backend but XLA's leaves to it: why, or ""."""
+def refuse(
+    backend: str, units: dict[str, Units], precisions: Container[str | None], call: Call, x: Operands, target: Target
+) -> str:
+    """What any backend but XLA's leaves to it: why, or "". By its units, and the names of precisions that it takes."""
     arrays = {"lhs": x.lhs.data, "rhs": x.rhs.data, "the result": jax.ShapeDtypeStruct(call.shape, call.dtype)}
     scaled = x.lhs.scales is not None or x.rhs.scales is not None
     if not all(isinstance(n, int) for array in (*jax.tree.leaves(x), *arrays.values()) for n in array.shape):
@@ -112,13 +106,45 @@ def refuse(backend: str, known: Known, call: Call, x: Operands, target: Target) 
             f"XLA partitions no kernels of {backend} over devices; inside a `jax.shard_map` over all mesh axes it runs"
         )
     for name, array in arrays.items():
-        if jnp.dtype(array.dtype).name not in (known.results if name == "the result" else known.operands):
-            return f"{backend} has no kernels for {name} in {jnp.dtype(array.dtype).name}"
+        unit, dtype = units.get(jnp.dtype(array.dtype).name, Units(None, False)), jnp.dtype(array.dtype).name
+        if not unit.result if name == "the result" else unit.operand is None:
+            return f"{backend} has no kernels for {name} in {dtype}"
     precision = call.options.precision
-    if precision_name(precision) not in known.precisions:
+    if precision_name(precision) not in precisions:
         precision = jax.config.jax_default_matmul_precision if precision is None else precision
         return f"{backend} has no kernels for precision {precision}"
     return ""
+
+
+def too_old(units: dict[str, Units], x: Operands, generation: int) -> str:
+    """The dtype of the first operand that a device of this generation can't multiply; "" if it can all."""
+    names = [jnp.dtype(operand.data.dtype).name for operand in (x.lhs, x.rhs)]
+    return next((name for name in names if generation < (units[name].operand or 0)), "")
+
+
+def scale_ways(call: Call, x: Operands, step: int | None) -> tuple[str, str]:
+    """How the scales of each term are applied:
+
+    - `""`: there are none;
+    - `"total"`: to the accumulator, as they are the same all along the contracted letter;
+    - `"step"`: to the product of each step along it, as they change in multiples of `step` elements of the group (None:
+      a kernel can't), or with each of the batch elements that are summed;
+    - `"tile"`: to the operand's tile, which becomes float32.
+    """
+    p = call.product
+
+    def way(term: Term) -> str:
+        if term.scales is None:
+            return ""
+        along = term.block(p.contracted)
+        if along is None:
+            return "step" if not call.out_batch and term.data.ndim > p.ndim(term.letters) else "total"
+        # Blocks of a packed axis are counted from the buffer's first row, steps from the group's.
+        is_packed = p.contracted in p.ragged and term.letters[0] == p.contracted
+        return "step" if step and along % step == 0 and not is_packed else "tile"
+
+    a, b = call.terms(x)
+    return way(a), way(b)
 
 
 def cost(call: Call, x: Operands) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from ragged._matmul import product_of
 from ragged.product.operands import Call, Epilogue, Operand, Operands
 from ragged.product.primitive import bind, derivative
-from ragged.quant.quantize import LARGEST
+from ragged.quant.formats import LARGEST
 from ragged.quant.recipe import PRESETS, Cast, Pair, Recipe, as_tensor, casts_of, past_of, quantize_operand
 from ragged.tensor.tensor import GroupedTensor, describe, is_concrete
 

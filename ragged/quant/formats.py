@@ -1,9 +1,39 @@
-"""Number formats: what they hold, and what they are multiplied and added in."""
+"""Number formats: what they hold, what multiplies them, and what they are multiplied and added in."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+
+class Units(NamedTuple):
+    """What a platform's kernels do with numbers of a format."""
+
+    operand: int | None = 0  # the least generation (GPUs: compute capability, 80 is 8.0) that multiplies them, if any
+    result: bool = True  # whether they make results of it
+
+
+class Format(NamedTuple):
+    largest: float | None = None  # what the largest value of a block becomes when it is quantised to it, if it can be
+    tpu: Units = Units(None, False)
+    gpu: Units = Units(None, False)
+
+
+FORMATS = {
+    "float64": Format(),
+    "float32": Format(tpu=Units(), gpu=Units()),
+    "bfloat16": Format(tpu=Units(), gpu=Units()),
+    "float16": Format(gpu=Units()),
+    "float8_e4m3fn": Format(448.0, tpu=Units(5), gpu=Units(89)),
+    "float8_e5m2": Format(57344.0, tpu=Units(5), gpu=Units()),
+    "int32": Format(tpu=Units(None), gpu=Units(None)),
+    "int8": Format(127.0, tpu=Units(5), gpu=Units()),
+    "int4": Format(7.0, tpu=Units(5, result=False), gpu=Units(result=False)),
+}
+"""What isn't listed is XLA's. Integers are symmetric when quantised to: -128 and -8 are not used."""
+
+LARGEST = {name: known.largest for name, known in FORMATS.items() if known.largest is not None}
+"""The formats to quantise to, and the largest value of each."""
 
 
 def promote(lhs: Any, rhs: Any) -> Any:

@@ -17,11 +17,9 @@ import numpy as np
 from jax import Array
 
 from ragged._mesh import refuse_explicit
+from ragged.quant.formats import LARGEST
 from ragged.quant.scaling import Scaling, not_differentiable
 from ragged.tensor.tensor import GroupedTensor, describe, is_arraylike
-
-LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0, "int4": 7.0}
-"""The dtypes to quantise to, and the largest value of each. Integers are symmetric: -128 and -8 are not used."""
 
 
 def quantize(

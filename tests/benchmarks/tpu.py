@@ -297,7 +297,7 @@ def tiled(product: Tiled, device: Device) -> Kernel:
     def function(lhs: Array, rhs: Array) -> Array:
         result = jax.ShapeDtypeStruct((1, *out.shape), out.dtype)
         call = Call(Product(*product.axes, product.letters), out.shape, out.dtype, Options(), True)
-        launch = Launch("pallas_tpu", "tiled_matmul", call, Target(device=device), problem=p, flops=0, bytes_accessed=0)
+        launch = Launch("pallas_tpu", "tiled_matmul", call, Target(device=device), details=p, flops=0, bytes_accessed=0)
         return module._launch(launch, tables, count, {"lhs": lhs[None], "rhs": rhs[None]}, None, result)[0]
 
     tiles = count * math.prod(p.tiles(x) for x in "mkn" if x not in product.letters)

@@ -13,12 +13,22 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ragged.backends.base import Known, Launch, Refusal, Target, cost, kernel_metadata, precision_name, refuse
+from ragged.backends.base import (
+    Launch,
+    Refusal,
+    Target,
+    cost,
+    kernel_metadata,
+    precision_name,
+    refuse,
+    scale_ways,
+    too_old,
+)
 from ragged.backends.gpu import call as triton_call
 from ragged.backends.gpu import tiles
 from ragged.backends.gpu.tiles import Chip, Problem
 from ragged.product.operands import Call, Operands, Term
-from ragged.quant.formats import accumulator_dtype, compute_dtype
+from ragged.quant.formats import FORMATS, accumulator_dtype, compute_dtype
 
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
 _STORED = ("bfloat16", "float16", "float32", "int32")
@@ -31,11 +41,7 @@ _PRECISIONS = {
 }
 """How float32 is multiplied, by the names of JAX's precisions; "tf32" is what XLA's default is on a GPU too."""
 
-_KNOWN = Known(
-    operands=("bfloat16", "float16", "float32", "int8", "int4", *_FP8),
-    results=("bfloat16", "float16", "float32", "int32", "int8", *_FP8),
-    precisions=tuple(_PRECISIONS),
-)
+_UNITS = {name: known.gpu for name, known in FORMATS.items()}
 
 _MOST_GROUPS = 4096
 """Each program holds a prefix sum over the sizes in registers."""
@@ -64,7 +70,7 @@ class _Dot(NamedTuple):
         return jnp.dtype(jnp.int32 if self.dtype == jnp.int8 and "step" not in self.ways else jnp.float32)
 
 
-class _Sides(NamedTuple):
+class _Details(NamedTuple):
     """What `run` has to know besides the call."""
 
     tiled: Problem
@@ -92,7 +98,7 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
     # How tiles are multiplied, and how large they are.
     stored = call.dtype if jnp.dtype(call.dtype).name in _STORED else accumulator_dtype(call.dtype)
     least = tiles.least_k(a.data.dtype, b.data.dtype)
-    ways = _scaling(a, r, sizes, least, summed)[0], _scaling(b, c, sizes, least, summed)[0]
+    ways = scale_ways(call, x, least)
     dot = _dot(a.data.dtype, b.data.dtype, ways, call.options.precision, chip)
     extent = {r: call.shape[-2], c: call.shape[-1], k: min(a.extent(k), b.extent(k))}
     # Of a mean group: its share of a buffer that packs the letter. One that is packed nowhere: the widest group's.
@@ -115,7 +121,7 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
     asked = call.options.tiles
     config = tiles.fit(tiled, (asked[r], asked[c], asked[k]), chip) if asked else tiles.choose(tiled, chip)
     for term, way in zip((a, b), ways, strict=True):
-        if way == "step":  # a step lies in one block
+        if way == "step":  # which lies in one block
             config = config._replace(k=math.gcd(config.k, term.block(k) or 0))
     rows_of_tiles = -(-call.shape[-2] // config.r)
     # A result that packs its rows has a tile more for each group that doesn't fill its last.
@@ -128,7 +134,7 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
         config=config,
         source="tiling" if asked else "model",
         visits=elements * count * -(-call.shape[-1] // config.c),
-        problem=_Sides(tiled, chip, dot, jnp.dtype(stored), held, elements, summed),
+        details=_Details(tiled, chip, dot, jnp.dtype(stored), held, elements, summed),
         **cost(call, x),
     )
 
@@ -137,15 +143,17 @@ def _lacks(call: Call, x: Operands, target: Target) -> str:
     """Why there is no kernel for such a product; "" if there is one."""
     if target.portable:
         return "an export refuses Triton's custom calls, unless `backend='triton_gpu'` asks for them"
-    if why := (not target.interpret and triton_call.missing()) or refuse("triton_gpu", _KNOWN, call, x, target):
+    if why := (not target.interpret and triton_call.missing()) or refuse(
+        "triton_gpu", _UNITS, _PRECISIONS, call, x, target
+    ):
         return why
     capability = tiles.chip(target.device).capability
-    dtypes = {jnp.dtype(operand.data.dtype).name for operand in (x.lhs, x.rhs)}
     if capability < 80:
         return f"triton_gpu has no kernels for compute capability {capability / 10}, below 8.0"
-    if capability < 89 and "float8_e4m3fn" in dtypes:
+    if name := too_old(_UNITS, x, capability):
         unnamed = "" if target.device else " (for which code is where nothing names the GPU)"
-        return f"GPUs of compute capability {capability / 10}{unnamed} can't convert float8_e4m3fn; 8.9 and later can"
+        least = (_UNITS[name].operand or 0) / 10
+        return f"GPUs of compute capability {capability / 10}{unnamed} can't convert {name}; {least} and later can"
     if x.sizes and x.num_groups > _MOST_GROUPS:
         return f"triton_gpu has no kernels for {x.num_groups} groups, more than {_MOST_GROUPS}"
     if call.out_batch and (call.batch(x) or 1) > _MOST_ELEMENTS:
@@ -186,7 +194,7 @@ def _geometry(term: Term, kept: str, sizes: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _scaling(term: Term, kept: str, sizes: dict[str, Any], tile_k: int, summed: int) -> tuple[Any, ...]:
+def _scaling(term: Term, way: str, kept: str, sizes: dict[str, Any]) -> tuple[Any, ...]:
     """How the kernel finds and applies the scales: see `kernel._scale_row`."""
     if term.scales is None:
         return "", 0, 0, 1, 0, 1, 0
@@ -194,17 +202,12 @@ def _scaling(term: Term, kept: str, sizes: dict[str, Any], tile_k: int, summed: 
     blocks = dict(zip(term.letters, term.scales.block, strict=True))
     strides = dict(zip(term.letters, (values.shape[-1], 1), strict=True))
     (contracted,) = set(term.letters) - {kept}
-    packed, along = term.letters[0] if term.letters[0] in sizes else None, blocks[contracted]
+    packed = term.letters[0] if term.letters[0] in sizes else None
     # Scales of groups: by their number if sizes pack them in rows of `values`, by the place of their matrix else.
     group = (strides[packed] if blocks[packed] is None else 0) if packed else -math.prod(values.shape[-2:])
     batch = math.prod(values.shape[-ndim:]) if values.ndim > ndim else 0
     strides = {letter: 0 if blocks[letter] is None else stride for letter, stride in strides.items()}
-    if along is None and not (batch and summed > 1):
-        way = "total"
-    else:
-        # Blocks of a packed axis are counted from the buffer's first row, steps from the group's.
-        way = "step" if along and along % tile_k == 0 and packed != contracted else "tile"
-    return way, batch, group, blocks[kept] or 1, strides[kept], along or 1, strides[contracted]
+    return way, batch, group, blocks[kept] or 1, strides[kept], blocks[contracted] or 1, strides[contracted]
 
 
 def _dot(a: Any, b: Any, ways: tuple[str, str], precision: Any, chip: Chip) -> _Dot:
@@ -222,7 +225,7 @@ def _dot(a: Any, b: Any, ways: tuple[str, str], precision: Any, chip: Chip) -> _
 def run(launch: Launch, x: Operands) -> Array:
     """Runs the kernel."""
     call, p, sizes, config = launch.call, launch.call.product, x.sizes, launch.config
-    tiled, chip, dot, stored, held, elements, summed = launch.problem
+    tiled, chip, dot, stored, held, elements, summed = launch.details
     (r, c), k = p.out, p.contracted
     a, b = (
         term._replace(data=term.data.astype(jnp.int8)) if term.data.dtype == jnp.int4 else term
@@ -248,8 +251,8 @@ def run(launch: Launch, x: Operands) -> Array:
         "BATCH": (*strides, 0 if x.offset is None else x.offset.ndim),
         **{f"A_{key}": value for key, value in _geometry(a, r, sizes).items()},
         **{f"B_{key}": value for key, value in _geometry(b, c, sizes).items()},
-        "A_SCALING": _scaling(a, r, sizes, config.k, summed),
-        "B_SCALING": _scaling(b, c, sizes, config.k, summed),
+        "A_SCALING": _scaling(a, dot.ways[0], r, sizes),
+        "B_SCALING": _scaling(b, dot.ways[1], c, sizes),
         "A_TMA": math.prod(a.data.shape[:-2]) if chip.has_tma and _is_aligned(a) else 0,
         "B_TMA": math.prod(b.data.shape[:-2]) if chip.has_tma and _is_aligned(b) else 0,
         "OUT_STRIDES": (rows * columns * (1 if packed else held), 0 if packed else rows * columns, columns),

@@ -12,6 +12,7 @@ The visits are listed by `schedule`: the scalar unit reads them, and there are a
 visit's rows that are not the group's are never multiplied, a chunk at a time, or are masked.
 """
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,28 +21,25 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from ragged.backends import schedule
-from ragged.backends.base import Known, Launch, Refusal, Target, cost, finish, refuse
+from ragged.backends.base import Launch, Refusal, Target, cost, finish, refuse, scale_ways, too_old
 from ragged.backends.schedule import Visits
 from ragged.backends.tpu import scales as tpu_scales
 from ragged.backends.tpu import tiled, tiles
 from ragged.backends.tpu.launch import (
+    Details,
     Kernel,
     accumulate,
     in_chunks,
-    lanes_of,
     select_first,
     select_rows,
     with_batch,
 )
 from ragged.backends.tpu.tiles import Problem
 from ragged.product.operands import Call, Operands
-from ragged.quant.formats import compute_dtype
+from ragged.quant.formats import FORMATS, compute_dtype
 
-_KNOWN = Known(
-    operands=("bfloat16", "float32", "int8", "int4", "float8_e4m3fn", "float8_e5m2"),
-    results=("bfloat16", "float32", "int32", "int8", "float8_e4m3fn", "float8_e5m2"),
-    precisions=("none", "default", "high", "highest", "bfloat16", "float32", "fastest"),
-)
+_UNITS = {name: known.tpu for name, known in FORMATS.items()}
+_PRECISIONS = ("none", "default", "high", "highest", "bfloat16", "float32", "fastest")
 
 
 class Config(NamedTuple):
@@ -65,32 +63,31 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
         return Refusal(*problem)
     if call.product.kernel == "tiled_matmul":
         return tiled.plan(call, x, target)
-    problem, order = _problem(call, x)
+    (tiled_, ways, lanes), order = _details(call, x)
     chip, asked = tiles.chip(target.device), call.options.tiles
-    rows, a, b = (asked[letter] for letter in order) if asked else tiles.choose(problem, chip)
-    rows, a, b = tiles.fit(problem, (rows, a, b), chip)
-    if tiles.vmem(problem, (rows, a, b)) > chip.vmem:
+    rows, a, b = (asked[letter] for letter in order) if asked else tiles.choose(tiled_, chip)
+    rows, a, b = tiles.fit(tiled_, (rows, a, b), chip)
+    if tiles.vmem(tiled_, (rows, a, b)) > chip.vmem:
         return Refusal(
-            f"`input_buffer_count` is {problem.buffers}: so many buffers don't fit into a TPU's VMEM.",
+            f"`input_buffer_count` is {tiled_.buffers}: so many buffers don't fit into a TPU's VMEM.",
             "Take fewer: 2 is the default, 3 or 4 hide more latency.",
         )
-    lanes = lanes_of(problem.kind, *_extents(call, x))
-    if lanes is not None and a < problem.a:
+    if lanes is not None and a < tiled_.a:
         a = tiles.round_up(a, lanes)  # a tile ends where a block of scales does
-    if tiles.smem(problem, (rows, a, b)) > tiles.SMEM:
-        return Refusal(f"{problem.groups} groups in {problem.rows} rows: more than a TPU's scalar memory can list")
-    steps = problem.elements * (-(-problem.rows // rows) + problem.groups - 1)
-    if problem.kind == "batched":
-        steps = problem.groups * -(-problem.rows // rows)
+    if tiles.smem(tiled_, (rows, a, b)) > tiles.SMEM:
+        return Refusal(f"{tiled_.groups} groups in {tiled_.rows} rows: more than a TPU's scalar memory can list")
+    heights = -(-tiled_.rows // rows)
+    is_batched = tiled_.kind == "batched"
+    visits = tiled_.groups * heights if is_batched else tiled_.elements * (heights + tiled_.groups - 1)
     return Launch(
         "pallas_tpu",
         call.product.kernel,
         call,
         target,
-        config=Config(dict(zip(order, (rows, a, b), strict=True)), order, problem.buffers),
+        config=Config(dict(zip(order, (rows, a, b), strict=True)), order, tiled_.buffers),
         source="tiling" if asked else "model",
-        visits=steps * -(-problem.b // b),
-        problem=problem,
+        visits=visits * -(-tiled_.b // b),
+        details=Details(tiled_, ways, lanes),
         **cost(call, x),
     )
 
@@ -110,13 +107,11 @@ def _lacks(call: Call, x: Operands, target: Target) -> str:
     """Why there is no kernel for such a product; "" if there is one."""
     if len(x.sizes) > 1 and any(call.batched(x).sizes.values()):
         return "pallas_tpu has no tiled_matmul for sizes that differ between batch elements"
-    if why := refuse("pallas_tpu", _KNOWN, call, x, target):
+    if why := refuse("pallas_tpu", _UNITS, _PRECISIONS, call, x, target):
         return why
     generation = tiles.chip(target.device).generation
-    bytes_ = [jnp.dtype(operand.data.dtype) for operand in (x.lhs, x.rhs)]
-    bytes_ = [dtype.name for dtype in bytes_ if dtype.itemsize == 1]
-    if generation < 5 and bytes_:
-        return f"TPUs of generation {generation} have no matrix units for {bytes_[0]}"
+    if name := too_old(_UNITS, x, generation):
+        return f"TPUs of generation {generation} have no matrix units for {name}"
     return ""
 
 
@@ -133,26 +128,19 @@ def _illegal(call: Call, x: Operands) -> tuple[str, str] | None:
     return tiles.illegal(call.options.tiles, extents, p.ragged, dtypes)
 
 
-def _extents(call: Call, x: Operands) -> tuple[int | None, int | None]:
-    """Of each operand's blocks of scales along the contracted letter; None where scales don't change along it."""
-    a, b = call.terms(x)
-    return a.block(call.product.contracted), b.block(call.product.contracted)
-
-
-def _problem(call: Call, x: Operands) -> tuple[Problem, str]:
+def _details(call: Call, x: Operands) -> tuple[Details, str]:
     """What is to be tiled, and the letters of its rows, `a` and `b`."""
-    p, (a, b), batched = call.product, call.terms(x), call.batched(x)
+    p, (a, b), batched, batch = call.product, call.terms(x), call.batched(x), call.batch(x) or 1
     (r, c), k = p.out, p.contracted
-    batch = call.batch(x) or 1
     kind = {"grouped_matmul": "rows", "transposed_grouped_matmul": "groups", "batched_matmul": "batched"}[p.kernel]
+    # A wgrad's contracted blocks are rows; elsewhere blocks of whole lanes have steps of their own.
+    ways = scale_ways(call, x, None if kind == "groups" else tiles.LANES)
+    steps = [] if kind == "groups" or "tile" in ways else [term.block(k) or 0 for term in (a, b)]
+    compute = jnp.dtype(jnp.float32) if "tile" in ways else compute_dtype(a.data.dtype, b.data.dtype)
     held = b.data.shape[-3] if kind == "rows" else call.shape[0]
-    listed = any(batched.sizes.values()) or bool(batched.offset) or (kind == "groups" and not call.out_batch)
-    extents = _extents(call, x)
-    is_dequantized = any(extents) and lanes_of(kind, *extents) is None
-    compute = jnp.dtype(jnp.float32) if is_dequantized else compute_dtype(a.data.dtype, b.data.dtype)
-    order = k + r + c if kind == "groups" else r + k + c
-    extent = {r: call.shape[-2], c: call.shape[-1], k: a.extent(k)}
-    problem = Problem(
+    is_listed = any(batched.sizes.values()) or bool(batched.offset) or (kind == "groups" and not call.out_batch)
+    order, extent = k + r + c if kind == "groups" else r + k + c, {r: call.shape[-2], c: call.shape[-1], k: a.extent(k)}
+    tiled_ = Problem(
         kind,
         *(extent[letter] for letter in order),
         groups=held * batch if kind == "batched" else held,
@@ -160,14 +148,14 @@ def _problem(call: Call, x: Operands) -> tuple[Problem, str]:
         compute=compute,
         buffers=call.options.input_buffer_count,
         has_existing=x.epilogue.existing is not None,
-        elements=batch if listed and kind != "batched" else 1,
+        elements=batch if is_listed and kind != "batched" else 1,
     )
-    return problem, order
+    return Details(tiled_, ways, math.gcd(*steps) or None), order
 
 
 def _grouped(launch: Launch, x: Operands) -> Array:
     """The result packs the ragged letter: `[m, k] × [h, k, n] -> [m, n]`, or `[h, n, k]`, read in place."""
-    call, (a, b), problem = launch.call, launch.call.terms(x), launch.problem
+    call, (a, b), problem = launch.call, launch.call.terms(x), launch.details.tiled
     (letter, contracted), batch = a.letters, call.batch(x)
     m, n, held = problem.rows, problem.b, problem.groups
     starts, ends = schedule.segments(x.sizes[letter], m, x.offset, held)
@@ -321,7 +309,7 @@ def multiply_rows(
 
 def _transposed_grouped(launch: Launch, x: Operands) -> Array:
     """The ragged letter is contracted: `[k, m] × [k, n] -> [h, m, n]`."""
-    call, (a, b), problem = launch.call, launch.call.terms(x), launch.problem
+    call, (a, b), problem = launch.call, launch.call.terms(x), launch.details.tiled
     letter, batch, held = a.letters[0], call.batch(x), problem.groups
     starts, ends = schedule.segments(x.sizes[letter], problem.rows, x.offset, held)
     starts, ends = (jnp.broadcast_to(z, (problem.elements, held)) for z in (starts, ends))

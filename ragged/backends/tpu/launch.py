@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,16 +22,28 @@ from ragged.backends.tpu.tiles import Chip, Problem
 from ragged.quant.formats import accumulator_dtype
 
 
+class Details(NamedTuple):
+    """What a launch of a kernel with one ragged letter, or none, knows besides the call."""
+
+    tiled: Problem
+    ways: tuple[str, str]  # of the terms' scales: see `scale_ways`
+    lanes: int | None  # extent of the contracted blocks whose products are scaled one by one, if they are
+
+
 @dataclass(frozen=True)
 class Kernel:
     """What a kernel with one ragged letter, or none, is built from."""
 
-    launch: Launch  # its `problem` is a `tiles.Problem`
+    launch: Launch  # with `Details`
     scales: tuple[Blocks | None, Blocks | None]
 
     @property
     def problem(self) -> Problem:
-        return self.launch.problem
+        return self.launch.details.tiled
+
+    @property
+    def lanes(self) -> int | None:
+        return self.launch.details.lanes
 
     @property
     def target(self) -> Target:
@@ -46,17 +58,10 @@ class Kernel:
     def chip(self) -> Chip:
         return tiles.chip(self.target.device)
 
-    @cached_property
-    def lanes(self) -> int | None:
-        """Extent of the contracted blocks whose products are scaled one by one, if they are."""
-        return lanes_of(self.problem.kind, *(None if s is None else s.extent for s in self.scales))
-
-    @cached_property
+    @property
     def rescales_each(self) -> bool:
-        """Whether each visit's product is scaled, not their sum: over elements that have scales of their own."""
-        constant = [s.values for s in self.scales if s is not None and s.extent is None]
-        is_summed = self.problem.kind == "groups" and not self.launch.call.out_batch
-        return is_summed and any(values.shape[0] > 1 for values in constant)
+        """Whether each visit's product is scaled, not their sum."""
+        return self.problem.kind == "groups" and "step" in self.launch.details.ways
 
     def buffers(self, *arrays: Any) -> int:
         """Buffers of each operand. More than two only where all copies are of whole tiles of memory: Mosaic insists."""
@@ -192,11 +197,6 @@ def accumulate(step: Any, steps: int, multiply: Any, store: Any, accumulator: An
     @pl.when(step == steps - 1)
     def _() -> None:
         store(accumulator[rows] + multiply(True))
-
-
-def lanes_of(kind: str, *extents: int | None) -> int | None:
-    """`by_lanes`, where a kernel of this kind scales products of blocks."""
-    return None if kind == "groups" else tpu_scales.by_lanes(*extents)
 
 
 def select_first(x: Array, count: int, axis: int) -> Array:

@@ -4,7 +4,6 @@ A scale that is the same all along the contracted axis is a factor of the accumu
 blocks of whole lanes is a factor of each block's own product. One that changes faster is multiplied into the tile.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,7 +11,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from ragged.backends.tpu.tiles import LANES
 from ragged.product.operands import Scales
 
 
@@ -59,15 +57,6 @@ def spec(blocks: Blocks | None, axis: int, width: int, index: Callable[..., Any]
         return *lead, *((place, 0) if axis == -2 else (0, place))
 
     return pl.BlockSpec((*[None] * (values.ndim - 2), *shape), index_map)
-
-
-def by_lanes(*extents: int | None) -> int | None:
-    """The extent of the blocks whose products are scaled one by one; None where that isn't the way.
-
-    `extents`: of each operand's blocks along the contracted axis.
-    """
-    varying = [extent for extent in extents if extent is not None]
-    return math.gcd(*varying) if varying and all(extent % LANES == 0 for extent in varying) else None
 
 
 def spread(ref: Any, extent: int, start: Any, width: int, axis: int) -> Array:

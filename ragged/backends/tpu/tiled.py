@@ -30,7 +30,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import ManualAxisType
 
 from ragged.backends import schedule
-from ragged.backends.base import Launch, Refusal, Target, cost, kernel_metadata
+from ragged.backends.base import Launch, Refusal, Target, cost, kernel_metadata, scale_ways
 from ragged.backends.tpu import scales as tpu_scales
 from ragged.backends.tpu.pipeline import in_place
 from ragged.backends.tpu.tiles import LANES, SMEM, round_up
@@ -229,6 +229,7 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
         x.epilogue.existing is not None,
         call.options.precision,
         call.options.tiles,
+        [term.letters for term, way in zip(call.terms(x), scale_ways(call, x, None), strict=True) if way == "tile"],
     )
     if problem.smem > SMEM:
         return Refusal(f"up to {problem.visits} visits: more than a TPU's scalar memory can list")
@@ -240,7 +241,7 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
         config=problem.tile,
         source="tiling" if call.options.tiling else "model",
         visits=problem.visits,
-        problem=problem,
+        details=problem,
         **cost(call, x),
     )
 
@@ -253,7 +254,7 @@ def run(launch: Launch, x: Operands) -> Array:
     values. A group's columns begin at 0, whether they are ragged or not, so no block straddles two groups. No value of
     the tail matters.
     """
-    call, problem, existing, batch = launch.call, launch.problem, x.epilogue.existing, launch.call.batch(x)
+    call, problem, existing, batch = launch.call, launch.details, x.epilogue.existing, launch.call.batch(x)
     p, shapes = call.product, (x.lhs.data.shape, x.rhs.data.shape, call.shape)
     operands, scales = _inputs(x, call)
     out = jax.ShapeDtypeStruct((batch or 1, *call.shape), problem.dtype, manual_axis_type=ManualAxisType())
@@ -298,8 +299,12 @@ def _problem(
     has_existing: bool,
     precision: Any,
     tiling: dict[str, int] | None,
+    in_tile: Sequence[str] = (),
 ) -> _Problem:
-    """The product with the tiles that are asked for, rounded up to legal ones, or with default ones."""
+    """The product with the tiles that are asked for, rounded up to legal ones, or with default ones.
+
+    `in_tile`: letters of the operands whose scales are multiplied into their tiles.
+    """
     row, column = axes[2]
     (contracted,) = set("mkn") - {row, column}
     terms = [(name, letters, operands[name]) for name, letters in zip(("lhs", "rhs"), axes[:2], strict=True)]
@@ -312,12 +317,8 @@ def _problem(
         capacity[letters[0]] = min(rows, capacity.get(letters[0], rows))
     (num_groups,) = next(iter(sizes.values())).shape
 
-    def in_tile(name: str, letters: str) -> bool:
-        """Whether there are scales that change along the contracted letter."""
-        return name in scales and scales[name].block[letters.index(contracted)] is not None
-
     common = compute_dtype(operands["lhs"].dtype, operands["rhs"].dtype)
-    if any(in_tile(name, letters) for name, letters, _ in terms):
+    if in_tile:
         common = jnp.dtype(jnp.float32)
         if all(x.dtype.itemsize == 1 for x in operands.values()):
             precision = lax.Precision.HIGHEST  # of tiles that were multiplied by their scales, all bits count
@@ -337,7 +338,7 @@ def _problem(
             rows = _Side("group", _SUBLANES, num_groups) if row is None else operand.sides[0]
             columns = operand.sides[1] if extent == 1 else _Side("", _round_up(values.shape[2]), 1)
             source = _Operand(f"{operand.name} scales", values.dtype, jnp.float32, values.shape[0] > 1, (rows, columns))
-            return _Factor(source, row is not None, extent, in_tile(operand.name, letters))
+            return _Factor(source, row is not None, extent, letters in in_tile)
 
         first, second = (
             _Operand(name, x.dtype, wide, x.shape[0] > 1, (side(name, letters, x, 0), side(name, letters, x, 1)))
@@ -473,7 +474,7 @@ def _launch(
 
     `inputs`: by name, the operands and their scales.
     """
-    p, interpret = launch.problem, launch.target.interpret
+    p, interpret = launch.details, launch.target.interpret
     scalars, tree = jax.tree.flatten(tables)
     grid = (
         1 if p.column in p.ragged else p.tiles(p.column),  # first: two cores share only a first dim
