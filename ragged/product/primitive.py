@@ -66,9 +66,21 @@ def derivative(wrt: str, ct: Any, x: Operands, call: Call, of: Any) -> tuple[Ope
     return x._replace(**{wrt: Operand(ct)}, epilogue=Epilogue()), call.derivative(wrt, of)
 
 
-def epilogue_cotangent(ct: Array, x: Operands, call: Call, of: Epilogue) -> Epilogue:
-    """That of what was added to the product, an array like `of`'s."""
-    return Epilogue(lowering.zero_tail(ct, x, call).astype(of.existing.dtype))
+def cotangents(ct: Array, x: Operands, call: Call, of: Operands, product: Callable[..., Array]) -> Operands:
+    """Those of the operands, where `of` has arrays or avals like them, and None elsewhere.
+
+    `product(wrt, operands, call)` computes one of them, which is a product of the same kind.
+    """
+    cts: Operands = jax.tree.map(lambda _: None, x)
+    for wrt in ("lhs", "rhs"):
+        like = getattr(of, wrt).data
+        if like is not None:
+            data = product(wrt, *derivative(wrt, ct, x, call, like))
+            cts = cts._replace(**{wrt: getattr(cts, wrt)._replace(data=data)})
+    if of.epilogue.existing is not None:
+        existing = lowering.zero_tail(ct, x, call).astype(of.epilogue.existing.dtype)
+        cts = cts._replace(epilogue=Epilogue(existing))
+    return cts
 
 
 def check_cotangent(call: Call) -> None:
@@ -101,20 +113,12 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, tree: Any, call: Ca
 def _transpose(ct: Any, *args: Any, tree: Any, call: Call) -> list[Any]:
     if isinstance(ct, ad.Zero):
         return [None] * len(args)
-    x: Operands = tree.unflatten(args)
-    cts: Operands = tree.unflatten([None] * len(args))
-    linear = [wrt for wrt in ("lhs", "rhs") if ad.is_undefined_primal(getattr(x, wrt).data)]
-    if len(linear) > 1:
+    x, of = tree.unflatten(args), tree.unflatten([arg.aval if ad.is_undefined_primal(arg) else None for arg in args])
+    if of.lhs.data is not None and of.rhs.data is not None:
         raise NotImplementedError(
             "`ragged.matmul`: a product is linear in each operand, not in both.\nTranspose it with respect to one."
         )
-    for wrt in linear:
-        data = bind(*derivative(wrt, ct, x, call, getattr(x, wrt).data.aval))
-        cts = cts._replace(**{wrt: getattr(cts, wrt)._replace(data=data)})
-    existing = x.epilogue.existing
-    if existing is not None and ad.is_undefined_primal(existing):
-        cts = cts._replace(epilogue=epilogue_cotangent(ct, x, call, Epilogue(existing.aval)))
-    return tree.flatten_up_to(cts)
+    return tree.flatten_up_to(cotangents(ct, x, call, of, lambda wrt, x, call: bind(x, call)))
 
 
 ad.primitive_jvps[ragged_matmul_p] = _jvp

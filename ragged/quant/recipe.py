@@ -24,7 +24,7 @@ from jaxtyping import Float
 
 from ragged._mesh import vary_together
 from ragged.product.operands import Call, Operand, Operands
-from ragged.product.primitive import bind, check_cotangent, derivative, epilogue_cotangent
+from ragged.product.primitive import bind, check_cotangent, cotangents
 from ragged.quant.quantize import amax, cast, dtype_name, quantize, scale_of
 from ragged.quant.scaling import NAMED, Scaling, is_count
 from ragged.tensor.tensor import GroupedTensor, describe, is_arraylike
@@ -349,13 +349,11 @@ def _forward(casts: Casts, call: Call, operands: Operands, history: Array | None
 def _backward(casts: Casts, call: Call, residuals: tuple[Operands, Any], ct: Array) -> tuple[Operands, Any]:
     operands, history = residuals
     history = lax.stop_gradient(history)
-    cts: Operands = jax.tree.map(lambda _: None, operands)
-    for wrt in ("lhs", "rhs"):
-        product = derivative(wrt, ct, operands, call, getattr(operands, wrt).data)
-        data = _product(casts.derivative(wrt), product[1], product[0], past_of(wrt, history))
-        cts = cts._replace(**{wrt: Operand(data)})
-    if operands.epilogue.existing is not None:
-        cts = cts._replace(epilogue=epilogue_cotangent(ct, operands, call, operands.epilogue))
+
+    def product(wrt: str, operands: Operands, call: Call) -> Array:
+        return _product(casts.derivative(wrt), call, operands, past_of(wrt, history))
+
+    cts = cotangents(ct, operands, call, operands, product)
     return cts, None if history is None else _next(history, operands, call, ct)
 
 
