@@ -1,22 +1,31 @@
 """`explain` says what is lowered: for every layout, platform and awkward call, against the lowered program."""
 
+import os
 import re
+import subprocess
+import sys
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import Array
 from jax.sharding import AbstractDevice, AbstractMesh
 
 import ragged
-from ragged import GroupedTensor
+from ragged import GroupedTensor, _explain
+from ragged.backends.base import Launch
+from ragged.product import lowering
 
 from . import gpu
-from .cases import NAMES
+from .cases import LETTERS, NAMES
 from .test_cost import shapes
 
+ROOT = Path(__file__).parent.parent
 MACHINES: dict[str, tuple[str, AbstractDevice | None]] = {
     "CPU": ("cpu", None),
     "A100": ("cuda", AbstractDevice("NVIDIA A100", None, "gpu")),
@@ -174,6 +183,113 @@ def test_explain_says_what_is_lowered_everywhere(machine: str, layout: str) -> N
     own = {"cpu": "xla", "cuda": "triton_gpu", "tpu": "pallas_tpu"}[MACHINES[machine][0]]
     assert f" of {'xla' if layout.startswith('batched ') else own}" in said["plain"]
     assert " of xla" in said["xla"]
+
+
+def launches(machine: str, function: Any, *avals: Any) -> list[Launch]:
+    """What is planned for each product of a function."""
+    platform, found = MACHINES[machine][0], []
+    for equation in _explain._products(jax.make_jaxpr(function)(*avals)):
+        call, shapes = equation.params["call"], [x.aval for x in equation.invars]
+        with context(machine), lowering.target_of(platform, call.options) as target:
+            found.append(lowering.launch_of(platform, equation.params["tree"].unflatten(shapes), call, target))
+    return found
+
+
+def check_mapped(machine: str, layout: str, mapped: str) -> list[Launch]:
+    """That a map over the sizes or over `lhs`, and its derivatives, lower to the kernels of their launches."""
+    lhs, rhs = shapes(layout, 4, rows=256, k=16, n=32)
+    options: dict[str, Any] = {"max_last": 64} if layout in ("outer", "ragged") else {}
+    options |= {"capacity": 256} if layout == "inner_columns" else {}
+    dims = {"m": lhs.first_dims, "k": lhs.last_dims, "n": rhs.last_dims}
+    arrays = {"lhs": lhs.data, "rhs": rhs.data} | {name: x for name, x in dims.items() if x is not None}
+    chosen = {"lhs"} if mapped == "lhs" else set(arrays) - {"lhs", "rhs"}
+    avals = {name: jax.ShapeDtypeStruct((3, *x.shape), x.dtype) if name in chosen else x for name, x in arrays.items()}
+
+    def element(x: dict[str, Any]) -> Array:
+        left = GroupedTensor(x["lhs"], x.get("m"), x.get("k"))
+        return ragged.matmul(left, GroupedTensor(x["rhs"], x.get("k"), x.get("n")), **options).data
+
+    def train(x: dict[str, Any]) -> Any:
+        product = jax.vmap(element, ({name: 0 if name in chosen else None for name in x},))
+        out, pull = jax.vjp(lambda lhs, rhs: product(x | {"lhs": lhs, "rhs": rhs}), x["lhs"], x["rhs"])
+        return out, pull(out)
+
+    planned = launches(machine, train, avals)
+    names = {"xla": [], "triton_gpu": ["triton_kernel_call"]}
+    want = [kernel for launch in planned for kernel in names.get(launch.backend, [launch.kernel])]
+    assert sorted(kernels(machine, train, avals)) == sorted(want), list(map(str, planned))
+    return planned
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("mapped", ["sizes", "lhs"])
+@pytest.mark.parametrize("layout", [name for name in NAMES if name != "batched"])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_map_lowers_to_its_launches(machine: str, layout: str, mapped: str) -> None:
+    """T10, B3: values and both derivatives."""
+    if MACHINES[machine][0] == "cuda":
+        gpu.needs_triton()
+    planned = check_mapped(machine, layout, mapped)
+    assert len(planned) == 3
+    own = {"cpu": "xla", "cuda": "triton_gpu", "tpu": "pallas_tpu"}[MACHINES[machine][0]]
+    several = len(LETTERS[layout]) > 1 and mapped == "sizes" and own == "pallas_tpu"
+    for launch in planned:
+        assert launch.backend == ("xla" if several else own)
+        assert launch.passed_over == (
+            (("pallas_tpu", "pallas_tpu has no tiled_matmul for sizes that differ between batch elements"),)
+            if several
+            else ()
+        )
+
+
+def check_symbolic(machine: str, product: Any) -> None:
+    """That a launch of symbolic extents is XLA's, says why, and that no kernel is lowered."""
+    (rows,), f32 = jax.export.symbolic_shape("rows", constraints=["rows >= 513"]), jnp.float32
+    is_forward = product is ragged.grouped_matmul
+    operands = [(rows, 64), (4, 64, 32)] if is_forward else [(64, rows), (rows, 32)]
+    avals = [*(jax.ShapeDtypeStruct(shape, f32) for shape in operands), jax.ShapeDtypeStruct((4,), jnp.int32)]
+    (launch,) = launches(machine, product, *avals)
+    platform = MACHINES[machine][0]
+    own = {"cpu": "xla", "cuda": "triton_gpu", "tpu": "pallas_tpu"}[platform]
+    why = () if own == "xla" else ((own, f"{own} has no kernels for symbolic extents"),)
+    assert (launch.backend, launch.flops, launch.passed_over) == ("xla", None, why)
+    with context(machine):
+        module = jax.export.export(jax.jit(product), platforms=[platform])(*avals).mlir_module()
+    assert not re.findall(r"custom_call @(tpu_custom_call|triton_kernel_call)", module)
+
+
+def test_symbolic_extents_lower_to_their_launch() -> None:
+    """T10, B5: kernels are for extents that are known; XLA's loops take any.
+
+    In a process of its own, without the import hook: a symbolic extent is no `int`.
+    """
+    code = """
+import itertools
+import ragged
+from tests.test_explain import check_symbolic
+for each in itertools.product(("CPU", "H200", "v5e"), (ragged.grouped_matmul, ragged.transposed_grouped_matmul)):
+    check_symbolic(*each)
+print("checked")
+"""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert run.stdout == "checked\n", run.stderr
+
+
+def test_a_launch_says_what_it_costs() -> None:
+    """K27, O3: FLOPs, bytes, visits and tiles, and where these came from."""
+    lhs, rhs = shapes("forward", 4, rows=1000, k=256, n=384)
+
+    def product(tiling: Any) -> Any:
+        return lambda lhs, rhs: ragged.matmul(lhs, rhs, tiling=tiling).data
+
+    for tiling, source in ((None, "model"), ((64, 128, 128), "tiling")):
+        (launch,) = launches("v5e", product(tiling), lhs, rhs)
+        assert (launch.backend, launch.kernel, launch.source) == ("pallas_tpu", "grouped_matmul", source)
+        assert launch.flops == 2 * 1000 * 256 * 384
+        assert launch.bytes_accessed == 4 * (1000 * 256 + 4 * 256 * 384 + 4 + 1000 * 384)
+    assert launch.config.tiles == {"m": 64, "k": 128, "n": 128}
+    assert launch.visits == (16 + 4 - 1) * 3
 
 
 def test_explain_leaks_no_tracer_and_takes_arrays_of_numpy() -> None:

@@ -330,6 +330,28 @@ def test_visits_of_rows(given: tuple[np.ndarray, np.ndarray]) -> None:
     assert not list(found)
 
 
+@pytest.mark.parametrize("sizes", [[3, 5, 0, 4], [0, 0, 0, 0], [16, 0, 0, 0], [1, 1, 1, 1], [4, 4, 4, 4], [9, 0, 9, 9]])
+def test_kernels_visit_what_the_metadata_lists(sizes: list[int]) -> None:
+    """K15, K25: the schedules of the TPU's kernels, but for gaps, against that for those who write their own."""
+    dims = jnp.array(sizes, jnp.int32)
+    starts, ends = schedule.segments(dims, ROWS)
+    for is_wgrad in (False, True):
+        (_, ids, tiles), count = schedule.make_group_metadata(
+            group_sizes=dims, m=ROWS, tm=TILE, visit_empty_groups=is_wgrad
+        )
+        want = sorted(zip(np.asarray(ids)[:count].tolist(), np.asarray(tiles)[:count].tolist(), strict=True))
+        one = starts[None], ends[None]
+        visits = group_visits(*one, sum_batch=False) if is_wgrad else row_visits(*one)
+        table = {name: np.asarray(x) for name, x in visits._asdict().items()}
+        pieces = table["piece"][: int(table["count"][0])]
+        listed = [
+            (int(table["matrix"][p]), int(t))
+            for p, t in zip(pieces, table["tile"], strict=False)
+            if table["rest"][p] < 0
+        ]
+        assert sorted(listed) == want
+
+
 @pytest.mark.parametrize("sum_batch", [False, True])
 @given(spans())
 @settings(deadline=None, max_examples=40)
