@@ -15,6 +15,7 @@ rows, and the sizes `[3, 5, 0, 4]` in a buffer of 16 rows:
     rows   0..2     3..6     7        8..11     12..15
     group  0        1        1        3         a gap
 
+It is one long function: what a tile needs to know of its group would be most of what is handed to parts of it.
 An operand's `kept` axis is `r` for `a` and `c` for `b`. Names in capitals are known when compiling.
 """
 

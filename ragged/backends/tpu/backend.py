@@ -193,7 +193,8 @@ def multiply_rows(
 ) -> Array:
     """`[e, m, k] × [e, h, k, n] -> [e, m, n]`; an operand's `e` is `batch`, or 1. `axes` are the operands' letters.
 
-    `by_visit`: visits name the element; else each element has all of them.
+    `by_visit`: visits name the element; else each element has all of them. Long, as the kernel's body and the index
+    maps of its blocks read the same visits.
     """
     axis = axes[1].index(axes[0][1])  # of a matrix of `rhs`: the contracted one
     m, k, n = kernel.problem.rows, kernel.problem.a, kernel.problem.b
@@ -344,7 +345,8 @@ def multiply_groups(
 ) -> Array:
     """`[e, m, a], [e, m, b] -> [e, h, a, b]`, contracting each group's rows; the operands' `e` is the elements', or 1.
 
-    `by_visit`: visits name the operands' element; the result's too, unless it has only one, which sums over them.
+    `by_visit`: visits name the operands' element; the result's too, unless it has only one, which sums over them. Long
+    for the same reason as `multiply_rows`.
     """
     a, b = kernel.problem.a, kernel.problem.b
     tm, ta, tb = kernel.tile

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +54,9 @@ def buffered_pallas_call(
 
     **Raises:** `ValueError` if there are not as many buffer counts as inputs, or one is below 1.
     """
-    counts = [input_buffer_count] * len(in_specs) if isinstance(input_buffer_count, int) else list(input_buffer_count)
+    counts: list[int | None] = (
+        [input_buffer_count] * len(in_specs) if isinstance(input_buffer_count, int) else list(input_buffer_count)
+    )
     if len(counts) != len(in_specs):
         raise ValueError(
             f"`buffered_pallas_call`: {len(counts)} buffer counts for {len(in_specs)} inputs.\n"
@@ -62,43 +64,85 @@ def buffered_pallas_call(
         )
     if any(count is not None and count < 1 for count in counts):
         raise ValueError(f"`buffered_pallas_call`: `input_buffer_count` is {counts}.\nEach must be at least 1.")
-    semantics: Any = tuple(dimension_semantics or ("arbitrary",) * len(grid))
-    aliases = input_output_aliases or {}
-    shapes = list(scratch_shapes)
-
+    call = _Call(
+        body,
+        out_shape,
+        grid,
+        in_specs,
+        out_specs,
+        counts,
+        list(scratch_shapes),
+        tuple(dimension_semantics or ("arbitrary",) * len(grid)),
+        vmem_limit_bytes,
+        input_output_aliases or {},
+        kwargs,
+    )
     if all(count is None or count <= 2 for count in counts):
+        return _blocked(call, interpret)
+    return _emitted(call, use_lookahead, interpret, device)
 
-        def step(prefetch: Any, *refs: Any) -> None:
-            body(tuple(pl.program_id(i) for i in range(len(grid))), prefetch, *refs)
 
-        blocks = [
-            jax.tree.map(partial(_buffered, count=count), spec) for spec, count in zip(in_specs, counts, strict=True)
-        ]
-        return pl.pallas_call(
-            step,
-            out_shape,
-            grid_spec=pltpu.PrefetchScalarGridSpec(
-                num_scalar_prefetch=1, grid=grid, in_specs=blocks, out_specs=out_specs, scratch_shapes=shapes
-            ),
-            compiler_params=pltpu.CompilerParams(vmem_limit_bytes=vmem_limit_bytes, dimension_semantics=semantics),
-            input_output_aliases=aliases,
-            interpret=interpret,
-            **kwargs,
-        )
+class _Call(NamedTuple):
+    """What is asked of `buffered_pallas_call`."""
 
+    body: Callable[..., None]
+    out_shape: Any
+    grid: tuple[int | Array, ...]
+    in_specs: Sequence[Any]
+    out_specs: Any
+    counts: list[int | None]
+    scratch_shapes: list[Any]
+    semantics: Any
+    vmem_limit_bytes: int | None
+    aliases: dict[int, int]
+    kwargs: dict[str, Any]
+
+
+def _blocked(call: _Call, interpret: Any) -> Callable[..., Any]:
+    """By the compiler's own pipeline."""
+
+    def step(prefetch: Any, *refs: Any) -> None:
+        call.body(tuple(pl.program_id(i) for i in range(len(call.grid))), prefetch, *refs)
+
+    blocks = [
+        jax.tree.map(partial(_buffered, count=count), spec)
+        for spec, count in zip(call.in_specs, call.counts, strict=True)
+    ]
+    return pl.pallas_call(
+        step,
+        call.out_shape,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=call.grid,
+            in_specs=blocks,
+            out_specs=call.out_specs,
+            scratch_shapes=call.scratch_shapes,
+        ),
+        compiler_params=pltpu.CompilerParams(
+            vmem_limit_bytes=call.vmem_limit_bytes, dimension_semantics=call.semantics
+        ),
+        input_output_aliases=call.aliases,
+        interpret=interpret,
+        **call.kwargs,
+    )
+
+
+def _emitted(call: _Call, use_lookahead: bool, interpret: Any, device: tuple[str, int]) -> Callable[..., Any]:
+    """By Pallas's `emit_pipeline`."""
     # The plain interpreter knows no copies of a size known only at run time, as those of partial blocks are.
     interpret = pltpu.InterpretParams(buffer_bounds="padded") if interpret is True else interpret
     # Extents known only at run time are scalars too. Two cores share the first dim: each has its own pipeline.
-    shared = semantics[0] == "parallel" and device[1] > 1
+    grid, shared = call.grid, call.semantics[0] == "parallel" and device[1] > 1
     dynamic = [i for i, extent in enumerate(grid) if not isinstance(extent, int)]
     run_time = [jnp.asarray(grid[i], jnp.int32).reshape(1) for i in dynamic]
-    specs, treedef = jax.tree.flatten(list(in_specs))
-    depths = jax.tree.leaves([jax.tree.map(lambda _, c=c: c or 0, s) for s, c in zip(in_specs, counts, strict=True)])
+    specs, treedef = jax.tree.flatten(list(call.in_specs))
+    counted = zip(call.in_specs, call.counts, strict=True)
+    depths = jax.tree.leaves([jax.tree.map(lambda _, c=count: c or 0, spec) for spec, count in counted])
     streamed = [depth > 0 and spec.memory_space is not pl.ANY for spec, depth in zip(specs, depths, strict=True)]
 
     def outer(scalars: Any, *refs: Any) -> None:
         prefetch, extents = scalars
-        flat, (out, *scratch) = jax.tree.leaves(refs[: len(in_specs)]), refs[len(in_specs) :]
+        flat, (out, *scratch) = jax.tree.leaves(refs[: len(call.in_specs)]), refs[len(call.in_specs) :]
         first = (pl.program_id(0),) if shared else ()
         inner_grid = [extents[dynamic.index(i)][0] if i in dynamic else n for i, n in enumerate(grid)][len(first) :]
 
@@ -113,39 +157,39 @@ def buffered_pallas_call(
             *given, result = blocks
             both = iter(given)
             inputs = [next(both) if in_blocks else ref for ref, in_blocks in zip(flat, streamed, strict=True)]
-            body(ids, prefetch, *jax.tree.unflatten(treedef, inputs), result, *scratch)
+            call.body(ids, prefetch, *jax.tree.unflatten(treedef, inputs), result, *scratch)
 
         pltpu.emit_pipeline(
             step,
             grid=tuple(inner_grid),
             in_specs=[bound(s, d) for s, d, use in zip(specs, depths, streamed, strict=True) if use],
-            out_specs=[bound(out_specs)],
+            out_specs=[bound(call.out_specs)],
         )(*(ref for ref, use in zip(flat, streamed, strict=True) if use), out)
 
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    call = pl.pallas_call(
+    emitted = pl.pallas_call(
         outer,
-        out_shape,
+        call.out_shape,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(grid[0],) if shared else (),
             in_specs=treedef.unflatten(anywhere if use else spec for spec, use in zip(specs, streamed, strict=True)),
             out_specs=anywhere,
-            scratch_shapes=shapes,
+            scratch_shapes=call.scratch_shapes,
         ),
         compiler_params=pltpu.CompilerParams(
-            vmem_limit_bytes=vmem_limit_bytes, dimension_semantics=("parallel",) if shared else None
+            vmem_limit_bytes=call.vmem_limit_bytes, dimension_semantics=("parallel",) if shared else None
         ),
-        input_output_aliases={place + len(run_time): to for place, to in aliases.items()},
+        input_output_aliases={place + len(run_time): to for place, to in call.aliases.items()},
         interpret=interpret,
-        **kwargs,
+        **call.kwargs,
     )
 
     def run(prefetch: Any, *inputs: Any) -> Any:
         # `emit_pipeline` asks which TPU it is for; here that may be one that isn't in the machine.
         kind = AbstractDevice(*device, "tpu")
         with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=kind)):
-            return call((prefetch, run_time), *inputs)
+            return emitted((prefetch, run_time), *inputs)
 
     return run
 

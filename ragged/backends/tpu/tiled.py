@@ -18,7 +18,7 @@ blocks are fetched, and the tile is cut out of them in VMEM. An operand's scales
     tile 2   11111111   column tile 2: neither; one visit writes zeros
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -92,7 +92,7 @@ class _Tables(NamedTuple):
     that has nothing of any letter.
     """
 
-    visit: Any  # (v,) a word that `_Problem.unpack` reads
+    visit: Any  # (v,) a word that `_Geometry.unpack` reads
     tile: Any  # (p,) tile of rows of each piece
     group: Any  # (p,) group of each piece
     begin: dict[str, Any]  # (g+1,) by ragged letter: where the group begins, in the coordinates of the tiles
@@ -110,8 +110,8 @@ class _Place(NamedTuple):
     tile: dict[str, Any]  # by letter
 
 
-class _Problem(NamedTuple):
-    """All that is static about one product."""
+class _Geometry(NamedTuple):
+    """Where a product's letters lie, and how they are tiled."""
 
     row: str
     column: str
@@ -300,8 +300,8 @@ def _problem(
     precision: Any,
     tiling: dict[str, int] | None,
     in_tile: Sequence[str] = (),
-) -> _Problem:
-    """The product with the tiles that are asked for, rounded up to legal ones, or with default ones.
+) -> _Geometry:
+    """The product with the tiles that are asked for, or with default ones: see `_choose`.
 
     `in_tile`: letters of the operands whose scales are multiplied into their tiles.
     """
@@ -324,7 +324,7 @@ def _problem(
             precision = lax.Precision.HIGHEST  # of tiles that were multiplied by their scales, all bits count
     wide = jnp.int32 if common == jnp.int8 else jnp.float32
 
-    def build(tile: dict[str, int]) -> _Problem:
+    def build(tile: dict[str, int]) -> _Geometry:
         def side(name: str, letters: str, x: Array, axis: int) -> _Side:
             letter = letters[axis]
             shifted = letter in sizes and (axis == 0) != (letter in aligned)
@@ -344,7 +344,7 @@ def _problem(
             _Operand(name, x.dtype, wide, x.shape[0] > 1, (side(name, letters, x, 0), side(name, letters, x, 1)))
             for name, letters, x in terms
         )
-        return _Problem(
+        return _Geometry(
             row=row,
             column=column,
             contracted=contracted,
@@ -361,28 +361,48 @@ def _problem(
             precision=precision,
         )
 
+    return _choose(build, tiling, extent, capacity, set(sizes), num_groups, len(aligned))
+
+
+def _choose(
+    build: Callable[[dict[str, int]], _Geometry],
+    asked: dict[str, int] | None,
+    extent: dict[str, int],
+    capacity: dict[str, int],
+    ragged: set[str],
+    num_groups: int,
+    aligned: int,
+) -> _Geometry:
+    """With the tile that is asked for, rounded up to a legal one, or with a default one."""
     whole = {letter: _round_up(size) for letter, size in extent.items()}
-    largest = {x: min(_LARGEST_TILE if x in sizes else _LARGEST_UNIFORM_TILE, whole[x]) for x in "mkn"}
-    if tiling is not None:
-        tile = {letter: min(_round_up(tiling[letter]), whole[letter]) for letter in "mkn"}
-    else:
-        # About the mean group, of what is packed somewhere; the next power of two. Half of it where two letters' tiles
-        # are aligned: a group shares tiles with its neighbours along both, and each is multiplied as a whole.
-        mean = extent | {x: min(extent[x], rows // num_groups // len(aligned)) for x, rows in capacity.items()}
-        tile = {x: min(largest[x], LANES << (_round_up(mean[x]) // LANES - 1).bit_length()) for x in "mkn"}
-    while build(tile).vmem > _VMEM:
+    if asked is not None:
+        return _fitted(build, {letter: min(_round_up(asked[letter]), whole[letter]) for letter in "mkn"})
+    largest = {x: min(_LARGEST_TILE if x in ragged else _LARGEST_UNIFORM_TILE, whole[x]) for x in "mkn"}
+    # About the mean group, of what is packed somewhere; the next power of two. Half of it where two letters' tiles are
+    # aligned: a group shares tiles with its neighbours along both, and each is multiplied as a whole.
+    mean = extent | {x: min(extent[x], rows // num_groups // aligned) for x, rows in capacity.items()}
+    tile = {x: min(largest[x], LANES << (_round_up(mean[x]) // LANES - 1).bit_length()) for x in "mkn"}
+    found = _fitted(build, tile)
+    # Where there are too many tiles to list, larger ones, as long as they fit.
+    while found.smem > SMEM:
+        tile = found.tile
+        larger = [
+            tile | {x: min(2 * tile[x], largest[x])}
+            for x in sorted(filter(ragged.__contains__, "mkn"), key=lambda x: tile[x])
+        ]
+        fitting = [p for t in larger if t != tile and (p := build(t)).vmem <= _VMEM]
+        if not fitting:
+            break
+        found = fitting[0]
+    return found
+
+
+def _fitted(build: Callable[[dict[str, int]], _Geometry], tile: dict[str, int]) -> _Geometry:
+    """With this tile, halved along its longest side until it fits into VMEM."""
+    while (found := build(tile)).vmem > _VMEM:
         longest = max("mkn", key=lambda letter: tile[letter])
         tile = tile | {longest: _round_up(tile[longest] // 2)}
-    if tiling is not None:
-        return build(tile)
-    # Where there are too many tiles to list, larger ones, as long as they fit.
-    while build(tile).smem > SMEM:
-        larger = [tile | {x: min(2 * tile[x], largest[x])} for x in sorted(sizes, key=lambda x: tile[x])]
-        larger = [t for t in larger if t != tile and build(t).vmem <= _VMEM]
-        if not larger:
-            break
-        tile = larger[0]
-    return build(tile)
+    return found
 
 
 def _round_up(extent: int) -> int:
@@ -399,7 +419,7 @@ def _aligned(axes: tuple[str, str, str]) -> set[str]:
 
 
 def _tables(
-    p: _Problem, sizes: dict[str, Array], axes: tuple[str, str, str], shapes: tuple[tuple[int, ...], ...]
+    p: _Geometry, sizes: dict[str, Array], axes: tuple[str, str, str], shapes: tuple[tuple[int, ...], ...]
 ) -> tuple[_Tables, Array]:
     """What the scalar unit reads, and how many visits there are."""
     # 1. Where each group starts in each term, and sizes that fit all buffers. A group that two terms pack starts at the
@@ -560,7 +580,7 @@ def _by_lanes(shape: tuple[int, int]) -> tuple[int, int, int]:
 
 
 def _body(
-    p: _Problem,
+    p: _Geometry,
     t: _Tables,
     place: _Place,
     blocks: dict[str, dict[tuple[int, int], Any]],
@@ -569,7 +589,10 @@ def _body(
     out: Any,
     accumulator: Any,
 ) -> None:
-    """One step of the grid: a tile of each operand. `blocks` are the refs of each input, by neighbour."""
+    """One step of the grid: a tile of each operand. `blocks` are the refs of each input, by neighbour.
+
+    Long, as every part reads where the step is.
+    """
     group = t.group[place.piece]
     begin, end = p.span(p.contracted, group, t)
     low = place.tile[p.contracted] * p.tile[p.contracted]

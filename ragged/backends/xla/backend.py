@@ -102,7 +102,7 @@ def _tiled(launch: Launch, x: Operands) -> Array:
 
     Every term holds a ragged letter, so every buffer is `[packed, other]`, with a batch axis or without. A tile spans
     the whole of a letter that isn't ragged. FLOPs: what the groups need, rounded up to whole tiles along ragged
-    letters.
+    letters. Long, as it is the body of three loops, which share where the group lies.
     """
     call, p, sizes, existing = launch.call, launch.call.product, x.sizes, x.epilogue.existing
     lhs, rhs, batch, num_groups = x.lhs.data, x.rhs.data, call.batch(x), x.num_groups
