@@ -1,6 +1,5 @@
 """One backend's kernels for plain arrays, as the array level has them, without JAX's primitive."""
 
-import importlib
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ from ragged.product.operands import Call, Epilogue, Operand, Operands, Options, 
 
 def run(backend: str, x: Operands, call: Call, target: Target = ANY_TARGET) -> Array:
     """What `backend` computes. Fails if it doesn't."""
-    module, x = importlib.import_module(BACKENDS[backend].module), prepared(x, call)
+    module, x = BACKENDS[backend].load(), prepared(x, call)
     avals = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), x)
     launch = module.plan(call, avals, target)
     assert isinstance(launch, Launch), launch

@@ -77,6 +77,20 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert (page.parent / target).exists(), target
 
 
+def test_the_main_path_is_what_the_code_says() -> None:
+    """Each line that the design page quotes is in the file that it names."""
+    page = (ROOT / "docs" / "design.md").read_text()
+    (quoted,) = re.findall(r"## The main path\n.*?```python\n(.*?)```", page, re.DOTALL)
+    file, count = set[str](), 0
+    for line in filter(None, map(str.strip, quoted.splitlines())):
+        if named := re.match(r"# (ragged/[\w/]+\.py)", line):
+            file = {x.strip() for x in (ROOT / named[1]).read_text().splitlines()}
+        else:
+            assert line in file, line
+            count += 1
+    assert 10 < count < 40
+
+
 def test_the_design_page_lists_every_room() -> None:
     text = (ROOT / "docs" / "design.md").read_text()
     rooms = [p for p in (ROOT / "ragged").rglob("*.py") if p != ROOT / "ragged" / "__init__.py"]

@@ -6,6 +6,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
+from types import ModuleType
 from typing import NamedTuple
 
 import jax
@@ -24,6 +25,10 @@ class Backend(NamedTuple):
     platform: str  # whose own backend it is
     package: str = ""  # what its kernels are written in, besides JAX, and what installs it
     extra: str = ""
+
+    def load(self) -> ModuleType:
+        """The module, with its `plan` and `run`."""
+        return importlib.import_module(self.module)
 
     @property
     def missing(self) -> str:
@@ -52,36 +57,32 @@ def plan(platform: str, x: Operands, call: Call, target: Target) -> Launch:
     **Raises:** an error where the caller asked for what can't be.
     """
     x = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), x)
-    own = PLATFORMS.get(platform, "xla")
-    passed_over: list[tuple[str, str]] = []
-    for name in dict.fromkeys((call.options.backend or own, "xla")):
-        found = ask(name, x, call, target)
-        if isinstance(found, Launch):
-            if name not in ("xla", own) and not target.interpret:
-                found = Refusal(
-                    f"backend {name!r} does not run on {platform}.",
-                    "Pass `interpret=True` to run its kernels' bodies there, or `backend=None` for the platform's own.",
-                )
-            else:
-                return replace(found, passed_over=tuple(passed_over))
-        if found.mend:
-            raise found.error(f"`ragged.matmul`: {found.reason}\n{found.mend}")
-        passed_over.append((name, found.reason))
-    raise AssertionError("XLA plans every product")
+    own, passed_over = PLATFORMS.get(platform, "xla"), ()
+    name = call.options.backend or own
+    found = ask(name, x, call, target)
+    if isinstance(found, Launch) and name not in ("xla", own) and not target.interpret:
+        mend = "Pass `interpret=True` to run its kernels' bodies there, or `backend=None` for the platform's own."
+        found = Refusal(f"backend {name!r} does not run on {platform}.", mend)
+    if isinstance(found, Refusal) and not found.mend:
+        passed_over = ((name, found.reason),)
+        found = ask("xla", x, call, target)
+    if isinstance(found, Refusal):
+        raise found.error(f"`ragged.matmul`: {found.reason}\n{found.mend}")
+    return replace(found, passed_over=passed_over)
 
 
 def ask(name: str, x: Operands, call: Call, target: Target) -> Launch | Refusal:
     """What one backend plans for a product."""
     if missing := BACKENDS[name].missing:
         return Refusal(missing)
-    return importlib.import_module(BACKENDS[name].module).plan(call, x, target)
+    return BACKENDS[name].load().plan(call, x, target)
 
 
 def compute(platform: str, x: Operands, call: Call, target: Target) -> Array:
     """The product on one platform, or on the backend that was asked for."""
     x, inner = prepared(x, call), _inner(x, call)
     launch = plan(platform, x, inner, target)
-    out = importlib.import_module(BACKENDS[launch.backend].module).run(launch, x)
+    out = BACKENDS[launch.backend].load().run(launch, x)
     return out if inner is call else jnp.sum(out, axis=0).astype(call.dtype)
 
 
