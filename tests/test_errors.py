@@ -192,6 +192,7 @@ MATMUL: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: ragged.matmul(ROWS, UNIFORM, backend="cutlass"),
         ValueError,
         "`ragged.matmul(lhs, rhs)`: backend 'cutlass' does not exist.\n"
+        "Got lhs=GroupedTensor(f32[16,8], first_dims=[3, 5, 0, 4] (12 of 16 rows)), rhs=GroupedTensor(f32[4,8,6]).\n"
         "Available: 'xla', 'pallas_tpu', 'triton_gpu'.\n"
         "`backend=None` takes the platform's own.",
     ),

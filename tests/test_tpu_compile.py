@@ -297,7 +297,7 @@ def test_default_tiles_are_legal_and_fit(device: tuple[str, int] | None) -> None
                 extents = dict(zip("mkn", (rows, a, b), strict=True))
                 ragged_letters = "" if kind == "batched" else "m"
                 tiles = dict(zip("mkn", tpu_tiling.fit(problem, tile, chip), strict=True))
-                assert tpu_tiling.illegal(tiles, extents, ragged_letters, dtypes) is None
+                assert tpu_tiling.refuse(tiles, extents, ragged_letters, dtypes) is None
 
 
 def test_a_tile_too_large_for_vmem_is_halved() -> None:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from ragged.backends.gpu import tiles as triton_tiling
-from ragged.backends.gpu.tiles import Problem, chip, choose, fit, illegal, shared
+from ragged.backends.gpu.tiles import Problem, chip, choose, fit, refuse, shared
 
 H200, A100, L4 = (chip((kind, 0)) for kind in ("NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA L4"))
 
@@ -37,7 +37,7 @@ def test_every_choice_fits(on: triton_tiling.Chip) -> None:
             config = choose(p, on)
             assert shared(p, config, on) <= on.shared
             assert config.r * config.c * (1 + wide) <= 128 * 32 * config.warps
-            assert config.k >= p.least_k and illegal(dict(zip("mkn", config.tile, strict=True))) is None
+            assert config.k >= p.least_k and refuse(dict(zip("mkn", config.tile, strict=True))) is None
 
 
 def test_few_rows_get_flat_tiles_and_many_get_square_ones() -> None:

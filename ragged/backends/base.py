@@ -50,6 +50,9 @@ class Target(NamedTuple):
 
 ANY_TARGET = Target()
 
+DEFAULT_TPU = ("TPU v5 lite", 1)
+"""Kind and number of cores to tell Pallas where nothing says which TPU is lowered for."""
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -91,29 +94,30 @@ def is_empty(call: Call, x: Operands) -> bool:
 
 def refuse(
     backend: str, units: dict[str, Units], precisions: Container[str | None], call: Call, x: Operands, target: Target
-) -> str:
-    """What any backend but XLA's leaves to it: why, or "". By its units, and the names of precisions that it takes."""
+) -> Refusal | None:
+    """What any backend but XLA's leaves to it. By its units, and the names of precisions that it takes."""
     arrays = {"lhs": x.lhs.data, "rhs": x.rhs.data, "the result": jax.ShapeDtypeStruct(call.shape, call.dtype)}
     scaled = x.lhs.scales is not None or x.rhs.scales is not None
     if not all(isinstance(n, int) for array in (*jax.tree.leaves(x), *arrays.values()) for n in array.shape):
-        return f"{backend} has no kernels for symbolic extents"
+        return Refusal(f"{backend} has no kernels for symbolic extents")
     if is_empty(call, x):
-        return "an extent is 0"
+        return Refusal("an extent is 0")
     if not x.sizes and call.shape[0] == 1 and not scaled and call.options.backend is None:
-        return "one group: a dense product"
+        return Refusal("one group: a dense product")
     if target.automatic:
-        return (
-            f"XLA partitions no kernels of {backend} over devices; inside a `jax.shard_map` over all mesh axes it runs"
+        return Refusal(
+            f"XLA partitions no {backend} kernels over devices; inside a `jax.shard_map` over all mesh axes there are"
         )
     for name, array in arrays.items():
-        unit, dtype = units.get(jnp.dtype(array.dtype).name, Units(None, False)), jnp.dtype(array.dtype).name
+        dtype = jnp.dtype(array.dtype).name
+        unit = units.get(dtype, Units(None, False))
         if not unit.result if name == "the result" else unit.operand is None:
-            return f"{backend} has no kernels for {name} in {dtype}"
+            return Refusal(f"{backend} has no kernels for {name} in {dtype}")
     precision = call.options.precision
     if precision_name(precision) not in precisions:
         precision = jax.config.jax_default_matmul_precision if precision is None else precision
-        return f"{backend} has no kernels for precision {precision}"
-    return ""
+        return Refusal(f"{backend} has no kernels for precision {precision}")
+    return None
 
 
 def too_old(units: dict[str, Units], x: Operands, generation: int) -> str:

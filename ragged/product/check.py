@@ -71,26 +71,19 @@ def result_dtype(site: Site, lhs: Any, rhs: Any, preferred: Any, existing: Any) 
     return promote(wide[0], wide[-1]) if wide else jnp.dtype(jnp.bfloat16)
 
 
-def check_backend(site: Site, name: Any) -> None:
-    """Raises a `ValueError` unless `name` is None or an available backend."""
-    backends = lowering.BACKENDS
-    if name is None or (isinstance(name, str) and name in backends and not backends[name].missing):
-        return
-    available = [repr(known) for known, backend in backends.items() if not backend.missing]
-    missing = [f" Not available: {n!r} ({backend.missing})." for n, backend in backends.items() if backend.missing]
-    problem = "is not available here" if name in list(backends) else "does not exist"
-    raise ValueError(
-        f"`{site.call}`: backend {name!r} {problem}.\n"
-        f"Available: {', '.join(available)}.{''.join(missing)}\n"
-        "`backend=None` takes the platform's own."
-    )
-
-
 def check_options(
     site: Site, backend: Any, precision: Any, tiling: Any, interpret: Any, extents: tuple[Any, Any, Any]
 ) -> Options:
     """The options of a call whose product is `extents = (m, k, n)`."""
-    check_backend(site, backend)
+    refusals = {name: known.refusal for name, known in lowering.BACKENDS.items()}
+    if backend is not None and (backend not in list(refusals) or refusals[backend]):
+        available = ", ".join(repr(name) for name, refusal in refusals.items() if not refusal)
+        missing = [f" Not available: {name!r} ({refusal.reason})." for name, refusal in refusals.items() if refusal]
+        site.fail(
+            ValueError,
+            f"backend {backend!r} {'is not available here' if backend in list(refusals) else 'does not exist'}.",
+            f"Available: {available}.{''.join(missing)}\n`backend=None` takes the platform's own.",
+        )
     try:
         if precision is not None:
             one = jax.ShapeDtypeStruct((1, 1), jnp.float32)

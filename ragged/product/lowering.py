@@ -15,7 +15,7 @@ from jax import Array
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from ragged.backends import schedule
-from ragged.backends.base import Launch, Refusal, Target
+from ragged.backends.base import DEFAULT_TPU, Launch, Refusal, Target
 from ragged.product.operands import Call, Operand, Operands, Options
 from ragged.quant.formats import accumulator_dtype
 
@@ -31,11 +31,11 @@ class Backend(NamedTuple):
         return importlib.import_module(self.module)
 
     @property
-    def missing(self) -> str:
-        """Why its kernels can't even be interpreted here; "" if they can."""
+    def refusal(self) -> Refusal | None:
+        """Why its kernels can't even be interpreted here, if so."""
         if not self.package or find_spec(self.package):
-            return ""
-        return f"there is no {self.package.capitalize()} here: `pip install ragged[{self.extra}]`"
+            return None
+        return Refusal(f"there is no {self.package.capitalize()} here: `pip install ragged[{self.extra}]`")
 
 
 BACKENDS = {
@@ -46,9 +46,6 @@ BACKENDS = {
 
 PLATFORMS = {backend.platform: name for name, backend in BACKENDS.items()}
 """Each platform's own backend. Where it refuses, XLA's is used."""
-
-TPU = ("TPU v5 lite", 1)
-"""Kind and number of cores to tell Pallas where nothing says which TPU is lowered for."""
 
 
 def plan(platform: str, x: Operands, call: Call, target: Target) -> Launch:
@@ -73,9 +70,7 @@ def plan(platform: str, x: Operands, call: Call, target: Target) -> Launch:
 
 def ask(name: str, x: Operands, call: Call, target: Target) -> Launch | Refusal:
     """What one backend plans for a product."""
-    if missing := BACKENDS[name].missing:
-        return Refusal(missing)
-    return BACKENDS[name].load().plan(call, x, target)
+    return BACKENDS[name].refusal or BACKENDS[name].load().plan(call, x, target)
 
 
 def compute(platform: str, x: Operands, call: Call, target: Target) -> Array:
@@ -146,7 +141,7 @@ def target_of(platform: str, options: Options, *, portable: bool = False, automa
         device=_device({"cuda": "gpu"}.get(own, own), portable),
     )
     # Pallas asks which TPU it lowers for; the machine may have none.
-    device = AbstractDevice(*(target.device or TPU), "tpu")
+    device = AbstractDevice(*(target.device or DEFAULT_TPU), "tpu")
     mesh = jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
     with mesh if own == "tpu" else nullcontext():
         yield target

@@ -84,10 +84,8 @@ class _Details(NamedTuple):
 
 def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
     """How the kernel runs a product: see `ragged.backends.base`."""
-    if why := _lacks(call, x, target):
-        return Refusal(why)
-    if call.options.tiles and (problem := tiles.illegal(call.options.tiles)):
-        return Refusal(*problem)
+    if refusal := _refuse(call, x, target):
+        return refusal
     p, sizes, (a, b), chip = call.product, x.sizes, _terms(call, x), tiles.chip(target.device)
     (r, c), k = p.out, p.contracted
     uniform = [term.data.shape[-3] for term in (a, b) if p.is_uniform(term.letters)]
@@ -139,28 +137,30 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
     )
 
 
-def _lacks(call: Call, x: Operands, target: Target) -> str:
-    """Why there is no kernel for such a product; "" if there is one."""
+def _refuse(call: Call, x: Operands, target: Target) -> Refusal | None:
+    """Why there is no kernel for such a product, or not with such tiles."""
     if target.portable:
-        return "an export refuses Triton's custom calls, unless `backend='triton_gpu'` asks for them"
-    if why := (not target.interpret and triton_call.missing()) or refuse(
-        "triton_gpu", _UNITS, _PRECISIONS, call, x, target
-    ):
-        return why
+        return Refusal("an export refuses Triton's custom calls, unless `backend='triton_gpu'` asks for them")
+    if not target.interpret and (missing := triton_call.missing()):
+        return Refusal(missing)
+    if refusal := refuse("triton_gpu", _UNITS, _PRECISIONS, call, x, target):
+        return refusal
     capability = tiles.chip(target.device).capability
     if capability < 80:
-        return f"triton_gpu has no kernels for compute capability {capability / 10}, below 8.0"
+        return Refusal(f"triton_gpu has no kernels for compute capability {capability / 10}, below 8.0")
     if name := too_old(_UNITS, x, capability):
         unnamed = "" if target.device else " (for which code is where nothing names the GPU)"
         least = (_UNITS[name].operand or 0) / 10
-        return f"GPUs of compute capability {capability / 10}{unnamed} can't convert {name}; {least} and later can"
+        return Refusal(
+            f"GPUs of compute capability {capability / 10}{unnamed} can't convert {name}; {least} and later can"
+        )
     if x.sizes and x.num_groups > _MOST_GROUPS:
-        return f"triton_gpu has no kernels for {x.num_groups} groups, more than {_MOST_GROUPS}"
+        return Refusal(f"triton_gpu has no kernels for {x.num_groups} groups, more than {_MOST_GROUPS}")
     if call.out_batch and (call.batch(x) or 1) > _MOST_ELEMENTS:
-        return f"{call.batch(x)} batch elements, more than {_MOST_ELEMENTS}"
+        return Refusal(f"{call.batch(x)} batch elements, more than {_MOST_ELEMENTS}")
     if not call.out_batch and call.batched(x).offset:
-        return "a sum over batch elements that hold different groups"
-    return ""
+        return Refusal("a sum over batch elements that hold different groups")
+    return tiles.refuse(call.options.tiles) if call.options.tiles else None
 
 
 def _terms(call: Call, x: Operands) -> tuple[Term, Term]:

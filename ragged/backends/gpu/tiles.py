@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from ragged.backends.base import Refusal
+
 SMALLEST = 16
 """A tile's least extent: what a tensor core multiplies at once."""
 
@@ -120,13 +122,13 @@ def shared(problem: Problem, config: Config, on: Chip) -> int:
     return max(loaded, config.r * config.c * 4 // (1 if problem.slow else 2)) + 1024
 
 
-def illegal(tile: dict[str, int]) -> tuple[str, str] | None:
-    """Which rule a tiling breaks, and the nearest that breaks none; None if it is legal."""
+def refuse(tile: dict[str, int]) -> Refusal | None:
+    """Which rule a tiling breaks, and the nearest that breaks none."""
     near = {x: max(SMALLEST, 1 << (t - 1).bit_length()) for x, t in tile.items()}
     wrong = next((letter for letter in tile if near[letter] != tile[letter]), None)
     if wrong is None:
         return None
-    return (
+    return Refusal(
         f"tile_{wrong}={tile[wrong]} must be a power of two, and {SMALLEST} or more, on a GPU.",
         f"The nearest legal tiling is {tuple(near[letter] for letter in 'mkn')}.",
     )

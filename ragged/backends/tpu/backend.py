@@ -57,10 +57,8 @@ class Config(NamedTuple):
 
 def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
     """How a kernel runs a product: see `ragged.backends.base`."""
-    if why := _lacks(call, x, target):
-        return Refusal(why)
-    if problem := _illegal(call, x):
-        return Refusal(*problem)
+    if refusal := _refuse(call, x, target):
+        return refusal
     if call.product.kernel == "tiled_matmul":
         return tiled.plan(call, x, target)
     (tiled_, ways, lanes), order = _details(call, x)
@@ -103,29 +101,23 @@ def run(launch: Launch, x: Operands) -> Array:
     return kernel(launch, x)
 
 
-def _lacks(call: Call, x: Operands, target: Target) -> str:
-    """Why there is no kernel for such a product; "" if there is one."""
+def _refuse(call: Call, x: Operands, target: Target) -> Refusal | None:
+    """Why there is no kernel for such a product, or not with such tiles."""
     if len(x.sizes) > 1 and any(call.batched(x).sizes.values()):
-        return "pallas_tpu has no tiled_matmul for sizes that differ between batch elements"
-    if why := refuse("pallas_tpu", _UNITS, _PRECISIONS, call, x, target):
-        return why
+        return Refusal("pallas_tpu has no tiled_matmul for sizes that differ between batch elements")
+    if refusal := refuse("pallas_tpu", _UNITS, _PRECISIONS, call, x, target):
+        return refusal
     generation = tiles.chip(target.device).generation
     if name := too_old(_UNITS, x, generation):
-        return f"TPUs of generation {generation} have no matrix units for {name}"
-    return ""
-
-
-def _illegal(call: Call, x: Operands) -> tuple[str, str] | None:
-    """Which rule the tiling that was asked for breaks, and the mend."""
+        return Refusal(f"TPUs of generation {generation} have no matrix units for {name}")
     if call.options.tiles is None:
         return None
     p, lhs, rhs = call.product, x.lhs.data, x.rhs.data
-    shapes = zip(p.lhs + p.rhs + p.out, (*lhs.shape[-2:], *rhs.shape[-2:], *call.shape[-2:]), strict=True)
     extents = dict.fromkeys("mkn", 0)
-    for letter, extent in shapes:
-        extents[letter] = max(extents[letter], extent)
+    for letters, shape in ((p.lhs, lhs.shape), (p.rhs, rhs.shape), (p.out, call.shape)):
+        extents |= {letter: max(extents[letter], n) for letter, n in zip(letters, shape[-2:], strict=True)}
     dtypes = (jnp.dtype(lhs.dtype), jnp.dtype(rhs.dtype), jnp.dtype(call.dtype))
-    return tiles.illegal(call.options.tiles, extents, p.ragged, dtypes)
+    return tiles.refuse(call.options.tiles, extents, p.ragged, dtypes)
 
 
 def _details(call: Call, x: Operands) -> tuple[Details, str]:

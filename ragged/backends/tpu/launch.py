@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import ManualAxisType
 
-from ragged.backends.base import Launch, Target, kernel_metadata
+from ragged.backends.base import DEFAULT_TPU, Launch, Target, kernel_metadata
 from ragged.backends.schedule import Visits
 from ragged.backends.tpu import scales as tpu_scales
 from ragged.backends.tpu import tiles
@@ -160,7 +160,7 @@ class Kernel:
                 vmem_limit_bytes=None if self.target.device is None else self.chip.vmem * 6 // 5,
                 input_output_aliases=aliases,
                 interpret=self.target.interpret,
-                device=self.target.device or tiles.DEFAULT_DEVICE,
+                device=self.target.device or DEFAULT_TPU,
                 name=f"{name}_{tile}",
                 cost_estimate=pl.CostEstimate(**estimate),
                 metadata=kernel_metadata((*axes, launch.call.product.out), launch.config.tiles, p.dtypes, num_groups),

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
+from ragged.backends.base import DEFAULT_TPU, Refusal
+
 LANES = 128
-DEFAULT_DEVICE = ("TPU v5 lite", 1)
-"""Kind and number of cores to tell Pallas where nothing says which TPU is lowered for."""
 
 
 class Chip(NamedTuple):
@@ -30,7 +30,7 @@ class Chip(NamedTuple):
 def chip(device: tuple[str, int] | None) -> Chip:
     """The chip of a device kind, such as `("TPU v6 lite", 1)`. Where it isn't known, what all generations can do."""
     if device is None:
-        return chip(DEFAULT_DEVICE)._replace(vmem=12 << 20)
+        return chip(DEFAULT_TPU)._replace(vmem=12 << 20)
     kind = AbstractDevice(*device, "tpu")
     try:
         with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=kind)):
@@ -62,10 +62,8 @@ def block_bytes(rows: int, columns: int, dtype: Any) -> int:
     return round_up(rows, sublanes(dtype)) * round_up(columns, LANES) * jax.dtypes.itemsize_bits(dtype) // 8
 
 
-def illegal(
-    tile: dict[str, int], extents: dict[str, int], ragged: str, dtypes: tuple[Any, ...]
-) -> tuple[str, str] | None:
-    """Which rule a tiling breaks, and the nearest that breaks none; None if it is legal.
+def refuse(tile: dict[str, int], extents: dict[str, int], ragged: str, dtypes: tuple[Any, ...]) -> Refusal | None:
+    """Which rule a tiling breaks, and the nearest that breaks none.
 
     A tile of rows (of a ragged letter) must be a multiple of the dtypes' sublanes, any other of 128 lanes, unless it
     holds the whole extent.
@@ -77,7 +75,7 @@ def illegal(
         return None
     names = ", ".join(jnp.dtype(d).name for d in dict.fromkeys(dtypes))
     what = f"the sublanes of {names}" if wrong in ragged else "the lanes"
-    return (
+    return Refusal(
         f"tile_{wrong}={tile[wrong]} must be a multiple of {unit[wrong]} ({what}), or the whole extent "
         f"{extents[wrong]}, on a TPU.",
         f"The nearest legal tiling is {tuple(near[letter] for letter in 'mkn')}.",
