@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ragged._errors import describe
 from ragged._matmul import matmul
 from ragged.product import lowering
 from ragged.product.layout import LAYOUTS
 from ragged.product.operands import Call, Operands
 from ragged.product.primitive import ragged_matmul_p
 from ragged.quant.recipe import Recipe
-from ragged.tensor.tensor import KINDS, GroupedTensor, describe
+from ragged.tensor.tensor import KINDS, GroupedTensor
 
 
 def explain(lhs: GroupedTensor | Array | Any, rhs: GroupedTensor | Array | Any, **options: Any) -> str:

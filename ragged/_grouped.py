@@ -6,13 +6,15 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Int
 
+from ragged._errors import Site, is_arraylike, is_count
+from ragged._mesh import refuse_explicit
+from ragged.backends.schedule import as_int32
 from ragged.product import check as _check
-from ragged.product.check import Site, Tiling
+from ragged.product.check import Tiling
 from ragged.product.layout import Product
 from ragged.product.operands import Call, Epilogue, Operand, Operands
 from ragged.product.primitive import bind
-from ragged.quant.scaling import eight_bits_fixed, is_count
-from ragged.tensor.tensor import as_int32, is_arraylike
+from ragged.quant.scaling import eight_bits_fixed
 
 
 def grouped_matmul(
@@ -47,7 +49,7 @@ def grouped_matmul(
     **Raises:** `ValueError` for shapes and options, `TypeError` for dtypes.
     """
     site = Site("ragged.grouped_matmul(lhs, rhs, group_sizes)", {"lhs": lhs, "rhs": rhs, "group_sizes": group_sizes})
-    site.refuse_explicit(existing_out=existing_out)
+    refuse_explicit(site.call, **site.operands, existing_out=existing_out)
     _check_arrays(site, lhs, 2, rhs, 3, group_sizes, input_buffer_count)
     k_axis, n_axis = (2, 1) if transpose_rhs else (1, 2)
     m, k, n = lhs.shape[0], lhs.shape[1], rhs.shape[n_axis]
@@ -106,7 +108,7 @@ def transposed_grouped_matmul(
     site = Site(
         "ragged.transposed_grouped_matmul(lhs, rhs, group_sizes)", {"lhs": lhs, "rhs": rhs, "group_sizes": group_sizes}
     )
-    site.refuse_explicit(existing_out=existing_out)
+    refuse_explicit(site.call, **site.operands, existing_out=existing_out)
     _check_arrays(site, lhs, 2, rhs, 2, group_sizes, input_buffer_count)
     (k, m), n = lhs.shape, rhs.shape[1]
     if rhs.shape[0] != m:

@@ -8,15 +8,19 @@ import numpy as np
 from jax import Array
 from jaxtyping import Int
 
+from ragged._errors import Site, describe, is_arraylike, is_concrete, is_count
+from ragged._mesh import refuse_explicit
+from ragged.backends.schedule import as_int32
 from ragged.product import check as _check
-from ragged.product.check import Site, Tiling
+from ragged.product.check import Tiling
 from ragged.product.layout import Layout, Product, infer_layout
 from ragged.product.operands import Call, Epilogue, Operand, Operands, Scales
 from ragged.product.primitive import bind
 from ragged.product.shared import folded
-from ragged.quant.recipe import Recipe, casts_of, quantized_product
-from ragged.quant.scaling import eight_bits_fixed, is_count, not_differentiable
-from ragged.tensor.tensor import KINDS, GroupedTensor, as_int32, describe, is_arraylike, is_concrete
+from ragged.quant.recipe import Recipe
+from ragged.quant.scaling import eight_bits_fixed, not_differentiable
+from ragged.quant.training import casts_of, quantized_product
+from ragged.tensor.tensor import KINDS, GroupedTensor
 
 
 def matmul(
@@ -154,7 +158,7 @@ def product_of(
 ) -> MatmulProduct:
     """Checks a call of `matmul`, and says what to bind. Arguments and errors are its."""
     site = Site("ragged.matmul(lhs, rhs)", {"lhs": lhs, "rhs": rhs})
-    site.refuse_explicit(existing_out=existing_out)
+    refuse_explicit(site.call, **site.operands, existing_out=existing_out)
     lhs, rhs = _check.operand(site, "lhs", lhs), _check.operand(site, "rhs", rhs)
     layout = _infer(site, lhs, rhs)
     _check_extents(site, layout, lhs, rhs, group_offset)

@@ -9,6 +9,8 @@ from jax import Array, lax
 from jax.core import ShapedArray
 from jax.tree_util import keystr
 
+from ragged._errors import Site
+
 
 def vary_together(args: Sequence[Any], like: Sequence[Any] = ()) -> list[Array]:
     """`args` as arrays that all vary over the same mesh axes, as a `shard_map`'s operands must; `like`'s too."""
@@ -26,11 +28,10 @@ def refuse_explicit(call: str, **operands: Any) -> None:
     if not any(map(_is_explicit, jax.tree.leaves(operands))):
         return
     path, x = next((path, x) for path, x in jax.tree_util.tree_leaves_with_path(operands) if _is_explicit(x))
-    raise NotImplementedError(
-        f"`{call}`: `{keystr(path, simple=True, separator='.')}` is sharded over a mesh axis of type `Explicit`.\n"
-        f"Got {x if isinstance(x, ShapedArray) else jax.typeof(x)}.\n"
-        "Call it inside `jax.shard_map`, or make that mesh axis `Auto`."
-    )
+    name, aval = keystr(path, simple=True, separator="."), x if isinstance(x, ShapedArray) else jax.typeof(x)
+    problem = f"`{name}` is sharded over a mesh axis of type `Explicit`."
+    mend = "Call it inside `jax.shard_map`, or make that mesh axis `Auto`."
+    Site(call, {name: aval}).fail(NotImplementedError, problem, mend)
 
 
 def _is_explicit(x: Any) -> bool:

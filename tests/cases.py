@@ -1,5 +1,6 @@
 """The case table: every layout, numbers of groups, ways to spread sizes, with slack or without, NaN in the tails."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -137,7 +138,9 @@ def make(
 
 
 def check_error(call: Callable[[], Any], error: type[Exception], text: str) -> None:
-    """That `call` raises `error`, which says `text`."""
+    """That `call` raises `error`, which says `text`, in the one form: the call and the problem; what came; the mend."""
     with pytest.raises(error) as caught:
         call()
-    assert text in str(caught.value)
+    got = str(caught.value)
+    assert text in got
+    assert re.fullmatch(r"`[^`]+`: (.+[.]\n)+(?!Got ).+[.?]", got) and ". Got " not in got, got

@@ -91,25 +91,25 @@ def test_map_changes_what_is_not_ragged() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind, fn, axes, shapes",
+    "kind, fn, axes, shape",
     [
-        ("uniform", lambda x: x[:2], [-3], "(4, 3, 2) -> (2, 3, 2)"),
-        ("uniform", lambda x: x[..., 0], [-3], "(4, 3, 2) -> (4, 3)"),
-        ("ragged rows", lambda x: x[:5], [-2], "(11, 3) -> (5, 3)"),
-        ("ragged rows", lambda x: x.sum(-1), [-2], "(11, 3) -> (11,)"),
-        ("ragged columns", lambda x: x.T, [-1], "(2, 11) -> (11, 2)"),
-        ("ragged both", lambda x: x[:, :2], [-2, -1], "(11, 4) -> (11, 2)"),
-        (KINDS[4], lambda x: x[:2], [-2, -1], "(4, 11) -> (2, 11)"),
+        ("uniform", lambda x: x[:2], [-3], "[2,3,2]"),
+        ("uniform", lambda x: x[..., 0], [-3], "[4,3]"),
+        ("ragged rows", lambda x: x[:5], [-2], "[5,3]"),
+        ("ragged rows", lambda x: x.sum(-1), [-2], "[11]"),
+        ("ragged columns", lambda x: x.T, [-1], "[11,2]"),
+        ("ragged both", lambda x: x[:, :2], [-2, -1], "[11,2]"),
+        (KINDS[4], lambda x: x[:2], [-2, -1], "[2,11]"),
     ],
 )
-def test_map_errors(kind: str, fn: Callable[[Array], Array], axes: list[int], shapes: str) -> None:
+def test_map_errors(kind: str, fn: Callable[[Array], Array], axes: list[int], shape: str) -> None:
     """B9"""
     x = example(kind).tensor
     with pytest.raises(ValueError) as error:
         x.map(fn)
     assert str(error.value) == (
         f"`GroupedTensor.map`: `fn` must keep the rank and the extent of axes {axes}.\n"
-        f"Got {shapes} for {x!r}.\nOnly dims that aren't ragged may change."
+        f"Got x={x!r}, fn(x.data)=f32{shape}.\nOnly dims that aren't ragged may change."
     )
 
 
@@ -177,8 +177,8 @@ def test_another_structure(other: GroupedTensor) -> None:
         with pytest.raises(ValueError) as error:
             op(x, other)
         assert str(error.value) == (
-            f"`GroupedTensor {symbol} GroupedTensor`: the two are ragged in different ways.\nGot {x!r} and {other!r}.\n"
-            "Both need the same kind, shape and dims."
+            f"`GroupedTensor {symbol} GroupedTensor`: the two are ragged in different ways.\n"
+            f"Got x={x!r}, other={other!r}.\nBoth need the same kind, shape and dims."
         )
 
 
@@ -233,7 +233,7 @@ def test_plain_arrays(kind: str, shape: tuple[int, ...], mend: str) -> None:
                 text = text.replace(f"data {symbol} v", f"v {symbol} data") if a is array else text
                 assert str(error.value) == (
                     f"`GroupedTensor {symbol} array`: a plain array has no groups to match.\n"
-                    f"Got {x!r} and an array of shape {array.shape}.\n{text}"
+                    f"Got x={x!r}, array=f32[{','.join(map(str, shape))}].\n{text}"
                 )
     v = jnp.ones(shape)
     with jax.numpy_rank_promotion("allow"):
@@ -320,7 +320,7 @@ def test_wrong_shapes_of_values(kind: str, wrapped: per_group | per_row, want: t
         x * wrapped
     assert str(error.value) == (
         f"`ragged.{type(wrapped).__name__}(v)`: `v` must have shape {want} here.\n"
-        f"Got v of shape {wrapped.value.shape} for {x!r}.\n"
+        f"Got v=f32[{','.join(map(str, wrapped.value.shape))}], x={x!r}.\n"
         + (
             "One value a row of the buffer."
             if isinstance(wrapped, per_row)
@@ -550,7 +550,8 @@ def test_reduction_axes(axis: int) -> None:
     with pytest.raises(ValueError) as error:
         example("ragged rows").tensor.sum(axis)
     assert str(error.value) == (
-        f"`GroupedTensor` reductions: `axis` must be None, -2 (the groups' first dim) or -1 (the last). Got {axis!r}."
+        f"`GroupedTensor`: `axis` of a reduction is {axis}.\n"
+        "It must be None, -2 (the groups' first dim) or -1 (the last)."
     )
 
 

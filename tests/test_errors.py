@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 import ragged
 from ragged import GroupedTensor
+from ragged._errors import Site
 
 from .cases import check_error
 
@@ -148,7 +150,7 @@ MATMUL: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "kind of an operand": (
         lambda: ragged.matmul([[1.0]], ROWS),
         TypeError,
-        f"`ragged.matmul(lhs, rhs)`: `lhs` is a list, not an array.\nGot lhs=a list, rhs={rows}.\n"
+        f"`ragged.matmul(lhs, rhs)`: `lhs` is not an array.\nGot lhs=[[1.0]], rhs={rows}.\n"
         "Pass a `GroupedTensor` or an array.",
     ),
     "a tensor that holds no array": (
@@ -487,6 +489,29 @@ ARRAYS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 def test_error(name: str) -> None:
     """O2, K4-K6, K9, K12: at the call, as text."""
     check_error(*{**MATMUL, **ARRAYS}[name])
+
+
+def test_what_came_is_described() -> None:
+    """B9: values that may be long are cut short, and what has no short text is named by its type."""
+    operands = {
+        "x": np.ones((2, 3), np.float16),
+        "key": jax.random.key(0),
+        "tensor": UNIFORM,
+        "count": np.True_,
+        "size": 1.5,
+        "name": "row",
+        "none": None,
+        "few": [DIMS, (1, 2)],
+        "many": list(range(9)),
+        "module": eqx.nn.Identity(),
+    }
+    assert Site("call", operands).text("A problem.", "A mend.") == (
+        "`call`: A problem.\n"
+        "Got x=f16[2,3], key=key<fry>[], tensor=GroupedTensor(f32[4,8,6]), count=a bool, size=1.5, name='row', "
+        "none=None, few=[i32[4], [1, 2]], many=[0, 1, 2, 3, 4, 5, 6, 7, ...], module=a Identity.\n"
+        "A mend."
+    )
+    assert Site("call").text("A problem.", "A mend.") == "`call`: A problem.\nA mend."
 
 
 def test_no_transposition_is_proposed_that_would_not_do() -> None:

@@ -355,7 +355,7 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         "A single matrix is one group: `x[None]`",
     ),
-    "no array": (lambda: quantize("x", jnp.int8, "row"), TypeError, "`x` is a str, not an array"),
+    "no array": (lambda: quantize("x", jnp.int8, "row"), TypeError, "`x` is not an array.\nGot x='x'.\n"),
     "no data": (lambda: quantize(GroupedTensor(None), jnp.int8, "row"), TypeError, "holds no array"),
     "batch axis": (
         lambda: quantize(jax.tree.map(lambda z: jnp.stack([z, z]), X), jnp.int8, "row"),

@@ -326,7 +326,7 @@ ERRORS = {
         lambda: route([0, 1], 2),
         TypeError,
         "`ragged.route(group_ids, num_groups)`: `group_ids` must be an integer array.\n"
-        "Got group_ids=a list.\nPass the index of each token's group, int32.",
+        "Got group_ids=[0, 1].\nPass the index of each token's group, int32.",
     ),
     "more groups than int32 can number": (
         lambda: route(jnp.zeros(4, jnp.int32), 2**40),
@@ -413,7 +413,7 @@ ERRORS = {
         lambda: ROUTE.combine(Y, 0.5),
         TypeError,
         "`Route.combine(y, weights)`: `weights` and `y` must be floating arrays.\n"
-        f"Got y={HAVE}, weights=a float.\nCast them, or leave `weights` out.",
+        f"Got y={HAVE}, weights=0.5.\nCast them, or leave `weights` out.",
     ),
     "weights are integers": (
         lambda: ROUTE.combine(Y, jnp.ones((4, 2), jnp.int32)),

@@ -234,8 +234,8 @@ def test_validate_in_a_partly_manual_map_is_refused() -> None:
     with pytest.raises(NotImplementedError) as error:
         jax.jit(validated("a"))(jnp.asarray(SIZES))
     assert str(error.value) == (
-        "`GroupedTensor.validate`: JAX has no run-time errors in a `jax.shard_map` over some axes of a mesh only.\n"
-        "Got axes ('a',) of ('a', 'b').\nValidate outside of it, or map over all axes of the mesh."
+        "`GroupedTensor.validate`: JAX has no run-time errors in a `jax.shard_map` over some axes of a mesh only, "
+        "('a',) of ('a', 'b').\nValidate outside of it, or map over all axes of the mesh."
     )
 
 
@@ -345,7 +345,7 @@ def test_an_explicit_axis_of_a_map_is_refused_clearly() -> None:
             jax.vmap(lambda x: ragged.matmul(rows_of(x), MATRICES).data)(x)
     assert str(error.value) == (
         "`ragged.matmul`: `lhs` is sharded over a mesh axis of type `Explicit`.\n"
-        "Got float32[2@a,8,4].\nCall it inside `jax.shard_map`, or make that mesh axis `Auto`."
+        "Got lhs=float32[2@a,8,4].\nCall it inside `jax.shard_map`, or make that mesh axis `Auto`."
     )
 
 

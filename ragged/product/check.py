@@ -1,41 +1,22 @@
-"""What every public product checks before it does anything, and how it says what is wrong."""
+"""What every public product checks before it does anything."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ragged._mesh import refuse_explicit
+from ragged._errors import Site, describe, is_arraylike, is_count
 from ragged.backends.base import Refusal, Target
 from ragged.backends.schedule import as_int32
 from ragged.product import lowering
 from ragged.product.operands import Call, Operand, Operands, Options
 from ragged.quant.formats import accumulator_dtype, promote
-from ragged.quant.scaling import is_count
-from ragged.tensor.tensor import GroupedTensor, describe, is_arraylike
+from ragged.tensor.tensor import GroupedTensor
 
 Tiling = tuple[int, int, int] | Callable[[int, int, int], tuple[int, int, int] | None] | None
-
-
-class Site(NamedTuple):
-    """A public call and its operands, for the text of errors: what is wrong, what came, and the mend."""
-
-    call: str
-    operands: dict[str, Any]
-
-    def fail(self, error: type[Exception], problem: str, mend: str) -> NoReturn:
-        got = ", ".join(f"{name}={describe(x)}" for name, x in self.operands.items())
-        raise error(f"`{self.call}`: {problem}\nGot {got}.\n{mend}")
-
-    def refuse_explicit(self, **more: Any) -> None:
-        """Raises if an operand, or one of `more`, is sharded over a mesh axis of type `Explicit`."""
-        refuse_explicit(self.call, **self.operands, **more)
-
-    def also(self, **operands: Any) -> "Site":
-        return self._replace(operands=self.operands | operands)
 
 
 def result_dtype(site: Site, lhs: Any, rhs: Any, preferred: Any, existing: Any) -> Any:
@@ -202,7 +183,7 @@ def operand(site: Site, name: str, x: Any) -> GroupedTensor | Array:
             site.fail(ValueError, f"`{name}` has a batch axis.", "Map over it: `jax.vmap(ragged.matmul)(lhs, rhs)`.")
         return x
     if not is_arraylike(x):
-        site.fail(TypeError, f"`{name}` is {describe(x)}, not an array.", "Pass a `GroupedTensor` or an array.")
+        site.fail(TypeError, f"`{name}` is not an array.", "Pass a `GroupedTensor` or an array.")
     if x.ndim not in (2, 3):
         mend = "A plain array is uniform with 3 dims [g, first, last], or one matrix shared by all groups with 2."
         if x.ndim > 3:  # what isn't contracted is one dim

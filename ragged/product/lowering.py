@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import AbstractDevice, AbstractMesh
 
+from ragged._errors import Site
 from ragged.backends import schedule
 from ragged.backends.base import DEFAULT_TPU, Launch, Refusal, Target
 from ragged.product.operands import Call, Operand, Operands, Options
@@ -64,7 +65,7 @@ def plan(platform: str, x: Operands, call: Call, target: Target) -> Launch:
         passed_over = ((name, found.reason),)
         found = ask("xla", x, call, target)
     if isinstance(found, Refusal):
-        raise found.error(f"`ragged.matmul`: {found.reason}\n{found.mend}")
+        Site("ragged.matmul").fail(found.error, found.reason, found.mend)
     return replace(found, passed_over=passed_over)
 
 

@@ -18,6 +18,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ragged._errors import Site
 from ragged._mesh import refuse_explicit, vary_together
 from ragged.backends.base import Target
 from ragged.product import lowering
@@ -86,9 +87,10 @@ def cotangents(ct: Array, x: Operands, call: Call, of: Operands, product: Callab
 def check_cotangent(call: Call) -> None:
     """Raises a `TypeError` if the cotangent of a product's result would have 8 bits: too few without scales."""
     if jnp.dtype(call.dtype).itemsize == 1:
-        raise TypeError(
-            f"`ragged.matmul`: the result is {jnp.dtype(call.dtype).name}, and so would its cotangent be.\n"
-            "Ask for `preferred_element_type=jnp.bfloat16`, and quantise or cast what comes of it."
+        Site("ragged.matmul").fail(
+            TypeError,
+            f"the result is {jnp.dtype(call.dtype).name}, and so would its cotangent be.",
+            "Ask for `preferred_element_type=jnp.bfloat16`, and quantise or cast what comes of it.",
         )
 
 
@@ -115,9 +117,8 @@ def _transpose(ct: Any, *args: Any, tree: Any, call: Call) -> list[Any]:
         return [None] * len(args)
     x, of = tree.unflatten(args), tree.unflatten([arg.aval if ad.is_undefined_primal(arg) else None for arg in args])
     if of.lhs.data is not None and of.rhs.data is not None:
-        raise NotImplementedError(
-            "`ragged.matmul`: a product is linear in each operand, not in both.\nTranspose it with respect to one."
-        )
+        problem = "a product is linear in each operand, not in both."
+        Site("ragged.matmul").fail(NotImplementedError, problem, "Transpose it with respect to one.")
     return tree.flatten_up_to(cotangents(ct, x, call, of, lambda wrt, x, call: bind(x, call)))
 
 

@@ -10,12 +10,14 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
+from ragged._errors import Site, is_concrete
 from ragged._matmul import product_of
 from ragged.product.operands import Call, Epilogue, Operand, Operands
 from ragged.product.primitive import bind, derivative
 from ragged.quant.formats import LARGEST
-from ragged.quant.recipe import PRESETS, Cast, Pair, Recipe, as_tensor, casts_of, past_of, quantize_operand
-from ragged.tensor.tensor import GroupedTensor, describe, is_concrete
+from ragged.quant.recipe import PRESETS, Cast, Pair, Recipe
+from ragged.quant.training import as_tensor, casts_of, past_of, quantize_operand
+from ragged.tensor.tensor import GroupedTensor
 
 PRODUCTS = ("forward", "dgrad", "wgrad")
 
@@ -63,13 +65,11 @@ class ErrorTable:
         `product`: `"forward"`, `"dgrad"` or `"wgrad"`. `ax`: where to draw; new axes by default. Needs matplotlib.
         """
         if product not in PRODUCTS:
-            raise ValueError(f"`ErrorTable.plot`: {product!r} is no product.\nPass one of {PRODUCTS}.")
+            Site("ErrorTable.plot").fail(ValueError, f"{product!r} is no product.", f"Pass one of {PRODUCTS}.")
         try:
             from matplotlib import pyplot
-        except ImportError as error:
-            raise ImportError(
-                "`ErrorTable.plot` draws with matplotlib.\nInstall it: `pip install matplotlib`."
-            ) from error
+        except ImportError:
+            Site("ErrorTable.plot").fail(ImportError, "it needs matplotlib.", "Install it: `pip install matplotlib`.")
         values = self.group_sqnr[:, PRODUCTS.index(product)]
         # A group of one row may be all but exact. Colours are for the others: three deviations about the median.
         finite = values[np.isfinite(values)] if np.isfinite(values).any() else np.zeros(1)
@@ -124,16 +124,15 @@ def error_table(
         assert table.sqnr.min() > 20
         ```
     """
+    site = Site("ragged.error_table", {"x": x, "w": w})
     if isinstance(recipes, str | Recipe):
         recipes = [recipes]
     if not isinstance(recipes, Sequence) or not recipes:
-        raise ValueError(f"`ragged.error_table`: `recipes` is {recipes!r}.\nPass at least one: `['tensorwise']`.")
+        site.fail(ValueError, f"`recipes` is {recipes!r}.", "Pass at least one: `['tensorwise']`.")
     recipes = [Recipe.of(each) for each in recipes]
     if not is_concrete(*(leaf for leaf in jax.tree.leaves((x, w, dy)))):
-        raise TypeError(
-            "`ragged.error_table`: it measures values, which aren't known here.\n"
-            f"Got x={describe(x)}, w={describe(w)}.\nPass arrays, outside of `jit`."
-        )
+        problem = "it measures values, which aren't known here."
+        site.fail(TypeError, problem, "Pass arrays, outside of `jit`.")
     if dy is not None:
         dy = dy.dequantize().astype(jnp.float32) if isinstance(dy, GroupedTensor) else jnp.asarray(dy, jnp.float32)
     # Any recipe will do: it only says that operands must be floats.

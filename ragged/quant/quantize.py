@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ragged._errors import Site, is_arraylike
 from ragged._mesh import refuse_explicit
 from ragged.quant.formats import LARGEST
 from ragged.quant.scaling import Scaling, not_differentiable
-from ragged.tensor.tensor import GroupedTensor, describe, is_arraylike
+from ragged.tensor.tensor import GroupedTensor
 
 
 def quantize(
@@ -62,28 +63,23 @@ def quantize(
         assert jnp.max(jnp.abs(q.dequantize().data - w)) < 0.2
         ```
     """
-    refuse_explicit("ragged.quantize", x=x)
-    tensor = _operand(x)
+    site = Site("ragged.quantize", {"x": x})
+    refuse_explicit(site.call, x=x)
+    tensor = _operand(site, x)
     if dtype is None or scaling is None:
         return tensor
     name = dtype_name(dtype, "ragged.quantize")
     scaling = Scaling.of(scaling)
     if tensor.is_quantized:
-        raise TypeError(
-            f"`ragged.quantize`: `x` is quantised already.\nGot {tensor!r}.\nTake `x.dequantize()` to quantise it anew."
-        )
+        site.fail(TypeError, "`x` is quantised already.", "Take `x.dequantize()` to quantise it anew.")
     if not jnp.issubdtype(tensor.dtype, jnp.floating) or jnp.dtype(tensor.dtype).itemsize == 1:
-        raise TypeError(
-            f"`ragged.quantize`: `x` has dtype {jnp.dtype(tensor.dtype).name}.\nGot {describe(tensor)}.\n"
-            "Cast it to a float dtype of 16 bits or more."
-        )
+        problem = f"`x` has dtype {jnp.dtype(tensor.dtype).name}."
+        site.fail(TypeError, problem, "Cast it to a float dtype of 16 bits or more.")
     if problem := scaling.problem(tensor.packed_axis):
-        raise ValueError(
-            f"`ragged.quantize`: {problem}.\nGot {describe(tensor)}, scaling={scaling}.\n"
-            "Along a ragged dim a block is 1 or None (all of the group): `(1, 128)`, `(None, 1)`."
-        )
+        mend = "Along a ragged dim a block is 1 or None (all of the group): `(1, 128)`, `(None, 1)`."
+        site.fail(ValueError, f"with the scaling {scaling}, {problem}.", mend)
     if not isinstance(power_of_two, bool):
-        raise TypeError(f"`ragged.quantize`: `power_of_two` is {power_of_two!r}.\nPass True or False.")
+        site.fail(TypeError, f"`power_of_two` is {power_of_two!r}.", "Pass True or False.")
     if tensor.is_flipped:
         return quantize(tensor.mT, name, scaling.mT, power_of_two=power_of_two).mT
     tensor = tensor._replace_data(not_differentiable("ragged.quantize", jnp.asarray(tensor.data)))
@@ -91,25 +87,19 @@ def quantize(
     return cast(tensor, name, scaling, scales)
 
 
-def _operand(x: GroupedTensor | Array | Any) -> GroupedTensor:
+def _operand(site: Site, x: GroupedTensor | Array | Any) -> GroupedTensor:
     if isinstance(x, GroupedTensor):
         if not all(is_arraylike(leaf) for leaf in jax.tree.leaves(x)) or x.data is None:
-            raise TypeError(f"`ragged.quantize`: `x` holds no array.\nGot {x!r}.\nPass a `GroupedTensor` of arrays.")
+            site.fail(TypeError, "`x` holds no array.", "Pass a `GroupedTensor` of arrays.")
         if x.ndim != (3 if x.packed_axis is None else 2):
-            raise ValueError(
-                f"`ragged.quantize`: `x` has a batch axis.\nGot {x!r}.\n"
-                "Map over it: `jax.vmap(lambda x: ragged.quantize(x, dtype, scaling))(x)`."
-            )
+            mend = "Map over it: `jax.vmap(lambda x: ragged.quantize(x, dtype, scaling))(x)`."
+            site.fail(ValueError, "`x` has a batch axis.", mend)
         return x
     if not is_arraylike(x):
-        raise TypeError(
-            f"`ragged.quantize`: `x` is {describe(x)}, not an array.\nPass a `GroupedTensor` or an array of 3 dims."
-        )
+        site.fail(TypeError, "`x` is not an array.", "Pass a `GroupedTensor` or an array of 3 dims.")
     if x.ndim != 3:
-        raise ValueError(
-            f"`ragged.quantize`: `x` is a plain array with {x.ndim} dims.\nGot {describe(x)}.\n"
-            "A plain array is uniform, `[g, first, last]`. A single matrix is one group: `x[None]`."
-        )
+        mend = "A plain array is uniform, `[g, first, last]`. A single matrix is one group: `x[None]`."
+        site.fail(ValueError, f"`x` is a plain array with {x.ndim} dims.", mend)
     return GroupedTensor(jnp.asarray(x))
 
 
@@ -120,7 +110,7 @@ def dtype_name(dtype: Any, call: str) -> str:
     except TypeError:
         name = repr(dtype)
     if name not in LARGEST:
-        raise TypeError(f"`{call}`: no quantising to {name}.\nPass one of {', '.join(LARGEST)}.")
+        Site(call).fail(TypeError, f"no quantising to {name}.", f"Pass one of {', '.join(LARGEST)}.")
     return name
 
 

@@ -2,32 +2,22 @@
 
     forward   y = x w      dgrad   dx = dy wᵀ      wgrad   dw = xᵀ dy
 
-Each of the three quantises its own two operands, from what isn't quantised, along the dim that it contracts. Rounding
-counts as the identity for the gradient (straight-through): the derivatives are those of the product that isn't
-quantised, computed from quantised operands.
+Each of the three quantises its own two operands, along the dim that it contracts.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.custom_batching import custom_vmap
-from jax.extend.core import Primitive
 from jax.extend.random import define_prng_impl
-from jax.interpreters import ad, batching, mlir
 from jaxtyping import Float
 
-from ragged._mesh import vary_together
-from ragged.product.operands import Call, Operand, Operands
-from ragged.product.primitive import bind, check_cotangent, cotangents
-from ragged.quant.quantize import amax, cast, dtype_name, quantize, scale_of
-from ragged.quant.scaling import NAMED, Scaling, is_count
-from ragged.tensor.tensor import GroupedTensor, describe, is_arraylike
+from ragged._errors import Site, describe, is_arraylike, is_count
+from ragged.quant.quantize import dtype_name
+from ragged.quant.scaling import NAMED, Scaling
 
 
 @dataclass(frozen=True)
@@ -54,13 +44,12 @@ class Cast:
             object.__setattr__(self, "dtype", dtype_name(self.dtype, "ragged.Cast"))
         scaling = Scaling.of(self.scaling)
         if scaling.block is not None and scaling.block[1] == 1:
-            raise ValueError(
-                f"`ragged.Cast`: the scaling {scaling} has a scale for each element of the dim that is contracted.\n"
-                "A block is (kept, contracted): `(1, None)` or `'row'` for one scale a row, in a wgrad too, "
-                "where the rows are features and what is contracted are tokens."
-            )
+            problem = f"the scaling {scaling} has a scale for each element of the dim that is contracted."
+            mend = "A block is (kept, contracted): `(1, None)` or `'row'` for one scale a row, in a wgrad too, "
+            mend += "where the rows are features and what is contracted are tokens."
+            Site("ragged.Cast").fail(ValueError, problem, mend)
         if not isinstance(self.power_of_two, bool):
-            raise TypeError(f"`ragged.Cast`: `power_of_two` is {self.power_of_two!r}.\nPass True or False.")
+            Site("ragged.Cast").fail(TypeError, f"`power_of_two` is {self.power_of_two!r}.", "Pass True or False.")
         object.__setattr__(self, "scaling", scaling)
         object.__setattr__(self, "power_of_two", self.power_of_two or scaling.dtype != jnp.float32)
 
@@ -77,7 +66,7 @@ Pair = tuple[Cast, Cast]
 
 
 def _no_key(*args: Any) -> NoReturn:
-    raise TypeError("`ragged.Recipe`: a sealed history is no random key.\nRead it as `recipe.history`.")
+    Site("ragged.Recipe").fail(TypeError, "a sealed history is no random key.", "Read it as `recipe.history`.")
 
 
 # The dtype of JAX's that no arithmetic takes and every transformation does is that of random keys, of whatever kind.
@@ -179,15 +168,12 @@ class Recipe(eqx.Module):
         for name in ("forward", "dgrad", "wgrad"):
             pair = getattr(self, name)
             if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(each, Cast) for each in pair)):
-                raise TypeError(
-                    f"`ragged.Recipe`: `{name}` is {pair!r}.\n"
-                    "It must be the `ragged.Cast`s of its two operands, a tuple."
-                )
+                mend = "It must be the `ragged.Cast`s of its two operands, a tuple."
+                Site("ragged.Recipe").fail(TypeError, f"`{name}` is {pair!r}.", mend)
             if self.state is not None and any(each.dtype and each.scaling.block is not None for each in pair):
-                raise ValueError(
-                    f"`ragged.Recipe`: `history` with a scaling of `{name}` other than 'tensor'.\nGot {pair!r}.\n"
-                    "Delayed scaling knows one largest value of each tensor."
-                )
+                problem = f"`history` with a scaling of `{name}` other than 'tensor': {pair!r}."
+                mend = "Delayed scaling knows one largest value of each tensor."
+                Site("ragged.Recipe").fail(ValueError, problem, mend)
         if is_arraylike(self.state):
             self.check_history()
 
@@ -197,15 +183,11 @@ class Recipe(eqx.Module):
         if history is None:
             return
         if not is_arraylike(history) or history.dtype != jnp.float32:
-            raise TypeError(
-                f"`ragged.Recipe`: `history` is {describe(history)}.\n"
-                "It must be a float32 array: `Recipe.preset('delayed').history`."
-            )
+            mend = "It must be a float32 array: `Recipe.preset('delayed').history`."
+            Site("ragged.Recipe").fail(TypeError, f"`history` is {describe(history)}.", mend)
         if history.ndim != 2 or history.shape[0] != 3 or not history.shape[1]:
-            raise ValueError(
-                f"`ragged.Recipe`: `history` is {describe(history)}.\n"
-                "It must be (3, length), a row each for `x`, `w` and the cotangent. One a call: map or scan over it."
-            )
+            mend = "It must be (3, length), a row each for `x`, `w` and the cotangent. One a call: map or scan over it."
+            Site("ragged.Recipe").fail(ValueError, f"`history` is {describe(history)}.", mend)
 
     @classmethod
     def preset(cls, name: str | Any, *, gradients: Any = None, length: int | Any = 16) -> "Recipe":
@@ -213,13 +195,12 @@ class Recipe(eqx.Module):
 
         `gradients`: the dtype of cotangents, if not the usual one. `length`: of the history of `"delayed"`, in steps.
         """
+        site = Site("ragged.Recipe.preset")
         if not is_count(length):
-            raise ValueError(f"`ragged.Recipe.preset`: `length` is {length!r}.\nIt must be a positive int, in steps.")
+            site.fail(ValueError, f"`length` is {length!r}.", "It must be a positive int, in steps.")
         if not isinstance(name, str) or name not in PRESETS:
-            raise ValueError(
-                f"`ragged.Recipe.preset`: {name!r} is no recipe.\nPass one of {', '.join(map(repr, PRESETS))}, "
-                "or build a `ragged.Recipe`."
-            )
+            mend = f"Pass one of {', '.join(map(repr, PRESETS))}, or build a `ragged.Recipe`."
+            site.fail(ValueError, f"{name!r} is no recipe.", mend)
         activations, weights, power_of_two, usual = PRESETS[name]
         x, w = (Cast("float8_e4m3fn", scaling, power_of_two) for scaling in (activations, weights))
         dy = Cast(usual if gradients is None else gradients, activations, power_of_two)
@@ -232,10 +213,8 @@ class Recipe(eqx.Module):
         if isinstance(recipe, Recipe):
             return recipe
         if not isinstance(recipe, str):
-            raise TypeError(
-                f"`ragged.Recipe`: {recipe!r} is no recipe.\nPass a `ragged.Recipe` or one of "
-                f"{', '.join(map(repr, PRESETS))}."
-            )
+            mend = f"Pass a `ragged.Recipe` or one of {', '.join(map(repr, PRESETS))}."
+            Site("ragged.Recipe").fail(TypeError, f"{recipe!r} is no recipe.", mend)
         return cls.preset(recipe)
 
 
@@ -247,194 +226,3 @@ PRESETS: dict[str, tuple[Any, Any, bool, str]] = {
     "delayed": ("tensor", "tensor", False, "float8_e5m2"),
 }
 """Scaling of activations and gradients, of weights, whether scales are powers of two, the gradients' dtype."""
-
-
-class Casts(NamedTuple):
-    """A product's two casts, and those of its derivatives, each in the order of its operands.
-
-    The derivative by `lhs` multiplies the cotangent, in place of `lhs`, with `rhs`.
-    """
-
-    forward: Pair
-    by_lhs: Pair
-    by_rhs: Pair
-
-    def derivative(self, wrt: str) -> "Casts":
-        """Those of the derivative, which is a product again: what it is of the three, and its own derivatives."""
-        if wrt == "lhs":
-            return Casts(self.by_lhs, self.forward, _swapped(self.by_rhs))
-        return Casts(self.by_rhs, _swapped(self.by_lhs), self.forward)
-
-
-def _swapped(pair: Pair) -> Pair:
-    return pair[1], pair[0]
-
-
-def casts_of(recipe: Recipe, call: Call) -> tuple[Casts, Any]:
-    """A recipe's casts and history in the order of a product's operands: for `w x`, from the left, exchanged."""
-    casts, history = Casts(recipe.forward, recipe.dgrad, recipe.wgrad), recipe.history
-    if call.product.ragged != "n":
-        return casts, history
-    swapped = Casts(_swapped(casts.forward), _swapped(casts.by_rhs), _swapped(casts.by_lhs))
-    return swapped, None if history is None else _rows(history, 1, 0, 2)
-
-
-def past_of(wrt: str, history: Array | None) -> Array | None:
-    """The history in the order of a derivative's operands."""
-    if history is None:
-        return None
-    return _rows(history, 2, 1, 0) if wrt == "lhs" else _rows(history, 0, 2, 1)
-
-
-def _rows(history: Array, *order: int) -> Array:
-    return jnp.stack([history[i] for i in order])
-
-
-def quantized_product(recipe: Recipe, operands: Operands, call: Call) -> Array:
-    """The product of `operands`, quantised, with straight-through derivatives. The primitive's operands and result."""
-    casts, history = casts_of(recipe, call)
-    leaves, tree = jax.tree.flatten(operands)
-    operands = jax.tree.unflatten(tree, vary_together(leaves, like=jax.tree.leaves(history)))
-    if history is not None:
-        _check_axes_are_tracked()
-    return _product(casts, call, operands, history)
-
-
-def _product(casts: Casts, call: Call, operands: Operands, history: Array | None) -> Array:
-    floats = operands.lhs, operands.rhs, operands.epilogue
-    (lhs, rhs, epilogue), history = jax.tree.map(_reverse_only, (floats, history))
-    return _straight_through(casts, call, operands._replace(lhs=lhs, rhs=rhs, epilogue=epilogue), history)
-
-
-reverse_only_p = Primitive("ragged_reverse_only")
-"""The tangent of `_reverse_only`: it can be transposed, but not computed."""
-
-
-@jax.custom_jvp
-def _reverse_only(x: Array) -> Array:
-    """`x`, with an error for whoever differentiates by it in forward mode. (`jax.custom_vjp`'s own names no mend.)"""
-    return x
-
-
-@_reverse_only.defjvp
-def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    return _reverse_only(*primals), reverse_only_p.bind(*tangents)
-
-
-def _refuse_forward_mode(*args: Any) -> NoReturn:
-    raise TypeError(
-        "`ragged.matmul`: a product with `recipe` can't be differentiated in forward mode.\n"
-        "Its derivative is straight-through: a rule for cotangents. Take `jax.grad` or `jax.vjp`, and "
-        "`jax.jacrev(jax.grad(f))` in place of `jax.hessian(f)`."
-    )
-
-
-reverse_only_p.def_abstract_eval(lambda x: x)
-reverse_only_p.def_impl(_refuse_forward_mode)
-mlir.register_lowering(reverse_only_p, _refuse_forward_mode)
-ad.deflinear2(reverse_only_p, lambda ct, x: [ct])
-batching.defvectorized(reverse_only_p)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _straight_through(casts: Casts, call: Call, operands: Operands, history: Array | None) -> Array:
-    return bind(*quantized(casts.forward, operands, call, history))
-
-
-def _forward(casts: Casts, call: Call, operands: Operands, history: Array | None) -> tuple[Array, Any]:
-    check_cotangent(call)
-    return _straight_through(casts, call, operands, history), (operands, history)
-
-
-def _backward(casts: Casts, call: Call, residuals: tuple[Operands, Any], ct: Array) -> tuple[Operands, Any]:
-    operands, history = residuals
-    history = lax.stop_gradient(history)
-
-    def product(wrt: str, operands: Operands, call: Call) -> Array:
-        return _product(casts.derivative(wrt), call, operands, past_of(wrt, history))
-
-    cts = cotangents(ct, operands, call, operands, product)
-    return cts, None if history is None else _next(history, operands, call, ct)
-
-
-_straight_through.defvjp(_forward, _backward)
-
-
-def quantized(casts: Pair, operands: Operands, call: Call, history: Array | None = None) -> tuple[Operands, Call]:
-    """The same product of quantised operands. Operands of whole matrices are stored with the contracted dim last, the
-    one order in which Hopper's tensor cores multiply 8 bits."""
-    product = call.product
-    for i, (name, how) in enumerate(zip(("lhs", "rhs"), casts, strict=True)):
-        if how.dtype is None:
-            continue
-        x, letters = as_tensor(name, operands, call)
-        q = quantize_operand(x, how, None if history is None else history[i])
-        stored = q if x.packed_axis is None or not x.is_flipped else q.mT
-        letters = letters if stored is q else letters[::-1]
-        scales = stored.kernel_scales()
-        assert scales is not None
-        operands = operands._replace(**{name: Operand(stored.data, scales)})
-        product = product._replace(**{name: letters})
-    return operands, call._replace(product=product)
-
-
-def as_tensor(name: str, operands: Operands, call: Call) -> tuple[GroupedTensor, str]:
-    """An operand of the primitive as a tensor with the contracted dim last, and its letters."""
-    buffer, letters = getattr(operands, name).data, getattr(call.product, name)
-    x = GroupedTensor(buffer, operands.sizes.get(letters[0]), operands.sizes.get(letters[1]))
-    if letters[1] == call.product.contracted:
-        return x, letters
-    return (GroupedTensor(buffer.mT) if x.packed_axis is None else x.mT), letters[::-1]
-
-
-def quantize_operand(x: GroupedTensor, how: Cast, past: Array | None) -> GroupedTensor:
-    """`past`: the operand's largest values in past steps, `(length,)`, for delayed scaling."""
-    scaling = how.scaling_for(*x.ragged)
-    if past is None:
-        return quantize(x, how.dtype, scaling, power_of_two=how.power_of_two)
-    own = _common_amax(x, past)
-    before = jnp.max(past, initial=0)
-    scale = scale_of(jnp.where(before > 0, before, own), how.dtype, how.power_of_two)
-    return cast(x, how.dtype, scaling, scale)
-
-
-def _next(history: Array, operands: Operands, call: Call, ct: Array) -> Array:
-    """The history one step later: `[3, length]`."""
-    result = operands._replace(lhs=Operand(ct))  # the cotangent is stored as the operand of a dgrad
-    tensors = [
-        as_tensor("lhs", operands, call)[0],
-        as_tensor("rhs", operands, call)[0],
-        as_tensor("lhs", result, call._replace(product=call.product.derivative("lhs")))[0],
-    ]
-    newest = jnp.stack([_common_amax(x, past) for x, past in zip(tensors, history, strict=True)])
-    return jnp.concatenate([newest[:, None], history[:, :-1]], axis=1)
-
-
-def _common_amax(x: GroupedTensor, past: Array) -> Array:
-    """The largest absolute value, over all devices and all elements of a `vmap` that share the history."""
-    own = amax(lax.stop_gradient(x), NAMED["tensor"])
-    axes = jax.typeof(own).manual_axis_type.varying - jax.typeof(past).manual_axis_type.varying
-    return _over_batch(lax.pmax(own, tuple(sorted(axes, key=str))) if axes else own, past)
-
-
-def _check_axes_are_tracked() -> None:
-    """Raises a `NotImplementedError` in a `shard_map` that doesn't know what varies over its axes, and so would add up
-    the devices' next histories."""
-    axes = jax.sharding.get_abstract_mesh().manual_axes
-    if axes and not jax.typeof(lax.axis_index(axes[0])).manual_axis_type.varying:
-        raise NotImplementedError(
-            "`ragged.matmul`: delayed scaling in a `jax.shard_map` with `check_vma=False`.\n"
-            "The next history is a cotangent, which would be added up over devices. Pass `check_vma=True`."
-        )
-
-
-@custom_vmap
-def _over_batch(own: Array, past: Array) -> Array:
-    return own
-
-
-@_over_batch.def_vmap
-def _(axis_size: int, batched: Sequence[bool], own: Array, past: Array) -> tuple[Array, bool]:
-    if batched[1]:  # each element has a history of its own
-        return own if batched[0] else jnp.broadcast_to(own, (axis_size,)), True
-    return _over_batch(jnp.max(own, axis=0) if batched[0] else own, past), False

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jaxtyping import AbstractDtype
 
+from ragged._errors import Site, is_count
 from ragged.product.operands import Scales
 
 SCALE_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.float8_e8m0fnu))
@@ -63,19 +63,16 @@ class Scaling:
         block, dtype = self.block, self.dtype
         pair = isinstance(block, Sequence) and not isinstance(block, str) and len(block) == 2
         if block is not None and not (pair and all(b is None or is_count(b) for b in block)):
-            raise ValueError(
-                f"`ragged.Scaling`: `block` is {block!r}.\n"
-                "It must be two extents, each a positive int, or None for a group's whole extent: `(1, 128)`, "
-                "`(1, None)`. Or None for one scale for all groups."
-            )
+            mend = "It must be two extents, each a positive int, or None for a group's whole extent: `(1, 128)`, "
+            mend += "`(1, None)`. Or None for one scale for all groups."
+            Site("ragged.Scaling").fail(ValueError, f"`block` is {block!r}.", mend)
         try:
             dtype = jnp.dtype(dtype)
         except TypeError:
             dtype = None
         if dtype not in SCALE_DTYPES:
-            raise TypeError(
-                f"`ragged.Scaling`: scales of dtype {self.dtype!r}.\nThey are float32, or float8_e8m0fnu (powers of 2)."
-            )
+            mend = "They are float32, or float8_e8m0fnu (powers of 2)."
+            Site("ragged.Scaling").fail(TypeError, f"scales of dtype {self.dtype!r}.", mend)
         if block is not None:
             object.__setattr__(self, "block", tuple(None if b is None else int(b) for b in block))
         object.__setattr__(self, "dtype", dtype)
@@ -88,10 +85,8 @@ class Scaling:
         if isinstance(scaling, str) and scaling in NAMED:
             return NAMED[scaling]
         if isinstance(scaling, str) or scaling is None or not isinstance(scaling, Sequence):
-            raise ValueError(
-                f"`ragged.Scaling`: {scaling!r} is no scaling.\n"
-                f"Pass one of {', '.join(map(repr, NAMED))}, a block such as `(1, 128)`, or a `Scaling`."
-            )
+            mend = f"Pass one of {', '.join(map(repr, NAMED))}, a block such as `(1, 128)`, or a `Scaling`."
+            Site("ragged.Scaling").fail(ValueError, f"{scaling!r} is no scaling.", mend)
         return cls(scaling)
 
     @property
@@ -138,11 +133,6 @@ class Scaling:
         return given.mT if flipped else given
 
 
-def is_count(x: Any, least: int = 1) -> bool:
-    """Whether `x` is an integer of at least `least`, known now. A bool is none."""
-    return isinstance(x, int | np.integer) and not isinstance(x, bool) and bool(x >= least)
-
-
 NAMED = {
     "tensor": Scaling(None),
     "group": Scaling((None, None)),
@@ -167,8 +157,9 @@ def not_differentiable(call: str, x: Array) -> Array:
 @not_differentiable.defjvp
 def _no_derivative(call: str, primals: Any, tangents: Any) -> Any:
     (x,) = primals
-    raise TypeError(
-        f"`{call}`: differentiated with respect to a quantised operand, {x.dtype.name}{list(x.shape)}.\n"
+    Site(call, {"operand": x}).fail(
+        TypeError,
+        "differentiated with respect to a quantised operand.",
         "Rounding has no useful derivative. To train, pass what isn't quantised to `ragged.matmul` with `recipe=`: its "
-        "gradient is straight-through. To hold it fixed, quantise `jax.lax.stop_gradient(x)`."
+        "gradient is straight-through. To hold it fixed, quantise `jax.lax.stop_gradient(x)`.",
     )

@@ -19,6 +19,7 @@ from jax import Array
 from jax.core import Tracer
 from jaxtyping import Int, Shaped
 
+from ragged._errors import Site
 from ragged._mesh import refuse_explicit
 from ragged.backends import schedule
 from ragged.quant.formats import accumulator_dtype
@@ -61,10 +62,8 @@ class Arithmetic(eqx.Module):
     __array_ufunc__ = None
 
     def __array__(self, *_: Any, **__: Any) -> Any:
-        raise TypeError(
-            f"`numpy.asarray(GroupedTensor)`: an array would drop its groups.\nGot {self!r}.\n"
-            "Take the buffer as `x.data`, the groups as `x.to_list()` or `x.to_padded(max_len)`."
-        )
+        mend = "Take the buffer as `x.data`, the groups as `x.to_list()` or `x.to_padded(max_len)`."
+        Site("numpy.asarray(GroupedTensor)", {"x": self}).fail(TypeError, "an array would drop its groups.", mend)
 
     def map(self, fn: Callable[[Array], Array], *, zero_tail: bool = True) -> "GroupedTensor":
         """Applies an elementwise or rowwise function to the buffer.
@@ -87,10 +86,9 @@ class Arithmetic(eqx.Module):
         kept = [axis for axis, is_ragged in ((-2, x.ragged[0]), (-1, x.ragged[1])) if is_ragged] or [-3]
         kept = list(range(-x.ndim, 0)) if x.is_cotangent else kept
         if out.ndim != x.ndim or any(out.shape[axis] != x.shape[axis] for axis in kept):
-            raise ValueError(
-                f"`GroupedTensor.map`: `fn` must keep the rank and the extent of axes {kept}.\n"
-                f"Got {x.shape} -> {out.shape} for {x!r}.\nOnly dims that aren't ragged may change."
-            )
+            problem = f"`fn` must keep the rank and the extent of axes {kept}."
+            site = Site("GroupedTensor.map", {"x": x, "fn(x.data)": out})
+            site.fail(ValueError, problem, "Only dims that aren't ragged may change.")
         out = x._replace_data(out)
         return out._replace_data(out._filled(0)) if zero_tail else out
 
@@ -120,10 +118,9 @@ class Arithmetic(eqx.Module):
         elif not isinstance(other, int | float | complex | np.generic | np.ndarray | Array):
             return NotImplemented
         elif jnp.ndim(other):
-            raise TypeError(
-                f"`GroupedTensor {symbol} array`: a plain array has no groups to match.\n"
-                f"Got {x!r} and an array of shape {jnp.shape(other)}.\n{_mend(x, jnp.shape(other), symbol, reflected)}"
-            )
+            site = Site(f"GroupedTensor {symbol} array", {"x": x, "array": other})
+            mend = _mend(x, jnp.shape(other), symbol, reflected)
+            site.fail(TypeError, "a plain array has no groups to match.", mend)
         elif isinstance(other, Array) and _wide(dtype := jnp.result_type(x.dtype, other)) != dtype:
             other = broadcast_wide(other, dtype, x.shape)
         return x.map(lambda data: fn(other, data) if reflected else fn(data, other))
@@ -200,10 +197,8 @@ class Arithmetic(eqx.Module):
         x.require_plain()
         x.require_groups()
         if axis not in (None, -1, -2):
-            raise ValueError(
-                "`GroupedTensor` reductions: `axis` must be None, -2 (the groups' first dim) or -1 (the last). "
-                f"Got {axis!r}."
-            )
+            mend = "It must be None, -2 (the groups' first dim) or -1 (the last)."
+            Site("GroupedTensor").fail(ValueError, f"`axis` of a reduction is {axis!r}.", mend)
         if x.packed_axis is None:
             axes = (-2, -1) if axis is None else (axis,)
             out = dense_fn(x.data, axis=axes, initial=neutral)
@@ -277,9 +272,7 @@ def _along(x: "GroupedTensor", wrapped: per_group | per_row) -> Array:
         mend = "One value a row of the buffer." if name == "per_row" else "One value a group, or one row a group."
         if value.shape == x.shape[-1:]:
             mend += " For one value a column: `x.map(lambda rows: rows * v)`, or `+`."
-        raise ValueError(
-            f"`ragged.{name}(v)`: `v` must have shape {want} here.\nGot v of shape {value.shape} for {x!r}.\n{mend}"
-        )
+        Site(f"ragged.{name}(v)", {"v": value, "x": x}).fail(ValueError, f"`v` must have shape {want} here.", mend)
     if isinstance(wrapped, per_row):
         return broadcast_wide(value[..., None], value.dtype, x.shape)
     if axis is None:
@@ -308,9 +301,8 @@ def _same_structure(x: "GroupedTensor", other: "GroupedTensor", symbol: str) -> 
             if same and mine is not theirs and not isinstance(mine, Tracer) and not isinstance(theirs, Tracer):
                 same = np.array_equal(mine, theirs)
     if not same:
-        raise ValueError(
-            f"`GroupedTensor {symbol} GroupedTensor`: the two are ragged in different ways.\nGot {x!r} and {other!r}.\n"
-            "Both need the same kind, shape and dims."
+        Site(f"GroupedTensor {symbol} GroupedTensor", {"x": x, "other": other}).fail(
+            ValueError, "the two are ragged in different ways.", "Both need the same kind, shape and dims."
         )
     if x.is_cotangent:
         return jnp.asarray(other.data)

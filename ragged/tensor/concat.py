@@ -6,9 +6,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from ragged._errors import Site
 from ragged._mesh import refuse_explicit
 from ragged.backends import schedule
-from ragged.tensor.tensor import GroupedTensor, as_int32, describe
+from ragged.backends.schedule import as_int32
+from ragged.tensor.tensor import GroupedTensor
 
 
 def concat(tensors: Iterable[GroupedTensor] | Any) -> GroupedTensor:
@@ -22,10 +24,8 @@ def concat(tensors: Iterable[GroupedTensor] | Any) -> GroupedTensor:
     """
     tensors = list(tensors) if isinstance(tensors, Iterable) and not isinstance(tensors, GroupedTensor) else [tensors]
     if not all(isinstance(t, GroupedTensor) for t in tensors) or not tensors:
-        raise TypeError(
-            f"`ragged.concat`: needs a sequence of tensors.\nGot [{', '.join(map(describe, tensors))}].\n"
-            "Pass at least one `GroupedTensor`, in a list."
-        )
+        mend = "Pass at least one `GroupedTensor`, in a list."
+        Site("ragged.concat", {"tensors": tensors}).fail(TypeError, "needs a sequence of tensors.", mend)
     refuse_explicit("ragged.concat", tensors=tensors)
     for tensor in tensors:
         tensor.require_plain()
@@ -40,10 +40,9 @@ def concat(tensors: Iterable[GroupedTensor] | Any) -> GroupedTensor:
             and (other.shape[1:] == head.shape[1:] if free is None else other.shape[free] == head.shape[free])
         )
         if not same:
-            raise ValueError(
-                f"`ragged.concat`: tensor {i} doesn't fit tensor 0.\nGot {other!r} and {head!r}.\n"
-                "All must be of one kind, dtype and non-ragged extent."
-            )
+            site = Site("ragged.concat", {"tensors[0]": head, f"tensors[{i}]": other})
+            mend = "All must be of one kind, dtype and non-ragged extent."
+            site.fail(ValueError, f"tensor {i} doesn't fit tensor 0.", mend)
     if head.packed_axis is None:
         return GroupedTensor(jnp.concatenate([t.data for t in tensors]), transposed=head.transposed)
     if head.packed_axis == -1:

@@ -16,13 +16,12 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int, Shaped
 
-from ragged._mesh import vary_together
+from ragged._errors import Site, is_arraylike, is_concrete, is_count
+from ragged._mesh import refuse_explicit, vary_together
 from ragged.backends.schedule import as_int32, count_up_to
-from ragged.product.check import Site
 from ragged.quant.formats import accumulator_dtype
-from ragged.quant.scaling import is_count
 from ragged.tensor.arithmetic import broadcast_wide
-from ragged.tensor.tensor import GroupedTensor, is_arraylike, is_concrete
+from ragged.tensor.tensor import GroupedTensor
 
 
 class Route(eqx.Module):
@@ -59,7 +58,7 @@ class Route(eqx.Module):
         if x.ndim != 2 or x.shape[0] != tokens:
             problem = f"`x` must be [{tokens}, d], one row a token."
             site.fail(ValueError, problem, f"The route was made for {tokens} tokens.")
-        site.refuse_explicit(route=self)
+        refuse_explicit(site.call, **site.operands, route=self)
         x = jnp.asarray(x)
         rows = broadcast_wide(x[:, None], x.dtype, (tokens, self.top_k, x.shape[1]))
         rows = rows.reshape(tokens * self.top_k, x.shape[1])
@@ -89,7 +88,7 @@ class Route(eqx.Module):
         if is_concrete(y.first_dims, self.first_dims) and not np.array_equal(y.first_dims, self.first_dims):
             problem = f"the sizes of `y` are not the route's, {np.asarray(self.first_dims).tolist()}."
             site.fail(ValueError, problem, "Pass what became of `route.dispatch(x)`.")
-        site.refuse_explicit(route=self)
+        refuse_explicit(site.call, **site.operands, route=self)
         data = y._filled(0)
         wide = accumulator_dtype(data.dtype)
         rows = _permute(data, self.place.reshape(-1), self.order).astype(wide)
@@ -142,7 +141,7 @@ def route(group_ids: Int[Array, "tokens *top_k"] | Any, num_groups: int | Any) -
     if not is_count(num_groups) or num_groups > np.iinfo(np.int32).max:
         site.fail(ValueError, f"`num_groups` is {num_groups!r}.", "It must be a positive int, known when tracing.")
     num_groups = int(num_groups)
-    site.refuse_explicit()
+    refuse_explicit(site.call, **site.operands)
     ids = as_int32(group_ids).reshape(-1)
     ids = jnp.where((ids >= 0) & (ids < num_groups), ids, num_groups)
     row = jnp.arange(ids.shape[0], dtype=jnp.int32)

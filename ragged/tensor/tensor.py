@@ -11,8 +11,7 @@ With `first_dims=[3, 0, 2]` and a buffer of 6 rows and 2 columns:
     ? ?      tail               the tail may hold anything, and never matters
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import equinox as eqx
@@ -20,39 +19,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.core import Tracer
 from jaxtyping import Bool, Int, Shaped
 
+from ragged._errors import Site, describe, is_arraylike, is_concrete
 from ragged._mesh import refuse_explicit
 from ragged.backends import schedule
 from ragged.backends.schedule import as_int32
 from ragged.product.operands import Scales
 from ragged.quant.scales import spread
-from ragged.quant.scaling import Scaling, eight_bits_fixed, is_count, not_differentiable
-from ragged.tensor.arithmetic import Arithmetic, broadcast_wide
-
-
-def is_arraylike(x: Any) -> bool:
-    """A JAX or NumPy array, traced or not."""
-    return isinstance(x, jax.Array | np.ndarray)
-
-
-def is_concrete(*xs: Any) -> bool:
-    """Whether all values are known: arrays, and not tracers."""
-    return all(is_arraylike(x) and not isinstance(x, Tracer) for x in xs)
-
-
-def describe(x: Any) -> str:
-    """`f32[4,8]` for an array, a `GroupedTensor`'s repr, the type's name for anything else."""
-    if isinstance(x, GroupedTensor):
-        return repr(x)
-    if is_arraylike(x) or isinstance(x, jax.ShapeDtypeStruct):
-        dtype = "float0" if x.dtype == jax.dtypes.float0 else str(x.dtype)
-        for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
-            dtype = dtype.replace(long, short)
-        return f"{dtype}[{','.join(map(str, x.shape))}]"
-    return "None" if x is None else f"a {type(x).__name__}"
-
+from ragged.quant.scaling import Scaling, eight_bits_fixed, not_differentiable
+from ragged.tensor import convert
+from ragged.tensor.arithmetic import Arithmetic
+from ragged.tensor.validate import validated
 
 KINDS = {"U·U": "uniform", "R·U": "ragged rows", "U·R": "ragged columns", "R·R": "ragged both"}
 """The kinds by their first·last dims, ragged or uniform."""
@@ -115,64 +93,51 @@ class GroupedTensor(Arithmetic):
         for name in ("first_dims", "last_dims"):
             dims = getattr(self, name)
             if isinstance(dims, list | tuple):
-                raise TypeError(
-                    f"`GroupedTensor`: `{name}` is a {type(dims).__name__}.\n"
-                    f"Got {name}={dims}.\n"
-                    f"Pass an array: `jnp.array({name}, jnp.int32)`."
-                )
+                mend = f"Pass an array: `jnp.array({name}, jnp.int32)`."
+                Site("GroupedTensor", {name: dims}).fail(TypeError, f"`{name}` is a {type(dims).__name__}.", mend)
             if not is_arraylike(dims):
                 continue
             if dims.dtype not in (jnp.int32, jnp.uint32, jax.dtypes.float0):
-                raise TypeError(
-                    f"`GroupedTensor`: `{name}` must be int32 or uint32, one size a group.\n"
-                    f"Got {name}={describe(dims)}.\n"
-                    f"Cast it: `{name}.astype(jnp.int32)`."
-                )
+                problem = f"`{name}` must be int32 or uint32, one size a group."
+                Site("GroupedTensor", {name: dims}).fail(TypeError, problem, f"Cast it: `{name}.astype(jnp.int32)`.")
             if dims.ndim != 1:
-                raise ValueError(
-                    f"`GroupedTensor`: `{name}` must have shape (g,), one size a group.\nGot {name}={describe(dims)}."
-                )
-        first, last = self.first_dims, self.last_dims
+                problem = f"`{name}` must have shape (g,), one size a group."
+                mend = "A stack of tensors is made by `jax.vmap(GroupedTensor)`."
+                Site("GroupedTensor", {name: dims}).fail(ValueError, problem, mend)
+        data, first, last = self.data, self.first_dims, self.last_dims
         if is_arraylike(first) and is_arraylike(last) and first.shape != last.shape:
-            raise ValueError(
-                f"`GroupedTensor`: `first_dims` has {first.shape[0]} groups but `last_dims` has {last.shape[0]}.\n"
-                f"Got first_dims={describe(first)}, last_dims={describe(last)}.\n"
-                "Both need one size per group, including empty groups."
-            )
-        if not is_arraylike(self.data) or not all(d is None or is_arraylike(d) for d in (first, last)):
+            problem = f"`first_dims` has {first.shape[0]} groups but `last_dims` has {last.shape[0]}."
+            mend = "Both need one size per group, including empty groups."
+            Site("GroupedTensor", {"first_dims": first, "last_dims": last}).fail(ValueError, problem, mend)
+        if not is_arraylike(data) or not all(d is None or is_arraylike(d) for d in (first, last)):
             return
         ndim = 3 if first is None and last is None else 2
-        if self.data.ndim != ndim:
-            if ndim == 2:
-                mend = "A ragged buffer has no group axis: its groups are packed along the ragged axis."
-            else:
-                mend = "Without `first_dims` and `last_dims` it is uniform and needs a group axis in front."
-            raise ValueError(
-                f"`GroupedTensor`: `data` must have {ndim} dims, but has {self.data.ndim}.\n"
-                f"Got data={describe(self.data)}, first_dims={describe(first)}, last_dims={describe(last)}.\n{mend}"
+        if data.ndim != ndim:
+            Site("GroupedTensor", {"data": data, "first_dims": first, "last_dims": last}).fail(
+                ValueError,
+                f"`data` must have {ndim} dims, but has {data.ndim}.",
+                "A ragged buffer has no group axis: its groups are packed along the ragged axis."
+                if ndim == 2
+                else "Without `first_dims` and `last_dims` it is uniform and needs a group axis in front.",
             )
         if self.scaling is not None and not isinstance(self.scaling, Scaling):
-            raise TypeError(
-                f"`GroupedTensor`: `scaling` is {self.scaling!r}, not a `Scaling`.\n"
-                f"Pass `ragged.Scaling.of({self.scaling!r})`, or let `ragged.quantize` make the tensor."
-            )
+            mend = f"Pass `ragged.Scaling.of({self.scaling!r})`, or let `ragged.quantize` make the tensor."
+            Site("GroupedTensor").fail(TypeError, f"`scaling` is {self.scaling!r}, not a `Scaling`.", mend)
         if is_arraylike(self.scales):
             self._check_scales()
 
     def _check_scales(self) -> None:
-        got = f"Got scales={describe(self.scales)}, scaling={self.scaling}, data={describe(self.data)}.\n"
+        site = Site("GroupedTensor", {"x": self})
         if not is_arraylike(self.scales):
-            raise TypeError(f"`GroupedTensor`: `scaling` without an array of scales.\n{got}Pass both, or neither.")
+            site.fail(TypeError, "`scaling` without an array of scales.", "Pass both, or neither.")
         if self.scaling is None:
-            raise ValueError(f"`GroupedTensor`: `scales` without `scaling`.\n{got}Say which elements share a scale.")
+            site.fail(ValueError, "`scales` without `scaling`.", "Say which elements share a scale.")
         if problem := self.scaling.problem(self.packed_axis):
-            raise ValueError(f"`GroupedTensor`: {problem}.\n{got}Along a ragged dim a block is 1 or None.")
+            site.fail(ValueError, f"{problem}.", "Along a ragged dim a block is 1 or None.")
         want = self.scaling.shape(self.shape, self.packed_axis, self.num_groups)
         if self.scales.shape != want or self.scales.dtype != self.scaling.dtype:
-            raise ValueError(
-                f"`GroupedTensor`: scales of a {self.kind} tensor with the scaling {self.scaling} have shape {want} "
-                f"and dtype {self.scaling.dtype.name}.\n{got}`ragged.quantize` makes them."
-            )
+            problem = f"scales of a {self.kind} tensor with the scaling {self.scaling} have shape {want} and dtype "
+            site.fail(ValueError, f"{problem}{self.scaling.dtype.name}.", "`ragged.quantize` makes them.")
 
     @property
     def is_quantized(self) -> bool:
@@ -222,18 +187,14 @@ class GroupedTensor(Arithmetic):
     def require_groups(self) -> None:
         """Raises if it has no groups: a `TypeError` if it is a cotangent, a `ValueError` if it is a stack."""
         if self.is_cotangent:
-            raise TypeError(
-                "`GroupedTensor`: a cotangent or tangent, whose groups are unknown, has elementwise operations only.\n"
-                f"Got {self!r}.\n"
-                "Take the groups of the tensor that was differentiated: `x - g`, or "
-                "`GroupedTensor(g.data, x.first_dims, x.last_dims, transposed=x.transposed)`."
-            )
+            problem = "a cotangent or tangent, whose groups are unknown, has elementwise operations only."
+            mend = "Take the groups of the tensor that was differentiated: `x - g`, or "
+            mend += "`GroupedTensor(g.data, x.first_dims, x.last_dims, transposed=x.transposed)`."
+            Site("GroupedTensor", {"x": self}).fail(TypeError, problem, mend)
         if self.is_stack:
-            raise ValueError(
-                "`GroupedTensor`: a stack of tensors, with a batch axis in front.\n"
-                f"Got {self!r}.\n"
-                "Map over it: `jax.vmap(lambda x: ...)(stack)`; one is `jax.tree.map(lambda leaf: leaf[0], stack)`."
-            )
+            mend = "Map over it: `jax.vmap(lambda x: ...)(stack)`; one is `jax.tree.map(lambda leaf: leaf[0], stack)`."
+            problem = "a stack of tensors, with a batch axis in front."
+            Site("GroupedTensor", {"x": self}).fail(ValueError, problem, mend)
 
     @property
     def kind(self) -> str:
@@ -342,9 +303,8 @@ class GroupedTensor(Arithmetic):
     def _require_packed(self, what: str) -> int:
         self.require_groups()
         if self.packed_axis is None:
-            raise ValueError(
-                f"`GroupedTensor.{what}`: a uniform tensor has no ragged axis.\nGot {self!r}.\n"
-                "Its groups are `data[i]`, all of the same shape."
+            Site(f"GroupedTensor.{what}", {"x": self}).fail(
+                ValueError, "a uniform tensor has no ragged axis.", "Its groups are `data[i]`, all of the same shape."
             )
         return self.packed_axis
 
@@ -392,10 +352,8 @@ class GroupedTensor(Arithmetic):
     def require_plain(self) -> None:
         """Raises a `TypeError` if the tensor is quantised: without its scales the buffer means nothing."""
         if self.is_quantized:
-            raise TypeError(
-                "`GroupedTensor`: a quantised tensor has no arithmetic, indexing, casts or padding.\n"
-                f"Got {self!r}.\nTake `x.dequantize()` first."
-            )
+            problem = "a quantised tensor has no arithmetic, indexing, casts or padding."
+            Site("GroupedTensor", {"x": self}).fail(TypeError, problem, "Take `x.dequantize()` first.")
 
     def validate(self) -> "GroupedTensor":
         """Checks the sizes: none negative, none wider than the buffer, their sum within the capacity.
@@ -407,37 +365,7 @@ class GroupedTensor(Arithmetic):
         error (through `equinox.error_if`) that names it too. `NotImplementedError` for traced sizes in a
         `jax.shard_map` over some of a mesh's axes only, where JAX has no run-time errors.
         """
-        checked = {"first_dims": self.first_dims, "last_dims": self.last_dims}
-        for name, axis in (("first_dims", -2), ("last_dims", -1)):
-            dims = checked[name]
-            if dims is None:
-                continue
-            extent = self.data.shape[axis]
-            packed = axis == self.packed_axis
-            if is_concrete(dims):
-                sizes = np.asarray(dims).astype(np.int64)
-                reach = np.cumsum(sizes) if packed else sizes
-                bad = np.flatnonzero((sizes < 0) | (reach > extent))
-                if bad.size:
-                    raise ValueError(self._bad_group(name, int(bad[0]), sizes, extent, packed))
-            elif self.num_groups:
-                refuse_explicit("GroupedTensor.validate", **{name: dims})
-                _check_run_time_errors()
-                # Capped sizes: their sum leaves the capacity before it can wrap around.
-                capped = jnp.clip(as_int32(dims), -1, extent + 1)
-                left = extent - (jnp.cumsum(capped) - capped) if packed else jnp.full_like(capped, extent)
-                bad = (capped < 0) | (capped > left)
-                problems = _Problems(name, extent, packed, self.num_groups)
-                group = jnp.argmax(bad).astype(jnp.int32)
-                code = jnp.where(jnp.any(bad), problems.code(group, capped[group]), 0)
-                # Added to the dims, so that it can't be dropped; not made of them, as they may vary over mesh axes.
-                zero = eqx.branched_error_if(jnp.zeros((), dims.dtype), jnp.any(bad), code, problems)
-                checked[name] = dims + zero
-        return self._with(**checked)
-
-    def _bad_group(self, name: str, group: int, sizes: np.ndarray, extent: int, packed: bool) -> str:
-        problem = f"`GroupedTensor.validate`: {_problem(name, group, int(sizes[group]), extent, packed)}"
-        return f"{problem}\nGot {name}={sizes.tolist()}.\n{_VALIDATE_MEND}"
+        return validated(self)
 
     def __len__(self) -> int:
         self.require_groups()
@@ -446,23 +374,22 @@ class GroupedTensor(Arithmetic):
     def __getitem__(self, index: int | Any) -> Shaped[Array, "first last"]:
         """Group `index` as an array. Needs concrete dims."""
         if isinstance(index, bool) or not isinstance(index, int | np.integer):
-            raise TypeError(
-                f"`GroupedTensor[...]`: the index must be an int, the group. Got {describe(index)}.\n"
-                "Index the buffer itself as `x.data[...]`."
-            )
+            problem = "the index must be an int, the group."
+            mend = "Index the buffer itself as `x.data[...]`."
+            Site("GroupedTensor[...]", {"index": index}).fail(TypeError, problem, mend)
         self.require_groups()
         if not -self.num_groups <= index < self.num_groups:
-            raise IndexError(f"`GroupedTensor[{index}]`: there are {self.num_groups} groups.")
+            mend = "The first is `x[0]`; negative ones count from the end."
+            Site(f"GroupedTensor[{index}]", {"x": self}).fail(IndexError, f"there are {self.num_groups} groups.", mend)
         self.require_plain()
         refuse_explicit(f"GroupedTensor[{index}]", x=self)
         index = index % self.num_groups
         if self.packed_axis is None:
             return self.data[index]
         if not is_concrete(*(d for d in (self.first_dims, self.last_dims) if d is not None)):
-            raise ValueError(
-                f"`GroupedTensor[{index}]`: the group's shape depends on sizes that are not known while tracing.\n"
-                f"Got {self!r}.\nUnder `jit` work on the whole tensor: `ragged.matmul`, `map`, `sum`, `to_padded`."
-            )
+            problem = "the group's shape depends on sizes that are not known while tracing."
+            mend = "Under `jit` work on the whole tensor: `ragged.matmul`, `map`, `sum`, `to_padded`."
+            Site(f"GroupedTensor[{index}]", {"x": self}).fail(ValueError, problem, mend)
         with jax.ensure_compile_time_eval():  # the dims are known, also where the buffer is traced
             start, end = np.asarray(self.offsets)[index : index + 2]
         first = slice(start, end) if self.packed_axis == -2 else slice(None)
@@ -493,24 +420,7 @@ class GroupedTensor(Arithmetic):
 
         A group longer than `max_len` is cut off there. Where there is no element: `fill_value`.
         """
-        refuse_explicit("GroupedTensor.to_padded", x=self)
-        axis = self._require_packed("to_padded")
-        self.require_plain()
-        if not is_count(max_len, 0):
-            raise ValueError(f"`GroupedTensor.to_padded`: `max_len` must be an int, 0 or more. Got {max_len!r}.")
-        if axis == -1:
-            return self.mT.to_padded(max_len, fill_value).mT
-        starts, ends = self.offsets[:-1, None], self.offsets[1:, None]
-        rows = starts + jnp.arange(max_len, dtype=jnp.int32)[None, :]  # [g, max_len]
-        inside = (rows < ends)[..., None]
-        if self.last_dims is not None:
-            columns = jnp.arange(self.shape[-1], dtype=jnp.int32)
-            inside = inside & (columns[None, :] < as_int32(self.last_dims)[:, None])[:, None, :]
-        if not self.capacity:
-            return jnp.full((self.num_groups, max_len, self.shape[-1]), fill_value, self.dtype)
-        padded = jnp.asarray(self.data).at[rows].get(mode="fill", fill_value=0)
-        fill = broadcast_wide(jnp.asarray(fill_value, self.dtype), self.dtype, padded.shape)
-        return jnp.where(inside, padded, fill)
+        return convert.to_padded(self, max_len, fill_value)
 
     @classmethod
     def from_padded(
@@ -521,35 +431,7 @@ class GroupedTensor(Arithmetic):
         `capacity`: rows of the buffer; all of the padded rows by default. Sizes above `max_first` count as `max_first`,
         and what is past the capacity is cut off.
         """
-        refuse_explicit("GroupedTensor.from_padded", padded=padded, first_dims=first_dims)
-        padded, first_dims = jnp.asarray(padded), first_dims if is_arraylike(first_dims) else jnp.asarray(first_dims)
-        if padded.ndim != 3:
-            raise ValueError(
-                f"`GroupedTensor.from_padded`: `padded` must be [g, max_first, last].\nGot padded={describe(padded)}."
-            )
-        g, longest, last = padded.shape
-        if not jnp.issubdtype(first_dims.dtype, jnp.integer):
-            raise TypeError(
-                f"`GroupedTensor.from_padded`: `first_dims` must be integers.\nGot first_dims={describe(first_dims)}.\n"
-                "Cast them: `first_dims.astype(jnp.int32)`."
-            )
-        if capacity is not None and not is_count(capacity, 0):
-            raise ValueError(f"`GroupedTensor.from_padded`: `capacity` must be an int, 0 or more. Got {capacity!r}.")
-        if first_dims.shape != (g,):
-            raise ValueError(
-                f"`GroupedTensor.from_padded`: `padded` has {g} groups but `first_dims` has shape {first_dims.shape}.\n"
-                f"Got padded={describe(padded)}, first_dims={describe(first_dims)}.\n"
-                "`first_dims` needs one size per group, including empty groups."
-            )
-        capacity = g * longest if capacity is None else int(capacity)
-        dims = jnp.clip(as_int32(first_dims), 0, longest)
-        offsets = schedule.group_offsets(dims, capacity)
-        ids = schedule.group_ids(offsets, capacity)
-        place = jnp.arange(capacity, dtype=jnp.int32) - offsets[jnp.minimum(ids, g)]
-        source = jnp.where(ids < g, ids * longest + place, g * longest)  # past the end in the tail
-        rows = padded.reshape(g * longest, last)
-        data = rows.at[source].get(mode="fill", fill_value=0) if rows.size else jnp.zeros((capacity, last), rows.dtype)
-        return cls(data, first_dims=jnp.diff(offsets))
+        return cls(*convert.from_padded(padded, first_dims, capacity))
 
     @classmethod
     def from_list(
@@ -563,91 +445,8 @@ class GroupedTensor(Arithmetic):
         - `ragged`: `"first"` (ragged rows), `"last"` (ragged columns) or `"both"`.
         - `capacity`: the extent of the packed axis; the sum of the sizes by default. The tail is zero.
         """
-        if ragged not in ("first", "last", "both"):
-            raise ValueError(f"`GroupedTensor.from_list`: `ragged` must be 'first', 'last' or 'both'. Got {ragged!r}.")
-        given = list(groups) if isinstance(groups, Iterable) else [groups]
-        refuse_explicit("GroupedTensor.from_list", groups=given)
-        sound = bool(given) and all(is_arraylike(a) and a.ndim == 2 for a in given)
-        if not sound or len({a.dtype for a in given}) > 1:
-            raise ValueError(
-                "`GroupedTensor.from_list`: needs at least one matrix, all of one dtype.\n"
-                f"Got [{', '.join(map(describe, given))}]."
-            )
-        if capacity is not None and not is_count(capacity, 0):
-            raise ValueError(f"`GroupedTensor.from_list`: `capacity` must be an int, 0 or more. Got {capacity!r}.")
-        arrays = [jnp.asarray(a) for a in given]
-        if ragged == "last":
-            if len({a.shape[0] for a in arrays}) > 1:
-                raise ValueError(
-                    f"`GroupedTensor.from_list`: the groups' first dims differ: {[a.shape[0] for a in arrays]}.\n"
-                    'Pass `ragged="first"` if only they differ, `ragged="both"` if the last dims do too.'
-                )
-            return cls.from_list([a.mT for a in arrays], capacity=capacity)._untransposed_mT()
-        firsts, lasts = [a.shape[0] for a in arrays], [a.shape[1] for a in arrays]
-        if ragged == "first" and len(set(lasts)) > 1:
-            raise ValueError(
-                f"`GroupedTensor.from_list`: the groups' last dims differ: {lasts}.\n"
-                'Pass `ragged="last"` if only they differ, `ragged="both"` if the first dims do too.'
-            )
-        total = sum(firsts)
-        capacity = total if capacity is None else int(capacity)
-        if capacity < total:
-            raise ValueError(f"`GroupedTensor.from_list`: `capacity` is {capacity}, but the groups need {total}.")
-        widest = max(lasts)
-        rows = [jnp.pad(a, ((0, 0), (0, widest - a.shape[1]))) for a in arrays]
-        data = jnp.concatenate([*rows, jnp.zeros((capacity - total, widest), arrays[0].dtype)])
-        last_dims = jnp.array(lasts, jnp.int32) if ragged == "both" else None
-        return cls(data, jnp.array(firsts, jnp.int32), last_dims)
+        return cls(*convert.from_list(groups, ragged, capacity))
 
     def _untransposed_mT(self) -> "GroupedTensor":
         """`mT` as a tensor whose own buffer is row-major."""
         return GroupedTensor(self.data.mT, self.last_dims, self.first_dims)
-
-
-_VALIDATE_MEND = "Correct the sizes, or make the buffer larger."
-
-
-def _problem(name: str, group: int, size: int, extent: int, packed: bool, most: int | None = None) -> str:
-    """What is wrong with the size of a group. A size of -1 or `most` may stand for any that is less, or more."""
-    above = f"the sum of the sizes up to it is above the capacity of {extent}"
-    above = above if packed else f"it is above the buffer's extent of {extent}"
-    problem = "is negative" if size < 0 else f"is too large: {above}"
-    said = {} if most is None else {-1: "size", most: f"size, {most} or more,"}
-    return f"the {said.get(size, f'size {size}')} of group {group} in `{name}` {problem}."
-
-
-@dataclass(frozen=True)
-class _Problems(Sequence[str]):
-    """The run-time messages of `validate`, made when asked for: one for each group and size, up to `most`."""
-
-    name: str
-    extent: int
-    packed: bool
-    groups: int
-
-    @property
-    def most(self) -> int:
-        """The largest size that is told apart from those above: what is beyond the buffer, or int32 codes."""
-        return max(min(self.extent + 1, np.iinfo(np.int32).max // self.groups - 2), 0)
-
-    def code(self, group: Array, size: Array) -> Array:
-        return group * (self.most + 2) + jnp.minimum(size, self.most) + 1
-
-    def __len__(self) -> int:
-        return self.groups * (self.most + 2)
-
-    def __getitem__(self, code: Any) -> str:
-        group, size = divmod(code, self.most + 2)
-        problem = _problem(self.name, group, size - 1, self.extent, self.packed, self.most)
-        return f"`GroupedTensor.validate`: {problem}\n{_VALIDATE_MEND}"
-
-
-def _check_run_time_errors() -> None:
-    """Raises a `NotImplementedError` where JAX has no callbacks, of which its run-time errors are made."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.manual_axes and set(mesh.manual_axes) != set(mesh.axis_names):
-        raise NotImplementedError(
-            "`GroupedTensor.validate`: JAX has no run-time errors in a `jax.shard_map` over some axes of a mesh only.\n"
-            f"Got axes {tuple(mesh.manual_axes)} of {mesh.axis_names}.\n"
-            "Validate outside of it, or map over all axes of the mesh."
-        )

@@ -1,0 +1,65 @@
+"""How errors are put: the call and what is wrong; what came; the mend.
+
+    `ragged.matmul(lhs, rhs)`: `lhs` has 4 groups but `rhs` has 3.
+    Got lhs=GroupedTensor(bf16[256,128], first_dims=i32[4]), rhs=bf16[3,128,256].
+    `rhs` needs one matrix per group, including empty groups.
+
+And the questions about values that checks ask.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import equinox as eqx
+import jax
+import numpy as np
+from jax.core import ShapedArray, Tracer
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where an error is seen: a public call, and those of its operands that show what is wrong."""
+
+    call: str
+    operands: dict[str, Any] = field(default_factory=dict)
+
+    def fail(self, error: type[Exception], problem: str, mend: str) -> NoReturn:
+        raise error(self.text(problem, mend))
+
+    def text(self, problem: str, mend: str) -> str:
+        came = ", ".join(f"{name}={describe(x)}" for name, x in self.operands.items())
+        return f"`{self.call}`: {problem}\n" + (f"Got {came}.\n" if came else "") + mend
+
+    def also(self, **operands: Any) -> "Site":
+        return Site(self.call, self.operands | operands)
+
+
+def describe(x: Any) -> str:
+    """`f32[4,8]` for an array; numbers, strings and `GroupedTensor`s as they print; of a list the first few elements;
+    the type's name for anything else."""
+    if isinstance(x, ShapedArray):  # with its sharding
+        return str(x)
+    if is_arraylike(x) or isinstance(x, jax.ShapeDtypeStruct):
+        dtype = "float0" if x.dtype == jax.dtypes.float0 else str(x.dtype)
+        for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
+            dtype = dtype.replace(long, short)
+        return f"{dtype}[{','.join(map(str, x.shape))}]"
+    if isinstance(x, list | tuple):
+        return f"[{', '.join(map(describe, x[:8]))}{', ...' if len(x) > 8 else ''}]"
+    prints = isinstance(x, eqx.Module) and type(x).__repr__ is not eqx.Module.__repr__  # in a line of its own making
+    return repr(x) if x is None or prints or isinstance(x, int | float | str) else f"a {type(x).__name__}"
+
+
+def is_arraylike(x: Any) -> bool:
+    """A JAX or NumPy array, traced or not."""
+    return isinstance(x, jax.Array | np.ndarray)
+
+
+def is_concrete(*xs: Any) -> bool:
+    """Whether all values are known: arrays, and not tracers."""
+    return all(is_arraylike(x) and not isinstance(x, Tracer) for x in xs)
+
+
+def is_count(x: Any, least: int = 1) -> bool:
+    """Whether `x` is an integer of at least `least`, known now. A bool is none."""
+    return isinstance(x, int | np.integer) and not isinstance(x, bool) and bool(x >= least)

@@ -1,0 +1,108 @@
+"""Between a packed buffer with its groups' sizes, and lists of matrices or padded arrays."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Int, Shaped
+
+from ragged._errors import Site, is_arraylike, is_count
+from ragged._mesh import refuse_explicit
+from ragged.backends import schedule
+from ragged.backends.schedule import as_int32
+from ragged.tensor.arithmetic import broadcast_wide
+
+if TYPE_CHECKING:
+    from ragged.tensor.tensor import GroupedTensor
+
+
+def from_list(
+    groups: Iterable[Array | np.ndarray] | Any, ragged: Any, capacity: Any
+) -> tuple[Array, Int[Array, " g"] | None, Int[Array, " g"] | None]:
+    """Buffer, first dims, last dims of these matrices, side by side."""
+    site = Site("GroupedTensor.from_list")
+    if ragged not in ("first", "last", "both"):
+        site.fail(ValueError, f"`ragged` is {ragged!r}.", "It must be 'first', 'last' or 'both'.")
+    given = list(groups) if isinstance(groups, Iterable) else [groups]
+    refuse_explicit(site.call, groups=given)
+    sound = bool(given) and all(is_arraylike(a) and a.ndim == 2 for a in given)
+    if not sound or len({a.dtype for a in given}) > 1:
+        problem = "needs at least one matrix, all of one dtype."
+        site.also(groups=given).fail(ValueError, problem, "Pass a list of arrays [first, last].")
+    if capacity is not None:
+        _check_extent(site, "capacity", capacity)
+    arrays = [jnp.asarray(a) for a in given]
+    firsts, lasts = [a.shape[0] for a in arrays], [a.shape[1] for a in arrays]
+    if ragged == "last":
+        if len(set(firsts)) > 1:
+            mend = 'Pass `ragged="first"` if only they differ, `ragged="both"` if the last dims do too.'
+            site.fail(ValueError, f"the groups' first dims differ: {firsts}.", mend)
+        data, sizes, _ = from_list([a.mT for a in arrays], "first", capacity)
+        return data.mT, None, sizes
+    if ragged == "first" and len(set(lasts)) > 1:
+        mend = 'Pass `ragged="last"` if only they differ, `ragged="both"` if the first dims do too.'
+        site.fail(ValueError, f"the groups' last dims differ: {lasts}.", mend)
+    total = sum(firsts)
+    capacity = total if capacity is None else int(capacity)
+    if capacity < total:
+        site.fail(ValueError, f"`capacity` is {capacity}, but the groups need {total}.", "Pass that, or leave it out.")
+    widest = max(lasts)
+    rows = [jnp.pad(a, ((0, 0), (0, widest - a.shape[1]))) for a in arrays]
+    data = jnp.concatenate([*rows, jnp.zeros((capacity - total, widest), arrays[0].dtype)])
+    return data, jnp.array(firsts, jnp.int32), jnp.array(lasts, jnp.int32) if ragged == "both" else None
+
+
+def from_padded(padded: Any, first_dims: Any, capacity: Any) -> tuple[Shaped[Array, "rows last"], Int[Array, " g"]]:
+    """Buffer and first dims of `[g, max_first, last]`."""
+    site = Site("GroupedTensor.from_padded", {"padded": padded, "first_dims": first_dims})
+    refuse_explicit(site.call, **site.operands)
+    padded, first_dims = jnp.asarray(padded), first_dims if is_arraylike(first_dims) else jnp.asarray(first_dims)
+    if padded.ndim != 3:
+        problem = f"`padded` must be [g, max_first, last], but has {padded.ndim} dims."
+        site.fail(ValueError, problem, "Pass what `to_padded` would make.")
+    g, longest, last = padded.shape
+    if not jnp.issubdtype(first_dims.dtype, jnp.integer):
+        site.fail(TypeError, "`first_dims` must be integers.", "Cast them: `first_dims.astype(jnp.int32)`.")
+    if capacity is not None:
+        _check_extent(site, "capacity", capacity)
+    if first_dims.shape != (g,):
+        problem = f"`padded` has {g} groups but `first_dims` has shape {first_dims.shape}."
+        site.fail(ValueError, problem, "`first_dims` needs one size per group, including empty groups.")
+    capacity = g * longest if capacity is None else int(capacity)
+    dims = jnp.clip(as_int32(first_dims), 0, longest)
+    offsets = schedule.group_offsets(dims, capacity)
+    ids = schedule.group_ids(offsets, capacity)
+    place = jnp.arange(capacity, dtype=jnp.int32) - offsets[jnp.minimum(ids, g)]
+    source = jnp.where(ids < g, ids * longest + place, g * longest)  # past the end in the tail
+    rows = padded.reshape(g * longest, last)
+    data = rows.at[source].get(mode="fill", fill_value=0) if rows.size else jnp.zeros((capacity, last), rows.dtype)
+    return data, jnp.diff(offsets)
+
+
+def to_padded(x: "GroupedTensor", max_len: Any, fill_value: Any) -> Shaped[Array, "g first last"]:
+    """`[g, max_len, last]`, or `[g, first, max_len]` of ragged columns."""
+    site = Site("GroupedTensor.to_padded", {"x": x})
+    refuse_explicit(site.call, x=x)
+    axis = x._require_packed("to_padded")
+    x.require_plain()
+    _check_extent(site, "max_len", max_len)
+    if axis == -1:
+        return to_padded(x.mT, max_len, fill_value).mT
+    starts, ends = x.offsets[:-1, None], x.offsets[1:, None]
+    rows = starts + jnp.arange(max_len, dtype=jnp.int32)[None, :]  # [g, max_len]
+    inside = (rows < ends)[..., None]
+    if x.last_dims is not None:
+        columns = jnp.arange(x.shape[-1], dtype=jnp.int32)
+        inside = inside & (columns[None, :] < as_int32(x.last_dims)[:, None])[:, None, :]
+    if not x.capacity:
+        return jnp.full((x.num_groups, max_len, x.shape[-1]), fill_value, x.dtype)
+    padded = jnp.asarray(x.data).at[rows].get(mode="fill", fill_value=0)
+    fill = broadcast_wide(jnp.asarray(fill_value, x.dtype), x.dtype, padded.shape)
+    return jnp.where(inside, padded, fill)
+
+
+def _check_extent(site: Site, name: str, value: Any) -> None:
+    if not is_count(value, 0):
+        site.fail(ValueError, f"`{name}` is {value!r}.", "It must be an int, 0 or more.")
