@@ -106,21 +106,7 @@ def matmul(
         assert dw.shape == (4, 4, 8)
         ```
     """
-    product = product_of(
-        lhs,
-        rhs,
-        preferred_element_type=preferred_element_type,
-        precision=precision,
-        existing_out=existing_out,
-        group_offset=group_offset,
-        num_actual_groups=num_actual_groups,
-        capacity=capacity,
-        max_last=max_last,
-        backend=backend,
-        tiling=tiling,
-        interpret=interpret,
-        recipe=recipe,
-    )
+    product = product_of(**locals())
     if product.recipe is None:
         out = bind(product.operands, product.call)
     else:

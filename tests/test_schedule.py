@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from ragged import GroupedTensor
 from ragged.backends import schedule
 from ragged.backends.tpu import tiled as tiled
+from ragged.product.layout import Product
+from ragged.product.operands import Call, Operand, Operands, Options
 
 from . import oracle
 
@@ -408,10 +410,10 @@ def test_tables_of_the_tiled_kernel(letters: str, axes: tuple[str, str, str], si
 
     # 2. The tables.
     shapes = {term: (rows[term], width[other]) for term, (_, other) in terms.items()}
-    operands = {term: jnp.zeros((1, *shapes[term])) for term in ("lhs", "rhs")}
-    asked = dict.fromkeys("mkn", tile)
-    p = tiled._problem(operands, {}, of_arrays(of), axes, shapes["out"], jnp.dtype("float32"), False, None, asked)
-    assert p.tile == asked
+    operands = [Operand(jax.ShapeDtypeStruct(shapes[term], jnp.float32)) for term in ("lhs", "rhs")]
+    call = Call(Product(*axes, letters), shapes["out"], jnp.dtype("float32"), Options(tiling=(tile, tile, tile)), True)
+    p = tiled._geometry(call, Operands(operands[0], operands[1], of_arrays(of)))
+    assert p.tile == dict.fromkeys("mkn", tile)
     tables, count = jax.tree.map(np.asarray, tiled._tables(p, of_arrays(of), axes, tuple(shapes.values())))
     assert count <= p.visits == len(tables.visit)
 

@@ -104,6 +104,9 @@ def refuse(
         return Refusal("an extent is 0")
     if not x.sizes and call.shape[0] == 1 and not scaled and call.options.backend is None:
         return Refusal("one group: a dense product")
+    for name, array in x.epilogue._asdict().items():
+        if name != "existing" and array is not None:
+            return Refusal(f"{backend} has no kernels for {name}")
     if target.automatic:
         return Refusal(
             f"XLA partitions no {backend} kernels over devices; inside a `jax.shard_map` over all mesh axes there are"
@@ -170,14 +173,14 @@ def cost(call: Call, x: Operands) -> dict[str, Any]:
     }
 
 
-def finish(total: Array, existing: Any, dtype: Any) -> Array:
-    """What is stored of an accumulator: see `product.operands.Epilogue`. Rounds once."""
-    if existing is not None:
-        # It may be a float where the accumulator is an integer.
-        floats = jnp.issubdtype(existing.dtype, jnp.floating) and jnp.issubdtype(total.dtype, jnp.integer)
-        wide = accumulator_dtype(existing.dtype) if floats else total.dtype
-        total = total.astype(wide) + existing.astype(wide)
-    return total.astype(dtype)
+def finish(total: Array, existing: Any, call: Call) -> Array:
+    """What becomes of an accumulator before it is rounded to `call.dtype`: see `product.operands.Epilogue`."""
+    if existing is None:
+        return total
+    # It may be a float where the accumulator is an integer.
+    floats = jnp.issubdtype(existing.dtype, jnp.floating) and jnp.issubdtype(total.dtype, jnp.integer)
+    wide = accumulator_dtype(existing.dtype) if floats else total.dtype
+    return total.astype(wide) + existing.astype(wide)
 
 
 def kernel_metadata(

@@ -23,9 +23,10 @@ from ragged.quant.formats import accumulator_dtype
 
 class Backend(NamedTuple):
     module: str  # imported when a product is first planned for it
-    platform: str  # whose own backend it is
+    platform: str = ""  # whose own backend it is, if any's
     package: str = ""  # what its kernels are written in, besides JAX, and what installs it
     extra: str = ""
+    runs_anywhere: bool = False  # and not only, or interpreted, on its platform
 
     def load(self) -> ModuleType:
         """The module, with its `plan` and `run`."""
@@ -40,12 +41,12 @@ class Backend(NamedTuple):
 
 
 BACKENDS = {
-    "xla": Backend("ragged.backends.xla.backend", "cpu"),
+    "xla": Backend("ragged.backends.xla.backend", "cpu", runs_anywhere=True),
     "pallas_tpu": Backend("ragged.backends.tpu.backend", "tpu"),
     "triton_gpu": Backend("ragged.backends.gpu.backend", "cuda", package="triton", extra="cuda"),
 }
 
-PLATFORMS = {backend.platform: name for name, backend in BACKENDS.items()}
+PLATFORMS = {backend.platform: name for name, backend in BACKENDS.items() if backend.platform}
 """Each platform's own backend. Where it refuses, XLA's is used."""
 
 
@@ -58,7 +59,7 @@ def plan(platform: str, x: Operands, call: Call, target: Target) -> Launch:
     own, passed_over = PLATFORMS.get(platform, "xla"), ()
     name = call.options.backend or own
     found = ask(name, x, call, target)
-    if isinstance(found, Launch) and name not in ("xla", own) and not target.interpret:
+    if isinstance(found, Launch) and name != own and not (BACKENDS[name].runs_anywhere or target.interpret):
         mend = "Pass `interpret=True` to run its kernels' bodies there, or `backend=None` for the platform's own."
         found = Refusal(f"backend {name!r} does not run on {platform}.", mend)
     if isinstance(found, Refusal) and not found.mend:
@@ -134,7 +135,8 @@ def target_of(platform: str, options: Options, *, portable: bool = False, automa
     `portable`: the program is exported, `automatic`: partitioned by XLA.
     """
     # An interpreted kernel is the one for the device of its own platform.
-    own = platform if options.backend in (None, "xla") else BACKENDS[options.backend].platform
+    asked = BACKENDS[options.backend or "xla"]
+    own = platform if asked.runs_anywhere else asked.platform
     target = Target(
         portable=portable and options.backend != "triton_gpu",
         interpret=options.interpret,

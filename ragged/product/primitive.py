@@ -78,10 +78,20 @@ def cotangents(ct: Array, x: Operands, call: Call, of: Operands, product: Callab
         if like is not None:
             data = product(wrt, *derivative(wrt, ct, x, call, like))
             cts = cts._replace(**{wrt: getattr(cts, wrt)._replace(data=data)})
-    if of.epilogue.existing is not None:
-        existing = lowering.zero_tail(ct, x, call).astype(of.epilogue.existing.dtype)
-        cts = cts._replace(epilogue=Epilogue(existing))
+    if jax.tree.leaves(of.epilogue):
+        (epilogue,) = jax.linear_transpose(lambda epilogue: _sum(_added(epilogue, x, call)), of.epilogue)(ct)
+        cts = cts._replace(epilogue=epilogue)
     return cts
+
+
+def _added(epilogue: Epilogue, x: Operands, call: Call) -> list[Array]:
+    """What a product's epilogue adds to its result, linear in the epilogue."""
+    existing = epilogue.existing
+    return [] if existing is None else [lowering.zero_tail(existing, x, call)]
+
+
+def _sum(terms: list[Array]) -> Array:
+    return sum(terms[1:], terms[0])
 
 
 def check_cotangent(call: Call) -> None:
@@ -104,12 +114,10 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, tree: Any, call: Ca
         if not isinstance(tangent, ad.Zero):
             operand = getattr(x, wrt)._replace(data=tangent)
             terms.append(bind(x._replace(**{wrt: operand}, epilogue=Epilogue()), call))
-    existing = dx.epilogue.existing
-    if existing is not None and not isinstance(existing, ad.Zero):
-        terms.append(lowering.zero_tail(existing, x, call))
+    terms += _added(Epilogue(*(None if isinstance(each, ad.Zero) else each for each in dx.epilogue)), x, call)
     if not terms:
         return out, ad.Zero(jax.typeof(out).to_tangent_aval())
-    return out, sum(terms[1:], terms[0])
+    return out, _sum(terms)
 
 
 def _transpose(ct: Any, *args: Any, tree: Any, call: Call) -> list[Any]:

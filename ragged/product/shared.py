@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ragged.backends import schedule
-from ragged.product.operands import Call, Epilogue, Operand, Operands, Scales
+from ragged.product.operands import Call, Operand, Operands, Scales
 from ragged.quant.scales import by_row, spread
 
 Folded = tuple[Operands, Call, Callable[[Array], Array]]
@@ -38,7 +38,8 @@ def folded(x: Operands, call: Call) -> Folded:
         existing = None if existing is None else existing.mT
     g, kept = groups.data.shape[:2]
     whole = (1, g * kept, shape[1])
-    x = x._replace(epilogue=Epilogue(None if existing is None else existing.reshape(whole)), **{name: _one(groups)})
+    epilogue = x.epilogue._replace(existing=None if existing is None else existing.reshape(whole))
+    x = x._replace(epilogue=epilogue, **{name: _one(groups)})
 
     def restore(out: Array) -> Array:
         out = out.reshape(g, *shape)

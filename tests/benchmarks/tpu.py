@@ -242,18 +242,18 @@ def tiled(product: Tiled, device: Device) -> Kernel:
     from ragged.backends.base import Launch, Target
     from ragged.backends.tpu import tiled as module
     from ragged.product.layout import Product
-    from ragged.product.operands import Call, Options
+    from ragged.product.operands import Call, Operand, Operands, Options
 
     dims: Any = dict.fromkeys(product.letters, jax.ShapeDtypeStruct((product.groups,), jnp.int32))
 
     def problem(terms: tuple[Any, ...], tiling: Any) -> Any:
         lhs, rhs, out = terms
-        buffers: Any = {name: jax.ShapeDtypeStruct((1, *x.shape), x.dtype) for name, x in (("lhs", lhs), ("rhs", rhs))}
-        return module._problem(buffers, {}, dims, product.axes, out.shape, out.dtype, False, None, tiling)
+        call = Call(Product(*product.axes, product.letters), out.shape, out.dtype, Options(tiling=tiling), True)
+        return module._geometry(call, Operands(Operand(lhs), Operand(rhs), dims))
 
     tile = problem(product.buffers, None).tile
     lhs, rhs, out = (jax.ShapeDtypeStruct((product.size + x.shape[0], x.shape[1]), x.dtype) for x in product.buffers)
-    p = problem((lhs, rhs, out), tile)
+    p = problem((lhs, rhs, out), tuple(tile[letter] for letter in "mkn"))
     # How many tiles of each letter a group visits, each for all of the next letter's.
     aligned, size = module._aligned(product.axes), product.size
     each = {x: size // tile[x] + (x in aligned) if x in product.letters else 1 for x in (p.column, p.row, p.contracted)}

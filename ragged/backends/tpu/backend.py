@@ -251,16 +251,14 @@ def multiply_rows(
 
         def store(rows: Any, masked: bool, total: Array) -> None:
             total = kernel.rescale(total, row_scales(rows), rhs_scales)
+            # What is there already: `existing`; where others have been, zeros or a neighbour's rows too.
+            there = out if masked else existing
+            total = finish(total, None if existing is None else there[rows, :], kernel.launch.call)
             if masked:
-                # What is there already: `existing`, zeros, or a neighbour's rows.
-                base = out[rows, :].astype(kernel.wide)
-                total = total.astype(kernel.wide)
                 row = rows.start + lax.broadcasted_iota(jnp.int32, total.shape, 0)
-                mine = (row >= low) & (row < high)
-                total = jnp.where(mine, total if existing is None else base + total, base)
-                out[rows, :] = total.astype(out.dtype)
-            else:
-                out[rows, :] = finish(total, None if existing is None else existing[rows, :], out.dtype)
+                mine, wide = (row >= low) & (row < high), kernel.wide
+                total = jnp.where(mine, total.astype(wide), out[rows, :].astype(wide))
+            out[rows, :] = total.astype(out.dtype)
 
         def visit(rows: Any, masked: bool) -> None:
             accumulate(step, steps, partial(multiply, rows), partial(store, rows, masked), *scratch, rows=rows)
@@ -406,7 +404,8 @@ def multiply_groups(
 
         def store(total: Array) -> None:
             total = total if kernel.rescales_each else kernel.rescale(total, lhs_scales, rhs_scales)
-            out[...] = finish(total, None if existing is None else existing[...], out.dtype)
+            total = finish(total, None if existing is None else existing[...], kernel.launch.call)
+            out[...] = total.astype(out.dtype)
 
         is_alone = is_full & is_first & is_last
 
@@ -498,7 +497,8 @@ def _batched(launch: Launch, operands: Operands) -> Array:
 
         def store(total: Array) -> None:
             total = kernel.rescale(total, x_scales, y_scales)
-            out[...] = finish(total, None if existing is None else existing[...], out.dtype)
+            total = finish(total, None if existing is None else existing[...], kernel.launch.call)
+            out[...] = total.astype(out.dtype)
 
         accumulate(step, steps, multiply, store, *scratch)
 

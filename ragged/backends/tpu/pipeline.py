@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,85 +64,67 @@ def buffered_pallas_call(
         )
     if any(count is not None and count < 1 for count in counts):
         raise ValueError(f"`buffered_pallas_call`: `input_buffer_count` is {counts}.\nEach must be at least 1.")
-    call = _Call(
-        body,
-        out_shape,
-        grid,
-        in_specs,
-        out_specs,
-        counts,
-        list(scratch_shapes),
-        tuple(dimension_semantics or ("arbitrary",) * len(grid)),
-        vmem_limit_bytes,
-        input_output_aliases or {},
-        kwargs,
-    )
-    if all(count is None or count <= 2 for count in counts):
-        return _blocked(call, interpret)
-    return _emitted(call, use_lookahead, interpret, device)
-
-
-class _Call(NamedTuple):
-    """What is asked of `buffered_pallas_call`."""
-
-    body: Callable[..., None]
-    out_shape: Any
-    grid: tuple[int | Array, ...]
-    in_specs: Sequence[Any]
-    out_specs: Any
-    counts: list[int | None]
-    scratch_shapes: list[Any]
-    semantics: Any
-    vmem_limit_bytes: int | None
-    aliases: dict[int, int]
-    kwargs: dict[str, Any]
-
-
-def _blocked(call: _Call, interpret: Any) -> Callable[..., Any]:
-    """By the compiler's own pipeline."""
+    semantics: Any = tuple(dimension_semantics or ("arbitrary",) * len(grid))
+    aliases, specs = input_output_aliases or {}, list(in_specs)
+    call = partial(_call, out_shape, list(scratch_shapes), vmem_limit_bytes, **kwargs)
+    if any(count is not None and count > 2 for count in counts):
+        shared = semantics[0] == "parallel" and device[1] > 1
+        return _emitted(call, body, grid, specs, counts, out_specs, aliases, shared, use_lookahead, interpret, device)
 
     def step(prefetch: Any, *refs: Any) -> None:
-        call.body(tuple(pl.program_id(i) for i in range(len(call.grid))), prefetch, *refs)
+        body(tuple(pl.program_id(i) for i in range(len(grid))), prefetch, *refs)
 
-    blocks = [
-        jax.tree.map(partial(_buffered, count=count), spec)
-        for spec, count in zip(call.in_specs, call.counts, strict=True)
-    ]
-    return pl.pallas_call(
-        step,
-        call.out_shape,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=call.grid,
-            in_specs=blocks,
-            out_specs=call.out_specs,
-            scratch_shapes=call.scratch_shapes,
-        ),
-        compiler_params=pltpu.CompilerParams(
-            vmem_limit_bytes=call.vmem_limit_bytes, dimension_semantics=call.semantics
-        ),
-        input_output_aliases=call.aliases,
-        interpret=interpret,
-        **call.kwargs,
+    blocks = [jax.tree.map(partial(_buffered, count=count), spec) for spec, count in zip(specs, counts, strict=True)]
+    return call(step, grid, blocks, out_specs, semantics, aliases, interpret)
+
+
+def _call(
+    out_shape: Any,
+    scratch_shapes: list[Any],
+    vmem_limit_bytes: int | None,
+    body: Callable[..., None],
+    grid: tuple[Any, ...],
+    in_specs: list[Any],
+    out_specs: Any,
+    semantics: Any,
+    aliases: dict[int, int],
+    interpret: Any,
+    **kwargs: Any,
+) -> Callable[..., Any]:
+    spec = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=1, grid=grid, in_specs=in_specs, out_specs=out_specs, scratch_shapes=scratch_shapes
     )
+    params = pltpu.CompilerParams(vmem_limit_bytes=vmem_limit_bytes, dimension_semantics=semantics)
+    options: dict[str, Any] = {"input_output_aliases": aliases, "interpret": interpret, **kwargs}
+    return pl.pallas_call(body, out_shape, grid_spec=spec, compiler_params=params, **options)
 
 
-def _emitted(call: _Call, use_lookahead: bool, interpret: Any, device: tuple[str, int]) -> Callable[..., Any]:
-    """By Pallas's `emit_pipeline`."""
+def _emitted(
+    call: Callable[..., Any],
+    body: Callable[..., None],
+    grid: tuple[Any, ...],
+    in_specs: list[Any],
+    counts: list[int | None],
+    out_specs: Any,
+    aliases: dict[int, int],
+    shared: bool,
+    use_lookahead: bool,
+    interpret: Any,
+    device: tuple[str, int],
+) -> Callable[..., Any]:
+    """By Pallas's `emit_pipeline`. `shared`: two cores share the first dim, each with a pipeline of its own."""
     # The plain interpreter knows no copies of a size known only at run time, as those of partial blocks are.
     interpret = pltpu.InterpretParams(buffer_bounds="padded") if interpret is True else interpret
-    # Extents known only at run time are scalars too. Two cores share the first dim: each has its own pipeline.
-    grid, shared = call.grid, call.semantics[0] == "parallel" and device[1] > 1
+    # Extents known only at run time are scalars too.
     dynamic = [i for i, extent in enumerate(grid) if not isinstance(extent, int)]
     run_time = [jnp.asarray(grid[i], jnp.int32).reshape(1) for i in dynamic]
-    specs, treedef = jax.tree.flatten(list(call.in_specs))
-    counted = zip(call.in_specs, call.counts, strict=True)
-    depths = jax.tree.leaves([jax.tree.map(lambda _, c=count: c or 0, spec) for spec, count in counted])
+    specs, treedef = jax.tree.flatten(in_specs)
+    depths = jax.tree.leaves([jax.tree.map(lambda _, c=c: c or 0, s) for s, c in zip(in_specs, counts, strict=True)])
     streamed = [depth > 0 and spec.memory_space is not pl.ANY for spec, depth in zip(specs, depths, strict=True)]
 
     def outer(scalars: Any, *refs: Any) -> None:
         prefetch, extents = scalars
-        flat, (out, *scratch) = jax.tree.leaves(refs[: len(call.in_specs)]), refs[len(call.in_specs) :]
+        flat, (out, *scratch) = jax.tree.leaves(refs[: len(in_specs)]), refs[len(in_specs) :]
         first = (pl.program_id(0),) if shared else ()
         inner_grid = [extents[dynamic.index(i)][0] if i in dynamic else n for i, n in enumerate(grid)][len(first) :]
 
@@ -157,33 +139,20 @@ def _emitted(call: _Call, use_lookahead: bool, interpret: Any, device: tuple[str
             *given, result = blocks
             both = iter(given)
             inputs = [next(both) if in_blocks else ref for ref, in_blocks in zip(flat, streamed, strict=True)]
-            call.body(ids, prefetch, *jax.tree.unflatten(treedef, inputs), result, *scratch)
+            body(ids, prefetch, *jax.tree.unflatten(treedef, inputs), result, *scratch)
 
         pltpu.emit_pipeline(
             step,
             grid=tuple(inner_grid),
             in_specs=[bound(s, d) for s, d, use in zip(specs, depths, streamed, strict=True) if use],
-            out_specs=[bound(call.out_specs)],
+            out_specs=[bound(out_specs)],
         )(*(ref for ref, use in zip(flat, streamed, strict=True) if use), out)
 
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    emitted = pl.pallas_call(
-        outer,
-        call.out_shape,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(grid[0],) if shared else (),
-            in_specs=treedef.unflatten(anywhere if use else spec for spec, use in zip(specs, streamed, strict=True)),
-            out_specs=anywhere,
-            scratch_shapes=call.scratch_shapes,
-        ),
-        compiler_params=pltpu.CompilerParams(
-            vmem_limit_bytes=call.vmem_limit_bytes, dimension_semantics=("parallel",) if shared else None
-        ),
-        input_output_aliases={place + len(run_time): to for place, to in call.aliases.items()},
-        interpret=interpret,
-        **call.kwargs,
-    )
+    places = treedef.unflatten(anywhere if use else spec for spec, use in zip(specs, streamed, strict=True))
+    own_grid, semantics = ((grid[0],), ("parallel",)) if shared else ((), None)
+    aliases = {place + len(run_time): to for place, to in aliases.items()}
+    emitted = call(outer, own_grid, places, anywhere, semantics, aliases, interpret)
 
     def run(prefetch: Any, *inputs: Any) -> Any:
         # `emit_pipeline` asks which TPU it is for; here that may be one that isn't in the machine.

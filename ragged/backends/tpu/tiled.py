@@ -30,7 +30,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import ManualAxisType
 
 from ragged.backends import schedule
-from ragged.backends.base import Launch, Refusal, Target, cost, kernel_metadata, scale_ways
+from ragged.backends.base import Launch, Refusal, Target, cost, finish, kernel_metadata, scale_ways
 from ragged.backends.tpu import scales as tpu_scales
 from ragged.backends.tpu.pipeline import in_place
 from ragged.backends.tpu.tiles import LANES, SMEM, round_up
@@ -218,19 +218,7 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
 
     `input_buffer_count` is 2 here: only the kernels for one ragged letter let one ask for more.
     """
-    operands, scales = jax.eval_shape(partial(_inputs, call=call), x)
-    problem = _problem(
-        operands,
-        scales,
-        x.sizes,
-        (call.product.lhs, call.product.rhs, call.product.out),
-        call.shape,
-        jnp.dtype(call.dtype),
-        x.epilogue.existing is not None,
-        call.options.precision,
-        call.options.tiles,
-        [term.letters for term, way in zip(call.terms(x), scale_ways(call, x, None), strict=True) if way == "tile"],
-    )
+    problem = _geometry(call, x)
     if problem.smem > SMEM:
         return Refusal(f"up to {problem.visits} visits: more than a TPU's scalar memory can list")
     return Launch(
@@ -289,25 +277,15 @@ def _arranged(scales: Scales, columns: int) -> Scales:
     return Scales(values, (row, column))
 
 
-def _problem(
-    operands: dict[str, Array],
-    scales: dict[str, Scales],
-    sizes: dict[str, Array],
-    axes: tuple[str, str, str],
-    shape: tuple[int, ...],
-    dtype: Any,
-    has_existing: bool,
-    precision: Any,
-    tiling: dict[str, int] | None,
-    in_tile: Sequence[str] = (),
-) -> _Geometry:
-    """The product with the tiles that are asked for, or with default ones: see `_choose`.
-
-    `in_tile`: letters of the operands whose scales are multiplied into their tiles.
-    """
-    row, column = axes[2]
-    (contracted,) = set("mkn") - {row, column}
-    terms = [(name, letters, operands[name]) for name, letters in zip(("lhs", "rhs"), axes[:2], strict=True)]
+def _geometry(call: Call, x: Operands) -> _Geometry:
+    """The product with the tiles that are asked for, or with default ones: see `_choose`."""
+    operands, scales = jax.eval_shape(partial(_inputs, call=call), x)
+    product, shape, sizes, precision = call.product, call.shape, x.sizes, call.options.precision
+    axes, (row, column), contracted = (product.lhs, product.rhs, product.out), product.out, product.contracted
+    in_tile = [
+        term.letters for term, way in zip(call.terms(x), scale_ways(call, x, None), strict=True) if way == "tile"
+    ]
+    terms = [(name, letters, operands[name]) for name, letters in (("lhs", product.lhs), ("rhs", product.rhs))]
     terms.sort(key=lambda term: row not in term[1])
     aligned = _aligned(axes)
     extent = {row: shape[0], column: shape[1]}
@@ -315,8 +293,6 @@ def _problem(
     capacity = {}
     for letters, rows in zip(axes, (operands["lhs"].shape[1], operands["rhs"].shape[1], shape[0]), strict=True):
         capacity[letters[0]] = min(rows, capacity.get(letters[0], rows))
-    (num_groups,) = next(iter(sizes.values())).shape
-
     common = compute_dtype(operands["lhs"].dtype, operands["rhs"].dtype)
     if in_tile:
         common = jnp.dtype(jnp.float32)
@@ -335,7 +311,7 @@ def _problem(
             if operand.name not in scales:
                 return None
             values, (row, extent) = scales[operand.name].values, scales[operand.name].block
-            rows = _Side("group", _SUBLANES, num_groups) if row is None else operand.sides[0]
+            rows = _Side("group", _SUBLANES, x.num_groups) if row is None else operand.sides[0]
             columns = operand.sides[1] if extent == 1 else _Side("", _round_up(values.shape[2]), 1)
             source = _Operand(f"{operand.name} scales", values.dtype, jnp.float32, values.shape[0] > 1, (rows, columns))
             return _Factor(source, row is not None, extent, letters in in_tile)
@@ -352,16 +328,16 @@ def _problem(
             capacity=capacity,
             tile=tile,
             ragged=frozenset(sizes),
-            num_groups=num_groups,
+            num_groups=x.num_groups,
             operands=(first, second),
             factors=(factor(first, terms[0][1]), factor(second, terms[1][1])),
-            dtype=dtype,
-            has_existing=has_existing,
+            dtype=jnp.dtype(call.dtype),
+            has_existing=x.epilogue.existing is not None,
             common=common,
             precision=precision,
         )
 
-    return _choose(build, tiling, extent, capacity, set(sizes), num_groups, len(aligned))
+    return _choose(build, call.options.tiles, extent, capacity, set(sizes), x.num_groups, len(aligned))
 
 
 def _choose(
@@ -536,7 +512,7 @@ def _launch(
         out_ref, accumulator, *scratch = rest
         windows = {operand.name: window for operand, window in zip(shifted, scratch, strict=True)}
         place = p.place([pl.program_id(i) for i in range(4)], t)
-        _body(p, t, place, blocks, windows, existing_ref, out_ref, accumulator)
+        _body(p, t, place, blocks, windows, existing_ref, out_ref, accumulator, launch.call)
 
     tile = "x".join(str(p.tile[letter]) for letter in "mkn")
     first, second = ("".join(side.letter for side in operand.sides) for operand in p.operands)
@@ -588,6 +564,7 @@ def _body(
     existing: Any,
     out: Any,
     accumulator: Any,
+    call: Call,
 ) -> None:
     """One step of the grid: a tile of each operand. `blocks` are the refs of each input, by neighbour.
 
@@ -659,9 +636,7 @@ def _body(
                 # The kept letter is this axis of the sum.
                 turned = operand.sides[axis].letter == p.contracted
                 total = total.astype(jnp.float32) * scales(operand, factor, turned)
-        total = total.astype(wide)
-        if existing is not None:
-            total = total + existing[...].astype(wide)
+        total = finish(total, None if existing is None else existing[...], call).astype(wide)
         mine = jnp.ones((1, 1), bool)
         for axis, letter in enumerate((p.row, p.column)):
             if letter in p.ragged:

@@ -188,7 +188,7 @@ def _tiled(launch: Launch, x: Operands) -> Array:
         else:
             total = dot(group, at)
         old = lax.dynamic_slice(out, begin, extent)
-        new = finish(total, None if existing is None else old, call.dtype)
+        new = finish(total, None if existing is None else old, call).astype(call.dtype)
         new = jnp.where(inside("out", terms["out"], group, at), new, old)
         return lax.dynamic_update_slice(out, new, begin)
 
@@ -230,8 +230,7 @@ def _grouped(launch: Launch, x: Operands) -> Array:
         *(z.reshape(-1) for z in (starts, ends, index, base)),
         rows=elements * m,
         axis=b.axis(contracted),
-        dtype=call.dtype,
-        precision=call.options.precision,
+        call=call,
         heights=launch.config.heights[letter],
         existing=None if existing is None else existing.reshape(elements * m, -1),
     )
@@ -257,8 +256,7 @@ def _transposed_grouped(launch: Launch, x: Operands) -> Array:
         starts,
         ends,
         base,
-        dtype=call.dtype,
-        precision=call.options.precision,
+        call=call,
         heights=launch.config.heights[letter],
         existing=existing,
         portable=launch.target.portable,
@@ -276,8 +274,7 @@ def _forward(
     *,
     rows: Any,
     axis: int,
-    dtype: Any,
-    precision: Any,
+    call: Call,
     heights: tuple[int, ...],
     existing: Shaped[Array, "rows n"] | None,
 ) -> Shaped[Array, "rows n"]:
@@ -300,9 +297,9 @@ def _forward(
             at, mine = _window(m, height, start, end)
             x = lax.dynamic_slice_in_dim(lhs, at + base if is_stacked else at, height).astype(common)
             at = at + base
-            y = lax.dot_general(x, weight, dims, precision=precision, preferred_element_type=accumulator)
+            y = lax.dot_general(x, weight, dims, call.options.precision, accumulator)
             old = lax.dynamic_slice_in_dim(out, at, height)
-            y = finish(y, None if existing is None else _from_carry(old, dtype), dtype)
+            y = finish(y, None if existing is None else _from_carry(old, call.dtype), call).astype(call.dtype)
             y = jnp.where(mine, _to_carry(y), old)  # a neighbour's rows stay
             return lax.dynamic_update_slice_in_dim(out, y, at, 0)
 
@@ -310,9 +307,9 @@ def _forward(
         out = lax.fori_loop(_ZERO, full, lambda step, out: visit(heights[-1], start + step * heights[-1], out), out)
         return lax.switch(last, [partial(visit, height) for height in heights], start + full * heights[-1], out)
 
-    out = jnp.zeros((rows, n), dtype) if existing is None else existing
+    out = jnp.zeros((rows, n), call.dtype) if existing is None else existing
     out = _for_each(ends > starts, (starts, ends, index, base, full, last), segment, _to_carry(out))
-    return _from_carry(out, dtype)
+    return _from_carry(out, call.dtype)
 
 
 def _wgrad(
@@ -322,8 +319,7 @@ def _wgrad(
     ends: Int[Array, "e h"],
     base: Int[Array, "e h"],
     *,
-    dtype: Any,
-    precision: Any,
+    call: Call,
     heights: tuple[int, ...],
     existing: Shaped[Array, "h a b"] | None,
     portable: bool,
@@ -345,7 +341,7 @@ def _wgrad(
             _transposed(x, portable),
             y,
             (((1,), (0,)), ((), ())),
-            precision=precision,
+            precision=call.options.precision,
             preferred_element_type=accumulator,
         )
 
@@ -371,12 +367,13 @@ def _wgrad(
             total = lax.fori_loop(_ZERO, jnp.asarray(elements, jnp.int32), add, jnp.zeros((a, b), accumulator))
         old = None
         if existing is not None:
-            old = _from_carry(lax.dynamic_index_in_dim(out, i, 0, keepdims=False), dtype)
-        return lax.dynamic_update_index_in_dim(out, _to_carry(finish(total, old, dtype)), i, 0)
+            old = _from_carry(lax.dynamic_index_in_dim(out, i, 0, keepdims=False), call.dtype)
+        total = finish(total, old, call).astype(call.dtype)
+        return lax.dynamic_update_index_in_dim(out, _to_carry(total), i, 0)
 
-    out = jnp.zeros((h, a, b), dtype) if existing is None else existing
+    out = jnp.zeros((h, a, b), call.dtype) if existing is None else existing
     out = _for_each(jnp.any(ends > starts, axis=0), (jnp.arange(h, dtype=jnp.int32),), group, _to_carry(out))
-    return _from_carry(out, dtype)
+    return _from_carry(out, call.dtype)
 
 
 _HEIGHTS = (16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
@@ -467,4 +464,4 @@ def _batched(launch: Launch, x: Operands) -> Array:
         folded = rows.reshape(rows.shape[0], -1, rows.shape[-1])
         out = dot(folded, other, (kept + contracted, other_letters, kept + new))
         out = jnp.einsum(f"gb{kept}{new}->bg{p.out}", out.reshape(*rows.shape[:-1], out.shape[-1]))
-    return finish(out, x.epilogue.existing, call.dtype)
+    return finish(out, x.epilogue.existing, call).astype(call.dtype)
