@@ -11,7 +11,6 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import InconclusiveDimensionOperation
-from jaxtyping import Int, Shaped
 
 from ragged.backends import schedule
 from ragged.backends.base import Launch, Refusal, Target, cost, finish, is_empty
@@ -211,83 +210,25 @@ def _mean_tile(rows: int | Any, num_groups: int) -> int:
 
 
 def _grouped(launch: Launch, x: Operands) -> Array:
-    """The result packs the ragged letter: `[m, k] × [h, k, n] -> [m, n]`, or `[h, n, k]`, read in place."""
-    call, (a, b), existing = launch.call, launch.call.terms(x), x.epilogue.existing
+    """The result packs the ragged letter: `[m, k] × [h, k, n] -> [m, n]`, or `[h, n, k]`, read in place.
+
+    Rows `starts[i]:ends[i]` of an element times `rhs[index[i]]`, all `base[i]` rows further down; other rows are zero.
+    """
+    call, (a, b), existing, batch = launch.call, launch.call.terms(x), x.epilogue.existing, launch.call.batch(x)
     letter, contracted = a.letters
-    m, held = a.extent(letter), b.data.shape[-3]
+    m, n, held, elements = a.extent(letter), call.shape[-1], b.data.shape[-3], 1 if batch is None else batch
     # Sizes that are constants of the program would have XLA fold the loop away, and with it the form of a bfloat16 dot
     # that its CPU backend can run.
     starts, ends = schedule.segments(lax.optimization_barrier(x.sizes[letter]), m, x.offset, held)
-    batch = call.batch(x)
-    elements = 1 if batch is None else batch
     # A batch element is `held` further segments of operands that are read in place, mapped or not.
     element = jnp.arange(elements, dtype=jnp.int32)[:, None]
     index = jnp.arange(held, dtype=jnp.int32)[None] + (held * element if b.data.ndim == 4 else 0)
-    starts, ends, index, base = (jnp.broadcast_to(z, (elements, held)) for z in (starts, ends, index, m * element))
-    out = _forward(
-        a.data,
-        b.data.reshape(-1, *b.data.shape[-2:]),
-        *(z.reshape(-1) for z in (starts, ends, index, base)),
-        rows=elements * m,
-        axis=b.axis(contracted),
-        call=call,
-        heights=launch.config.heights[letter],
-        existing=None if existing is None else existing.reshape(elements * m, -1),
+    starts, ends, index, base = (
+        jnp.broadcast_to(z, (elements, held)).reshape(-1) for z in (starts, ends, index, m * element)
     )
-    return out if batch is None else out.reshape(batch, m, -1)
-
-
-def _transposed_grouped(launch: Launch, x: Operands) -> Array:
-    """The ragged letter is contracted: `[k, m] × [k, n] -> [h, m, n]`."""
-    call, (a, b), existing = launch.call, launch.call.terms(x), x.epilogue.existing
-    letter = a.letters[0]
-    k, held = a.extent(letter), call.shape[0]
-    starts, ends = schedule.segments(x.sizes[letter], k, x.offset, held)
-    batch = call.batch(x)
-    keeps_batch, elements = batch is not None and call.out_batch, 1 if batch is None else batch
-    base = k * jnp.arange(elements, dtype=jnp.int32)[:, None]
-    starts, ends, base = (jnp.broadcast_to(z, (elements, held)) for z in (starts, ends, base))
-    if keeps_batch:
-        starts, ends, base = (z.reshape(1, -1) for z in (starts, ends, base))
-        existing = None if existing is None else existing.reshape(-1, *existing.shape[-2:])
-    out = _wgrad(
-        a.data,
-        b.data,
-        starts,
-        ends,
-        base,
-        call=call,
-        heights=launch.config.heights[letter],
-        existing=existing,
-        portable=launch.target.portable,
-    )
-    return out.reshape(batch, held, *out.shape[-2:]) if keeps_batch else out
-
-
-def _forward(
-    lhs: Shaped[Array, "*e m k"],
-    rhs: Shaped[Array, "h _ _"],
-    starts: Int[Array, " s"],
-    ends: Int[Array, " s"],
-    index: Int[Array, " s"],
-    base: Int[Array, " s"],
-    *,
-    rows: Any,
-    axis: int,
-    call: Call,
-    heights: tuple[int, ...],
-    existing: Shaped[Array, "rows n"] | None,
-) -> Shaped[Array, "rows n"]:
-    """Rows `starts[i]:ends[i]` of `lhs` times `rhs[index[i]]`, `base[i]` rows further down; other rows are zero.
-
-    `axis` of a matrix of `rhs` is contracted. Where `lhs` has a batch axis, they are read `base[i]` rows further down
-    too.
-    """
+    lhs, rhs, is_stacked = a.data.reshape(-1, a.data.shape[-1]), b.data.reshape(-1, *b.data.shape[-2:]), a.data.ndim > 2
     common = compute_dtype(lhs.dtype, rhs.dtype)
-    accumulator = accumulator_dtype(common)
-    m, n = lhs.shape[-2], rhs.shape[2 - axis]
-    lhs, is_stacked = lhs.reshape(-1, lhs.shape[-1]), lhs.ndim > 2
-    dims = (((1,), (axis,)), ((), ()))
+    heights, dims = launch.config.heights[letter], (((1,), (b.axis(contracted),)), ((), ()))
     full, _, last = _cover(heights, ends - starts)
 
     def segment(start: Array, end: Array, which: Array, base: Array, full: Array, last: Array, out: Array) -> Array:
@@ -297,7 +238,7 @@ def _forward(
             at, mine = _window(m, height, start, end)
             x = lax.dynamic_slice_in_dim(lhs, at + base if is_stacked else at, height).astype(common)
             at = at + base
-            y = lax.dot_general(x, weight, dims, call.options.precision, accumulator)
+            y = lax.dot_general(x, weight, dims, call.options.precision, accumulator_dtype(common))
             old = lax.dynamic_slice_in_dim(out, at, height)
             y = finish(y, None if existing is None else _from_carry(old, call.dtype), call).astype(call.dtype)
             y = jnp.where(mine, _to_carry(y), old)  # a neighbour's rows stay
@@ -307,43 +248,40 @@ def _forward(
         out = lax.fori_loop(_ZERO, full, lambda step, out: visit(heights[-1], start + step * heights[-1], out), out)
         return lax.switch(last, [partial(visit, height) for height in heights], start + full * heights[-1], out)
 
-    out = jnp.zeros((rows, n), call.dtype) if existing is None else existing
+    out = jnp.zeros((elements * m, n), call.dtype) if existing is None else existing.reshape(elements * m, n)
     out = _for_each(ends > starts, (starts, ends, index, base, full, last), segment, _to_carry(out))
-    return _from_carry(out, call.dtype)
+    out = _from_carry(out, call.dtype)
+    return out if batch is None else out.reshape(batch, m, n)
 
 
-def _wgrad(
-    lhs: Shaped[Array, "*_ m a"],
-    rhs: Shaped[Array, "*_ m b"],
-    starts: Int[Array, "e h"],
-    ends: Int[Array, "e h"],
-    base: Int[Array, "e h"],
-    *,
-    call: Call,
-    heights: tuple[int, ...],
-    existing: Shaped[Array, "h a b"] | None,
-    portable: bool,
-) -> Shaped[Array, "h a b"]:
-    """`out[i]` is the sum over `e` of `lhs[rows].T @ rhs[rows]`, where the rows are `starts[e, i]:ends[e, i]`.
+def _transposed_grouped(launch: Launch, x: Operands) -> Array:
+    """The ragged letter is contracted: `[k, m] × [k, n] -> [h, m, n]`.
 
-    In an operand with a batch axis, they lie `base[e, i]` rows further down.
+    `out[i]` is the sum over `e` of `lhs[rows].T @ rhs[rows]`, where the rows are `starts[e, i]:ends[e, i]`. In an
+    operand with a batch axis they lie `base[e, i]` rows further down.
     """
-    common = compute_dtype(lhs.dtype, rhs.dtype)
-    accumulator = accumulator_dtype(common)
-    (m, a), b, (elements, h) = lhs.shape[-2:], rhs.shape[-1], starts.shape
-    operands = [(x.reshape(-1, x.shape[-1]), x.ndim > 2) for x in (lhs, rhs)]
+    call, terms, existing, batch = launch.call, launch.call.terms(x), x.epilogue.existing, launch.call.batch(x)
+    letter, held = terms[0].letters[0], call.shape[0]
+    k, elements, keeps_batch = (
+        terms[0].extent(letter),
+        1 if batch is None else batch,
+        call.out_batch and batch is not None,
+    )
+    starts, ends = schedule.segments(x.sizes[letter], k, x.offset, held)
+    base = k * jnp.arange(elements, dtype=jnp.int32)[:, None]
+    starts, ends, base = (jnp.broadcast_to(z, (elements, held)) for z in (starts, ends, base))
+    if keeps_batch:  # a batch element is `held` further matrices
+        starts, ends, base = (z.reshape(1, -1) for z in (starts, ends, base))
+    operands = [(term.data.reshape(-1, term.data.shape[-1]), term.data.ndim > 2) for term in terms]
+    common = compute_dtype(operands[0][0].dtype, operands[1][0].dtype)
+    accumulator, heights, (summed, h) = accumulator_dtype(common), launch.config.heights[letter], starts.shape
 
     def tile(height: int, start: Array, end: Array, base: Array) -> Array:
-        at, mine = _window(m, height, start, end)
-        slices = [lax.dynamic_slice_in_dim(x, at + base if is_stacked else at, height) for x, is_stacked in operands]
-        x, y = (jnp.where(mine, z, jnp.zeros((), z.dtype)).astype(common) for z in slices)
-        return lax.dot_general(
-            _transposed(x, portable),
-            y,
-            (((1,), (0,)), ((), ())),
-            precision=call.options.precision,
-            preferred_element_type=accumulator,
-        )
+        at, mine = _window(k, height, start, end)
+        slices = [lax.dynamic_slice_in_dim(z, at + base if is_stacked else at, height) for z, is_stacked in operands]
+        left, right = (jnp.where(mine, z, jnp.zeros((), z.dtype)).astype(common) for z in slices)
+        left = _transposed(left, launch.target.portable)
+        return lax.dot_general(left, right, (((1,), (0,)), ((), ())), call.options.precision, accumulator)
 
     def segment(start: Array, end: Array, base: Array) -> Array:
         # The partial tile comes first and starts the sum, so most groups need no addition.
@@ -357,23 +295,26 @@ def _wgrad(
         return lax.fori_loop(_ZERO, full, add, total)
 
     def group(i: Array, out: Array) -> Array:
-        if isinstance(elements, int) and elements == 1:  # it may be symbolic, under `jax.export`
+        if isinstance(summed, int) and summed == 1:  # it may be symbolic, under `jax.export`
             total = segment(starts[0, i], ends[0, i], base[0, i])
         else:
 
             def add(e: Array, total: Array) -> Array:
                 return total + segment(starts[e, i], ends[e, i], base[e, i])
 
-            total = lax.fori_loop(_ZERO, jnp.asarray(elements, jnp.int32), add, jnp.zeros((a, b), accumulator))
+            zeros = jnp.zeros(call.shape[1:], accumulator)
+            total = lax.fori_loop(_ZERO, jnp.asarray(summed, jnp.int32), add, zeros)
         old = None
         if existing is not None:
             old = _from_carry(lax.dynamic_index_in_dim(out, i, 0, keepdims=False), call.dtype)
         total = finish(total, old, call).astype(call.dtype)
         return lax.dynamic_update_index_in_dim(out, _to_carry(total), i, 0)
 
-    out = jnp.zeros((h, a, b), call.dtype) if existing is None else existing
+    shape = (h, *call.shape[1:])
+    out = jnp.zeros(shape, call.dtype) if existing is None else existing.reshape(shape)
     out = _for_each(jnp.any(ends > starts, axis=0), (jnp.arange(h, dtype=jnp.int32),), group, _to_carry(out))
-    return _from_carry(out, call.dtype)
+    out = _from_carry(out, call.dtype)
+    return out.reshape(batch, held, *call.shape[1:]) if keeps_batch else out
 
 
 _HEIGHTS = (16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
