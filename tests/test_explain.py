@@ -6,7 +6,7 @@ import subprocess
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.export
@@ -18,8 +18,10 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 import ragged
 from ragged import GroupedTensor, _explain
-from ragged.backends.base import Launch
+from ragged.backends.base import Launch, Refusal, Target
 from ragged.product import lowering
+from ragged.product.layout import Product
+from ragged.product.operands import Call, Operand, Operands, Options
 
 from . import gpu
 from .cases import LETTERS, NAMES
@@ -290,6 +292,26 @@ def test_a_launch_says_what_it_costs() -> None:
         assert launch.bytes_accessed == 4 * (1000 * 256 + 4 * 256 * 384 + 4 + 1000 * 384)
     assert launch.config.tiles == {"m": 64, "k": 128, "n": 128}
     assert launch.visits == (16 + 4 - 1) * 3
+
+
+class _WithBias(NamedTuple):
+    existing: Any = None
+    bias: Any = None
+
+
+@pytest.mark.parametrize("backend", ["pallas_tpu", "triton_gpu"])
+def test_a_kernel_refuses_an_epilogue_that_it_does_not_know(backend: str) -> None:
+    """T10: what is added to `Epilogue` is XLA's until a backend has it, never dropped."""
+    if backend == "triton_gpu":
+        gpu.needs_triton()
+    f32 = jnp.float32
+    x, w, sizes = (jax.ShapeDtypeStruct(*each) for each in (((64, 16), f32), ((4, 16, 32), f32), ((4,), jnp.int32)))
+    call = Call(Product("mk", "kn", "mn", "m"), (64, 32), jnp.dtype(f32), Options(backend=backend), True)
+    operands = Operands(Operand(x), Operand(w), {"m": sizes})
+    assert isinstance(lowering.ask(backend, operands, call, Target(interpret=True)), Launch)
+    epilogue: Any = _WithBias(bias=jax.ShapeDtypeStruct((64, 32), f32))
+    refusal = lowering.ask(backend, operands._replace(epilogue=epilogue), call, Target(interpret=True))
+    assert refusal == Refusal(f"{backend} has no kernels for bias")
 
 
 def test_explain_leaks_no_tracer_and_takes_arrays_of_numpy() -> None:
