@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ragged.backends.base import ANY_TARGET, Launch, Target
+from ragged.backends.base import Launch, Target
 from ragged.product.layout import Product
 from ragged.product.lowering import BACKENDS, prepared
 from ragged.product.operands import Call, Epilogue, Operand, Operands, Options, Scales
+
+ANY_TARGET = Target()
 
 
 def run(backend: str, x: Operands, call: Call, target: Target = ANY_TARGET) -> Array:
@@ -43,7 +45,7 @@ def product(
     """`axes` are the letters of `lhs`, `rhs` and the result, whose shape is `shape` without a batch axis."""
     ragged = "".join(letter for letter in "mkn" if letter in sizes)
     options = Options(precision, backend, tiling, target.interpret, input_buffer_count)
-    call = Call(Product(*axes, ragged), shape, jnp.dtype(preferred_element_type), options, not sum_batch)
+    call = Call(Product(*axes, ragged), shape, jnp.dtype(preferred_element_type), options, out_batch=not sum_batch)
     operands = Operand(lhs, lhs_scales), Operand(rhs, rhs_scales)
     return run(backend, Operands(*operands, sizes, group_offset, Epilogue(existing_out)), call, target)
 

@@ -306,7 +306,7 @@ def test_a_kernel_refuses_an_epilogue_that_it_does_not_know(backend: str) -> Non
         gpu.needs_triton()
     f32 = jnp.float32
     x, w, sizes = (jax.ShapeDtypeStruct(*each) for each in (((64, 16), f32), ((4, 16, 32), f32), ((4,), jnp.int32)))
-    call = Call(Product("mk", "kn", "mn", "m"), (64, 32), jnp.dtype(f32), Options(backend=backend), True)
+    call = Call(Product("mk", "kn", "mn", "m"), (64, 32), jnp.dtype(f32), Options(backend=backend), out_batch=True)
     operands = Operands(Operand(x), Operand(w), {"m": sizes})
     assert isinstance(lowering.ask(backend, operands, call, Target(interpret=True)), Launch)
     epilogue: Any = _WithBias(bias=jax.ShapeDtypeStruct((64, 32), f32))

@@ -48,8 +48,6 @@ class Target(NamedTuple):
     device: tuple[str, int] | None = None  # kind and number of cores (a GPU's: 0 for its kind's own), if known
 
 
-ANY_TARGET = Target()
-
 DEFAULT_TPU = ("TPU v5 lite", 1)
 """Kind and number of cores to tell Pallas where nothing says which TPU is lowered for."""
 
@@ -87,15 +85,28 @@ class Launch:
         return f"{self.kernel} of {self.backend}" + (f" ({why[0]})" if why else "")
 
 
+KERNELS = ("batched_matmul", "grouped_matmul", "transposed_grouped_matmul", "tiled_matmul")
+
+
 def is_empty(call: Call, x: Operands) -> bool:
     """Whether there is nothing to multiply, or no result."""
     return any(0 in shape for shape in (call.shape, *(array.shape for array in jax.tree.leaves(x))))
 
 
 def refuse(
-    backend: str, units: dict[str, Units], precisions: Container[str | None], call: Call, x: Operands, target: Target
+    backend: str,
+    units: dict[str, Units],
+    takes: Container[str],
+    precisions: Container[str | None],
+    call: Call,
+    x: Operands,
+    target: Target,
 ) -> Refusal | None:
-    """What any backend but XLA's leaves to it. By its units, and the names of precisions that it takes."""
+    """What any backend but XLA's leaves to it.
+
+    By its units, the names of what it `takes` (kernels; "scales", "offset", "batch", and parts of the epilogue), and of
+    the precisions.
+    """
     arrays = {"lhs": x.lhs.data, "rhs": x.rhs.data, "the result": jax.ShapeDtypeStruct(call.shape, call.dtype)}
     scaled = x.lhs.scales is not None or x.rhs.scales is not None
     if not all(isinstance(n, int) for array in (*jax.tree.leaves(x), *arrays.values()) for n in array.shape):
@@ -104,8 +115,9 @@ def refuse(
         return Refusal("an extent is 0")
     if not x.sizes and call.shape[0] == 1 and not scaled and call.options.backend is None:
         return Refusal("one group: a dense product")
-    for name, array in x.epilogue._asdict().items():
-        if name != "existing" and array is not None:
+    given = {call.product.kernel: True, "scales": scaled or None, "offset": x.offset, "batch": call.batch(x)}
+    for name, value in (given | x.epilogue._asdict()).items():
+        if value is not None and name not in takes:
             return Refusal(f"{backend} has no kernels for {name}")
     if target.automatic:
         return Refusal(

@@ -86,7 +86,7 @@ def cotangents(ct: Array, x: Operands, call: Call, of: Operands, product: Callab
 
 def _added(epilogue: Epilogue, x: Operands, call: Call) -> list[Array]:
     """What a product's epilogue adds to its result, linear in the epilogue."""
-    existing = epilogue.existing
+    (existing,) = epilogue  # what is added to it has to be added here
     return [] if existing is None else [lowering.zero_tail(existing, x, call)]
 
 

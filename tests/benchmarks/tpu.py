@@ -139,7 +139,9 @@ def ours(product: str, tile: Tile | None, device: Device) -> Kernel:
     tiling = None if tile is None else tile if is_forward else (tile[1], tile[0], tile[2])  # in the order m, k, n
     shapes = ((M, K), (G, K, N), (M, N)) if is_forward else ((M, K), (M, N), (G, K, N))
     lhs, rhs, out = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
-    call = Call(Product(*axes, "m" if is_forward else "k"), out.shape, out.dtype, Options(tiling=tiling), True)
+    call = Call(
+        Product(*axes, "m" if is_forward else "k"), out.shape, out.dtype, Options(tiling=tiling), out_batch=True
+    )
     sizes = {call.product.ragged: jax.ShapeDtypeStruct((G,), jnp.int32)}
     launch = backend.plan(call, Operands(Operand(lhs), Operand(rhs), sizes), Target(device=device))
     assert isinstance(launch, Launch), launch
@@ -248,7 +250,9 @@ def tiled(product: Tiled, device: Device) -> Kernel:
 
     def problem(terms: tuple[Any, ...], tiling: Any) -> Any:
         lhs, rhs, out = terms
-        call = Call(Product(*product.axes, product.letters), out.shape, out.dtype, Options(tiling=tiling), True)
+        call = Call(
+            Product(*product.axes, product.letters), out.shape, out.dtype, Options(tiling=tiling), out_batch=True
+        )
         return module._geometry(call, Operands(Operand(lhs), Operand(rhs), dims))
 
     tile = problem(product.buffers, None).tile
@@ -296,7 +300,7 @@ def tiled(product: Tiled, device: Device) -> Kernel:
 
     def function(lhs: Array, rhs: Array) -> Array:
         result = jax.ShapeDtypeStruct((1, *out.shape), out.dtype)
-        call = Call(Product(*product.axes, product.letters), out.shape, out.dtype, Options(), True)
+        call = Call(Product(*product.axes, product.letters), out.shape, out.dtype, Options(), out_batch=True)
         launch = Launch("pallas_tpu", "tiled_matmul", call, Target(device=device), details=p, flops=0, bytes_accessed=0)
         return module._launch(launch, tables, count, {"lhs": lhs[None], "rhs": rhs[None]}, None, result)[0]
 

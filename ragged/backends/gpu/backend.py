@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ragged.backends.base import (
+    KERNELS,
     Launch,
     Refusal,
     Target,
@@ -42,6 +43,7 @@ _PRECISIONS = {
 """How float32 is multiplied, by the names of JAX's precisions; "tf32" is what XLA's default is on a GPU too."""
 
 _UNITS = {name: known.gpu for name, known in FORMATS.items()}
+_TAKES = (*KERNELS, "scales", "offset", "batch", "existing")
 
 _MOST_GROUPS = 4096
 """Each program holds a prefix sum over the sizes in registers."""
@@ -143,7 +145,7 @@ def _refuse(call: Call, x: Operands, target: Target) -> Refusal | None:
         return Refusal("an export refuses Triton's custom calls, unless `backend='triton_gpu'` asks for them")
     if not target.interpret and (missing := triton_call.missing()):
         return Refusal(missing)
-    if refusal := refuse("triton_gpu", _UNITS, _PRECISIONS, call, x, target):
+    if refusal := refuse("triton_gpu", _UNITS, _TAKES, _PRECISIONS, call, x, target):
         return refusal
     capability = tiles.chip(target.device).capability
     if capability < 80:

@@ -21,7 +21,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from ragged.backends import schedule
-from ragged.backends.base import Launch, Refusal, Target, cost, finish, refuse, scale_ways, too_old
+from ragged.backends.base import KERNELS, Launch, Refusal, Target, cost, finish, refuse, scale_ways, too_old
 from ragged.backends.schedule import Visits
 from ragged.backends.tpu import scales as tpu_scales
 from ragged.backends.tpu import tiled, tiles
@@ -39,6 +39,7 @@ from ragged.product.operands import Call, Operands
 from ragged.quant.formats import FORMATS, compute_dtype
 
 _UNITS = {name: known.tpu for name, known in FORMATS.items()}
+_TAKES = (*KERNELS, "scales", "offset", "batch", "existing")
 _PRECISIONS = ("none", "default", "high", "highest", "bfloat16", "float32", "fastest")
 
 
@@ -105,7 +106,7 @@ def _refuse(call: Call, x: Operands, target: Target) -> Refusal | None:
     """Why there is no kernel for such a product, or not with such tiles."""
     if len(x.sizes) > 1 and any(call.batched(x).sizes.values()):
         return Refusal("pallas_tpu has no tiled_matmul for sizes that differ between batch elements")
-    if refusal := refuse("pallas_tpu", _UNITS, _PRECISIONS, call, x, target):
+    if refusal := refuse("pallas_tpu", _UNITS, _TAKES, _PRECISIONS, call, x, target):
         return refusal
     generation = tiles.chip(target.device).generation
     if name := too_old(_UNITS, x, generation):

@@ -91,9 +91,9 @@ def _heights(call: Call, x: Operands) -> dict[str, tuple[int, ...]]:
 
 def _zeros(launch: Launch, x: Operands) -> Array:
     """There is nothing to multiply."""
-    call, batch = launch.call, launch.call.batch(x)
+    call, batch, (existing,) = launch.call, launch.call.batch(x), x.epilogue
     shape = (batch, *call.shape) if batch is not None and call.out_batch else call.shape
-    return jnp.zeros(shape, call.dtype) if x.epilogue.existing is None else x.epilogue.existing
+    return jnp.zeros(shape, call.dtype) if existing is None else existing
 
 
 def _tiled(launch: Launch, x: Operands) -> Array:
@@ -103,7 +103,7 @@ def _tiled(launch: Launch, x: Operands) -> Array:
     the whole of a letter that isn't ragged. FLOPs: what the groups need, rounded up to whole tiles along ragged
     letters. Long, as it is the body of three loops, which share where the group lies.
     """
-    call, p, sizes, existing = launch.call, launch.call.product, x.sizes, x.epilogue.existing
+    call, p, sizes, (existing,) = launch.call, launch.call.product, x.sizes, x.epilogue
     lhs, rhs, batch, num_groups = x.lhs.data, x.rhs.data, call.batch(x), x.num_groups
     tiles = {letter: height for letter, (height,) in launch.config.heights.items()}
     terms: dict[str, str] = {"lhs": p.lhs, "rhs": p.rhs, "out": p.out}
@@ -214,7 +214,7 @@ def _grouped(launch: Launch, x: Operands) -> Array:
 
     Rows `starts[i]:ends[i]` of an element times `rhs[index[i]]`, all `base[i]` rows further down; other rows are zero.
     """
-    call, (a, b), existing, batch = launch.call, launch.call.terms(x), x.epilogue.existing, launch.call.batch(x)
+    call, (a, b), (existing,), batch = launch.call, launch.call.terms(x), x.epilogue, launch.call.batch(x)
     letter, contracted = a.letters
     m, n, held, elements = a.extent(letter), call.shape[-1], b.data.shape[-3], 1 if batch is None else batch
     # Sizes that are constants of the program would have XLA fold the loop away, and with it the form of a bfloat16 dot
@@ -260,7 +260,7 @@ def _transposed_grouped(launch: Launch, x: Operands) -> Array:
     `out[i]` is the sum over `e` of `lhs[rows].T @ rhs[rows]`, where the rows are `starts[e, i]:ends[e, i]`. In an
     operand with a batch axis they lie `base[e, i]` rows further down.
     """
-    call, terms, existing, batch = launch.call, launch.call.terms(x), x.epilogue.existing, launch.call.batch(x)
+    call, terms, (existing,), batch = launch.call, launch.call.terms(x), x.epilogue, launch.call.batch(x)
     letter, held = terms[0].letters[0], call.shape[0]
     k, elements, keeps_batch = (
         terms[0].extent(letter),
@@ -381,7 +381,7 @@ def _batched(launch: Launch, x: Operands) -> Array:
     A batch axis of both operands is folded into the group axis, one of a single operand into the letter that it keeps.
     So a dot has three letters besides the groups: XLA's CPU backend can't run every other one in bfloat16.
     """
-    call, p = launch.call, launch.call.product
+    call, p, (existing,) = launch.call, launch.call.product, x.epilogue
     common = compute_dtype(x.lhs.data.dtype, x.rhs.data.dtype)
 
     def dot(lhs: Array, rhs: Array, axes: tuple[str, str, str]) -> Array:
@@ -405,4 +405,4 @@ def _batched(launch: Launch, x: Operands) -> Array:
         folded = rows.reshape(rows.shape[0], -1, rows.shape[-1])
         out = dot(folded, other, (kept + contracted, other_letters, kept + new))
         out = jnp.einsum(f"gb{kept}{new}->bg{p.out}", out.reshape(*rows.shape[:-1], out.shape[-1]))
-    return finish(out, x.epilogue.existing, call).astype(call.dtype)
+    return finish(out, existing, call).astype(call.dtype)
