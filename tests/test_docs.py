@@ -80,7 +80,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_the_main_path_is_what_the_code_says() -> None:
     """Each line that the design page quotes is in the file that it names."""
     page = (ROOT / "docs" / "design.md").read_text()
-    (quoted,) = re.findall(r"## The main path\n.*?```py\n(.*?)```", page, re.DOTALL)
+    (quoted,) = re.findall(r"## The main path\n.*?```text\n(.*?)```", page, re.DOTALL)
     file, count = set[str](), 0
     for line in filter(None, map(str.strip, quoted.splitlines())):
         if named := re.match(r"# (ragged/[\w/]+\.py)", line):
