@@ -56,7 +56,8 @@ def check_options(
     site: Site, backend: Any, precision: Any, tiling: Any, interpret: Any, extents: tuple[Any, Any, Any]
 ) -> Options:
     """The options of a call whose product is `extents = (m, k, n)`."""
-    refusals = {name: known.refusal for name, known in lowering.BACKENDS.items()}
+    # Which looks for packages, so not for every call.
+    refusals = {} if backend is None else {name: known.refusal for name, known in lowering.BACKENDS.items()}
     if backend is not None and (backend not in list(refusals) or refusals[backend]):
         available = ", ".join(repr(name) for name, refusal in refusals.items() if not refusal)
         missing = [f" Not available: {name!r} ({refusal.reason})." for name, refusal in refusals.items() if refusal]
