@@ -28,6 +28,7 @@ from ragged.backends.base import (
 from ragged.backends.gpu import call as triton_call
 from ragged.backends.gpu import tiles
 from ragged.backends.gpu.tiles import Chip, Problem
+from ragged.product.layout import Product
 from ragged.product.operands import Call, Operands, Term
 from ragged.quant.formats import FORMATS, accumulator_dtype, compute_dtype
 
@@ -179,32 +180,27 @@ def _is_aligned(term: Term) -> bool:
     return term.data.shape[-1] * term.data.dtype.itemsize % 16 == 0
 
 
-def _ndim(term: Term, sizes: dict[str, Any]) -> int:
-    """Axes without a batch axis."""
-    return 2 if set(term.letters) & set(sizes) else 3
-
-
-def _geometry(term: Term, kept: str, sizes: dict[str, Any]) -> dict[str, Any]:
+def _geometry(term: Term, kept: str, product: Product) -> dict[str, Any]:
     """Strides of batch, group, kept and contracted axis; extents of the last two; which of them is packed."""
-    (p, q), ndim = term.data.shape[-2:], _ndim(term, sizes)
+    (p, q), ndim = term.data.shape[-2:], product.ndim(term.letters)
     batch = math.prod(term.data.shape[-ndim:]) if term.data.ndim > ndim else 0
     first = term.letters[0] == kept  # the kept axis comes first
     return {
         "STRIDES": (batch, p * q if ndim == 3 else 0, *((q, 1) if first else (1, q))),
         "EXTENTS": (p, q) if first else (q, p),
-        "PACKED": ("kept" if first else "contracted") if term.letters[0] in sizes else "",
+        "PACKED": ("kept" if first else "contracted") if term.letters[0] in product.ragged else "",
     }
 
 
-def _scaling(term: Term, way: str, kept: str, sizes: dict[str, Any]) -> tuple[Any, ...]:
+def _scaling(term: Term, way: str, kept: str, product: Product) -> tuple[Any, ...]:
     """How the kernel finds and applies the scales: see `kernel._scale_row`."""
     if term.scales is None:
         return "", 0, 0, 1, 0, 1, 0
-    values, ndim = term.scales.values, _ndim(term, sizes)
+    values, ndim = term.scales.values, product.ndim(term.letters)
     blocks = dict(zip(term.letters, term.scales.block, strict=True))
     strides = dict(zip(term.letters, (values.shape[-1], 1), strict=True))
     (contracted,) = set(term.letters) - {kept}
-    packed = term.letters[0] if term.letters[0] in sizes else None
+    packed = term.letters[0] if term.letters[0] in product.ragged else None
     # Scales of groups: by their number if sizes pack them in rows of `values`, by the place of their matrix else.
     group = (strides[packed] if blocks[packed] is None else 0) if packed else -math.prod(values.shape[-2:])
     batch = math.prod(values.shape[-ndim:]) if values.ndim > ndim else 0
@@ -251,10 +247,10 @@ def run(launch: Launch, x: Operands) -> Array:
         "GROUPS": num_groups,
         "HELD": held,
         "BATCH": (*strides, 0 if x.offset is None else x.offset.ndim),
-        **{f"A_{key}": value for key, value in _geometry(a, r, sizes).items()},
-        **{f"B_{key}": value for key, value in _geometry(b, c, sizes).items()},
-        "A_SCALING": _scaling(a, dot.ways[0], r, sizes),
-        "B_SCALING": _scaling(b, dot.ways[1], c, sizes),
+        **{f"A_{key}": value for key, value in _geometry(a, r, p).items()},
+        **{f"B_{key}": value for key, value in _geometry(b, c, p).items()},
+        "A_SCALING": _scaling(a, dot.ways[0], r, p),
+        "B_SCALING": _scaling(b, dot.ways[1], c, p),
         "A_TMA": math.prod(a.data.shape[:-2]) if chip.has_tma and _is_aligned(a) else 0,
         "B_TMA": math.prod(b.data.shape[:-2]) if chip.has_tma and _is_aligned(b) else 0,
         "OUT_STRIDES": (rows * columns * (1 if packed else held), 0 if packed else rows * columns, columns),
