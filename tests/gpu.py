@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import pytest
+from jax import Array
 from jax.experimental import topologies
 from jax.extend.mlir import ir
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
@@ -103,6 +105,29 @@ def compile_whole(function: Callable[..., Any], *avals: Any, donated: tuple[int,
     jitted = jax.jit(function, in_shardings=sharding, out_shardings=sharding, donate_argnums=donated)
     with _pretend("NVIDIA H200"), _toolkit() as options:
         return jitted.trace(*avals).lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
+
+
+def poisoning() -> tuple[Callable[..., Array], list[str]]:
+    """A `jax_triton.triton_call` that poisons every kernel's result, and a list of the kernels that it called.
+
+    What a kernel leaves unwritten holds whatever was there before, which after a first run is often the right result.
+    So the memory of every result is filled with NaN (77 for integers) inside the compiled program, right before the
+    kernel writes to it: the kernel gets its result as a `Ref`, whose buffer XLA has filled. Filling and freeing memory
+    before the call would be a guess at what the allocator hands out next, and would miss results inside a program.
+    """
+    itself: Any = triton_call.load().triton_call
+    names: list[str] = []
+
+    def poisoned(*, out_type: Any, name: str = "", **call: Any) -> Any:
+        names.append(name)
+        if out_type == ():  # the kernel adds to what is there
+            return itself(out_type=(), name=name, **call)
+        poison = jnp.nan if jnp.issubdtype(out_type.dtype, jnp.floating) else 77
+        out = jax.new_ref(jnp.full(out_type.shape, poison, out_type.dtype))
+        itself(out=out, out_type=(), name=name, **call)
+        return jax.freeze(out)
+
+    return poisoned, names
 
 
 def on(chip: str) -> Any:

@@ -7,6 +7,7 @@ import pytest
 
 from . import gpu
 from .benchmarks.gpu import OPERANDS, SPREADS, main
+from .cases import NAMES
 
 gpu.needs_triton()
 
@@ -32,3 +33,34 @@ def test_the_budget_is_kept(tmp_path: Path) -> None:
     main(["--dry", "--budget", "-1", "--json", str(tmp_path / "out.json")])
     results = json.loads((tmp_path / "out.json").read_text())
     assert results["rows"] == [] and results["stopped"].startswith("before forward")
+
+
+@pytest.mark.long
+def test_the_first_minutes_outlive_what_breaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variant that ends its process, one that hangs and one that raises cost themselves alone."""
+    broken = {"ragged_dot": "exit", "16x32x32 warps 4 stages 4 programs 1": "hang", "dense": "raise"}
+    monkeypatch.setenv("BREAK", ",".join(f"{name}={how}" for name, how in broken.items()))
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    main(["--dry", "--first", "launch", "measure", "sweep", "--json", str(tmp_path / "out.json")])
+    results = json.loads((tmp_path / "out.json").read_text())
+    rows = [row for row in results["rows"] if "error" not in row]
+    errors = [(row["variant"], row["error"][:13]) for row in results["rows"] if "error" in row]
+    assert errors == 4 * [("ragged_dot", "exit status 9")] + [(list(broken)[1], "said nothing ")]
+    assert results["left"] == [] and len(results["machine"]["device"]) > 0
+    launched = [(row["layout"], row["by"]) for row in rows if "layout" in row]
+    assert launched == [(layout, by) for by in ("tma", "pointers") for layout in NAMES]
+    assert all(row["right"] for row in rows if "layout" in row)
+    measured = [row for row in rows if "figures" in row]
+    assert [(row["product"], row["sizes"]) for row in measured] == [(p, s) for p in OPERANDS for s in SPREADS]
+    assert all({"ours", "dense"} <= {*row["figures"], *row["failed"]} for row in measured)
+    assert all("on purpose" in row["failed"]["dense"] for row in measured)
+    swept = {row["product"]: row["seconds"] for row in rows if "best" in row}
+    assert len(swept) == 3 and all(len(seconds) == 3 for seconds in swept.values())
+    assert list(broken)[1] not in swept["forward"]
+
+
+def test_what_is_left_when_the_time_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    main(["--dry", "--first", "launch", "--budget", "-1", "--json", str(tmp_path / "out.json")])
+    results = json.loads((tmp_path / "out.json").read_text())
+    assert results["rows"] == [] and len(results["left"]) == 2 * len(NAMES)

@@ -1,9 +1,6 @@
 """The Triton kernels on a real GPU, against NumPy in float64: `python -m pytest tests -m gpu -n 4`, a few minutes.
 
-What a kernel leaves unwritten holds whatever was there before, which after a first run is often the right result. So
-the memory of every result is filled with NaN (77 for integers) inside the compiled program, right before the kernel
-writes to it: the kernel gets its result as a `Ref`, whose buffer XLA has filled. Filling and freeing memory before the
-call would be a guess at what the allocator hands out next, and would miss results inside a program.
+Results are poisoned: see `gpu.poisoning`.
 """
 
 import itertools
@@ -48,17 +45,8 @@ def device() -> Iterator[tuple[str, int]]:
 @pytest.fixture(autouse=True)
 def launches(device: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Poisons every kernel's result, and lists the kernels that were lowered."""
-    jax_triton, names = triton_call.load(), []
-    triton_call_itself = jax_triton.triton_call
-
-    def poisoned(*, out_type: jax.ShapeDtypeStruct, name: str = "", **call: Any) -> Array:
-        names.append(name)
-        poison = jnp.nan if jnp.issubdtype(out_type.dtype, jnp.floating) else 77
-        out = jax.new_ref(jnp.full(out_type.shape, poison, out_type.dtype))
-        triton_call_itself(out=out, out_type=(), name=name, **call)
-        return jax.freeze(out)
-
-    monkeypatch.setattr(jax_triton, "triton_call", poisoned)
+    poisoned, names = gpu.poisoning()
+    monkeypatch.setattr(triton_call.load(), "triton_call", poisoned)
     return names
 
 

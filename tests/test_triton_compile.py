@@ -13,6 +13,7 @@ from jax import Array
 import ragged
 from ragged import Recipe
 from ragged.backends.base import Target
+from ragged.backends.gpu import tiles
 from ragged.product.operands import Scales
 
 from . import gpu, products
@@ -105,6 +106,14 @@ def test_what_is_measured(chip: str, shape: Shape) -> None:
         assert kernel.spill_bytes == 0 and not kernel.remarks
         assert kernel.sass_counts["UTMALDG"] or chip == A100
         assert kernel.sass_counts["HGMMA"] or rows == 64  # 8 a group: fewer than HGMMA takes
+
+
+def test_without_tma(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A configuration can ask for pointers in place of TMA: the tensor cores are the same."""
+    choose, function, avals = tiles.choose, *product("forward", LARGE, jnp.dtype(jnp.bfloat16))
+    monkeypatch.setattr(tiles, "choose", lambda *args: choose(*args)._replace(tma=False))
+    for kernel in gpu.compile_for(H200, function, *avals):
+        assert not kernel.sass_counts["UTMALDG"] and kernel.sass_counts["LDGSTS"] and kernel.sass_counts["HGMMA"]
 
 
 def test_scales_are_applied_in_the_kernel() -> None:

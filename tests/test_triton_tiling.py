@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from ragged.backends.gpu import tiles as triton_tiling
-from ragged.backends.gpu.tiles import Problem, chip, choose, fit, refuse, shared
+from ragged.backends.gpu.tiles import Problem, chip, choose, fit, refuse, resident, shared
 
 H200, A100, L4 = (chip((kind, 0)) for kind in ("NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA L4"))
 
@@ -64,3 +64,11 @@ def test_a_tile_that_is_asked_for_is_halved_until_it_fits() -> None:
 def test_least_k() -> None:
     assert triton_tiling.least_k(jnp.int8, jnp.float8_e5m2) == 32
     assert triton_tiling.least_k(jnp.int8, jnp.bfloat16) == 16
+
+
+def test_programs_at_a_time() -> None:
+    """As many as fit, unless the configuration says how many."""
+    p = problem(64, 64, 1024)
+    config = choose(p, H200)
+    assert resident(p, config, H200) > 1
+    assert [resident(p, config._replace(programs=n), H200) for n in (1, 2)] == [1, 2]

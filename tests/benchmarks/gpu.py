@@ -1,6 +1,7 @@
 """How fast the products are on a GPU, beside dense products of the same FLOPs and other libraries' grouped ones.
 
     python -m tests.benchmarks.gpu [--json out.json] [--budget 540] [--tune]
+    python -m tests.benchmarks.gpu --first --json first.json # launches, tests, this and a sweep: see `gpu_first.py`
     python -m tests.benchmarks.gpu --dry                     # every path on the CPU, tiny and interpreted
 
 All variants of a row take turns in one process, on the same random normal data, in rounds of a rotating order; a figure
@@ -21,7 +22,7 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product as cartesian
@@ -52,6 +53,7 @@ SHAPES = [  # rows, k, n, groups: the most important first
     (4096, 2048, 768, 128),
     (32768, 6144, 4096, 32),
 ]
+TINY = (48, 64, 32, 3)
 OPERANDS = {  # of `Data`
     "forward": ("x", "w"),
     "fp8": ("x8", "w8", "x_scales", "w_scales"),
@@ -72,6 +74,11 @@ class Setting(NamedTuple):
     dry: bool
     rounds: int
     busy: float  # seconds a variant in a round
+    skip: Sequence[str] = ()  # variants
+    trying: Callable[[str], None] = lambda name: None  # is told each variant before it is first run
+
+
+DRY, QUICK, FULL = Setting(True, 2, 0.0), Setting(False, 3, 0.02), Setting(False, 7, 0.02)
 
 
 class Data(NamedTuple):
@@ -190,14 +197,14 @@ def torch_variant(product: str, operands: Sequence[Array], grouped: bool) -> Var
 
 
 def variants(
-    product: str, data: Data, sizes: np.ndarray, peers: Sequence[str], dry: bool
+    product: str, data: Data, sizes: np.ndarray, peers: Sequence[str], setting: Setting
 ) -> tuple[dict[str, Variant], dict[str, str]]:
     """All competitors that there are for a product, and why there is no other."""
     operands = [getattr(data, name) for name in OPERANDS[product]]
     matrices = [operands[0], operands[1] if product == "wgrad" else operands[1][0]]
     build = partial(compiled, sizes=sizes, flops=data.flops)
     makers: dict[str, Callable[[], Variant]] = {
-        "ours": lambda: build(ours(product, dry), operands),
+        "ours": lambda: build(ours(product, setting.dry), operands),
         "dense": lambda: build(dense(product), matrices),
         "dense torch": lambda: torch_variant(product, operands, grouped=False),
         "torch": lambda: torch_variant(product, operands, grouped=True),
@@ -206,8 +213,9 @@ def variants(
     }
     made, failed = {}, {}
     for name, maker in makers.items():
-        if name == "ours" or name.split()[0] in peers:
+        if (name == "ours" or name.split()[0] in peers) and name not in setting.skip:
             try:
+                setting.trying(name)
                 variant = maker()
                 variant.wait(variant.run(variant.sizes(sizes)))
                 made[name] = variant
@@ -217,7 +225,18 @@ def variants(
 
 
 def reason(error: Exception) -> str:
+    """In a sentence. Raises the error again if the device is broken: nothing that follows would be true."""
+    if not is_well():
+        raise error
     return f"{type(error).__name__}: {error}"[:300]
+
+
+def is_well() -> bool:
+    """Whether the device still computes: after an illegal address it doesn't, until the process ends."""
+    try:
+        return float(jax.jit(jnp.sum)(jnp.ones(8))) == 8
+    except Exception:
+        return False
 
 
 def interleave(runs: dict[str, Variant], sizes: np.ndarray, setting: Setting) -> dict[str, dict[str, Any]]:
@@ -243,6 +262,7 @@ def interleave(runs: dict[str, Variant], sizes: np.ndarray, setting: Setting) ->
                 if name in failed:
                     continue
                 if i == 0:  # how many it takes, once warm
+                    setting.trying(name)
                     burst(name, 1)
                     calls[name] = 1 + int(setting.busy / burst(name, 1 if setting.dry else 3)[1])
                 else:
@@ -325,7 +345,24 @@ def candidates(problem: triton_tiling.Problem, on: triton_tiling.Chip) -> list[t
     ]
 
 
-def tune(product: str, data: Data, sizes: np.ndarray, setting: Setting) -> dict[str, Any]:
+Tried = Callable[[triton_tiling.Config, triton_tiling.Problem, triton_tiling.Chip], list[triton_tiling.Config]]
+
+
+def others(
+    chosen: triton_tiling.Config, problem: triton_tiling.Problem, on: triton_tiling.Chip
+) -> list[triton_tiling.Config]:
+    """What is tried beside the library's choice."""
+    return ([chosen._replace(band=band) for band in (1, 4, 16)] + candidates(problem, on))[:72]
+
+
+def label(config: triton_tiling.Config) -> str:
+    """`128x256x64 warps 8 stages 4`, and what else isn't as usual."""
+    usual = config._field_defaults
+    more = (f"{key} {x}" for key, x in config._asdict().items() if key in usual and x != usual[key])
+    return " ".join([f"{config.r}x{config.c}x{config.k} warps {config.warps} stages {config.stages}", *more])
+
+
+def tune(product: str, data: Data, sizes: np.ndarray, setting: Setting, tried: Tried = others) -> dict[str, Any]:
     """The seconds of the default configuration, and of others."""
     operands, wanted = [getattr(data, name) for name in OPERANDS[product]], Wanted()
 
@@ -340,16 +377,17 @@ def tune(product: str, data: Data, sizes: np.ndarray, setting: Setting) -> dict[
         first = attempt(None)
         assert wanted.asked is not None, first
         chosen = wanted.default(*wanted.asked)
-        tried = [chosen._replace(band=band) for band in (1, 4, 16)] + candidates(*wanted.asked)
-        tried = tried[:2] if setting.dry else tried[:72]
-        made = {"default": first, **dict(zip(map(str, map(tuple, tried)), pool.map(attempt, tried), strict=True))}
+        configs = {label(config): config for config in tried(chosen, *wanted.asked)}
+        configs = {name: config for name, config in configs.items() if name not in setting.skip}
+        names = list(configs)[: 2 if setting.dry else None]
+        made = {"default": first, **dict(zip(names, pool.map(attempt, map(configs.__getitem__, names)), strict=True))}
     runs = {name: variant for name, variant in made.items() if isinstance(variant, Variant)}
     figures = interleave(runs, sizes, setting._replace(rounds=min(3, setting.rounds), busy=setting.busy / 2))
     seconds = {name: row["seconds"] for name, row in figures.items() if "seconds" in row}
     best = min(seconds, key=lambda name: seconds[name])
     return {
         "problem": wanted.asked[0]._asdict(),
-        "default": str(tuple(chosen)),  # tile r, c, k, warps, stages, band
+        "default": label(chosen),
         "best": best,
         "best_over_default": seconds["default"] / seconds[best],
         "seconds": dict(sorted(seconds.items(), key=lambda item: item[1])),
@@ -375,7 +413,7 @@ def clocks() -> str | None:
 
 def line(row: dict[str, Any]) -> str:
     """A row of the table that is printed: as ours, then how many times as long each other takes."""
-    mine, head = row["figures"].get("ours", {}), f"{row['product']:<8}{row['shape']!s:<26}{row['sizes']:<5}"
+    mine, head = row["figures"].get("ours", {}), f"{row['product']:<8}{tuple(row['shape'])!s:<26}{row['sizes']:<5}"
     if "seconds" not in mine:
         return head + str(mine.get("error", row["failed"].get("ours")))[:90]
     others = ", ".join(f"{name} {ratio:.2f}" for name, ratio in mine["speed_over"].items())
@@ -383,6 +421,49 @@ def line(row: dict[str, Any]) -> str:
         f"{head}{mine['seconds'] * 1e6:9.1f} µs {mine['tflops']:6.1f} TFLOP/s {mine.get('of_dense', 0):5.2f} of dense "
         f"{mine['of_memory_roofline']:5.2f} of memory | {others}"
     )
+
+
+def measure(product: str, shape: Shape, peers: Sequence[str], setting: Setting) -> Iterator[dict[str, Any]]:
+    """A row for each way to spread the sizes."""
+    rng, data = np.random.default_rng(0), jax.block_until_ready(make(shape))
+    sizes = {kind: spread(rng, kind, shape[3], shape[0]) for kind in SPREADS}
+    runs, failed = variants(product, data, sizes["zipf"], peers, setting)
+    for kind in SPREADS:
+        figures = interleave(runs, sizes[kind], setting)
+        add_ratios(product, shape, sizes[kind], figures)
+        row = {"product": product, "shape": shape, "sizes": kind, "figures": figures, "failed": failed}
+        yield row | {"clocks": clocks(), "differences": differences(runs, sizes[kind])}
+
+
+def tuned(product: str, shape: Shape, setting: Setting, tried: Tried = others) -> dict[str, Any]:
+    """A row of configurations, on sizes that fall off by Zipf's law."""
+    sizes = spread(np.random.default_rng(0), "zipf", shape[3], shape[0])
+    return {"product": product, "shape": shape, **tune(product, make(shape), sizes, setting, tried)}
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    packages = ("jax", "jaxlib", "triton", "jax-triton", "torch", "tokamax")
+    return {
+        "date": time.strftime("%F %H:%M"),
+        "device": jax.devices()[0].device_kind,
+        "versions": {name: version(name) for name in packages},
+        "clocks": clocks(),
+    }
+
+
+def save(results: dict[str, Any], path: str | None) -> None:
+    """Writes the file anew; whatever happens meanwhile, there is a whole one."""
+    if path:
+        with open(f"{path}.new", "w") as file:
+            json.dump(results, file, indent=2)
+            file.write("\n")
+        os.replace(f"{path}.new", path)
+
+
+def tuned_line(row: dict[str, Any]) -> str:
+    best = f"best {row['best']}, {row['best_over_default']:.2f} times as fast"
+    return f"{row['product']:<8}{tuple(row['shape'])!s:<26}default {row['default']}; {best}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -393,51 +474,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
     parser.add_argument("--quick", action="store_true", help="three rounds in place of seven")
     parser.add_argument("--tune", action="store_true", help="also try other configurations than the library's choice")
+    parser.add_argument("--first", nargs="*", metavar="STEPS", help="launches, tests, figures and a sweep, or some")
     parser.add_argument("--budget", type=float, default=540, help="begin no row after these seconds (%(default)s)")
     parser.add_argument("--dry", action="store_true", help="tiny shapes, interpreted on the CPU")
     args = parser.parse_args(arguments)
-    shapes: list[Any] = [tuple(map(int, shape.split(","))) for shape in args.shapes or []] or SHAPES
-    shapes = [(48, 64, 32, 3)] if args.dry else shapes
-    setting = Setting(True, 2, 0.0) if args.dry else Setting(False, 3 if args.quick else 7, 0.02)
     end = time.monotonic() + args.budget
-    packages = ("jax", "jaxlib", "triton", "jax-triton", "torch", "tokamax")
-    results: dict[str, Any] = {
-        "date": time.strftime("%F %H:%M"),
-        "device": jax.devices()[0].device_kind,
-        "versions": {name: version(name) for name in packages},
-        "clocks": clocks(),
-        "rows": [],
-        "tuned": [],
-    }
+    if args.first is not None:
+        from tests.benchmarks import gpu_first
+
+        return gpu_first.run(args.first or gpu_first.KINDS, args.json, end, args.dry)
+    shapes: list[Any] = [tuple(map(int, shape.split(","))) for shape in args.shapes or []] or SHAPES
+    shapes = [TINY] if args.dry else shapes
+    setting = DRY if args.dry else QUICK if args.quick else FULL
+    results: dict[str, Any] = machine() | {"rows": [], "tuned": []}
     print(results["device"], results["versions"], results["clocks"], flush=True)
 
-    def save() -> None:
-        if args.json:
-            with open(f"{args.json}.new", "w") as file:
-                json.dump(results, file, indent=2)
-                file.write("\n")
-            os.replace(f"{args.json}.new", args.json)
-
-    def measure(product: str, shape: Shape) -> None:
-        rng, data = np.random.default_rng(0), jax.block_until_ready(make(shape))
-        sizes = {kind: spread(rng, kind, shape[3], shape[0]) for kind in SPREADS}
-        runs, failed = variants(product, data, sizes["zipf"], args.peers, setting.dry)
-        for kind in SPREADS:
-            figures = interleave(runs, sizes[kind], setting)
-            add_ratios(product, shape, sizes[kind], figures)
-            row = {"product": product, "shape": shape, "sizes": kind, "figures": figures, "failed": failed}
-            results["rows"].append(row | {"clocks": clocks(), "differences": differences(runs, sizes[kind])})
-            save()
+    def measure_one(product: str, shape: Shape) -> None:
+        for row in measure(product, shape, args.peers, setting):
+            results["rows"].append(row)
+            save(results, args.json)
             print(line(row), flush=True)
 
     def tune_one(product: str, shape: Shape) -> None:
-        sizes = spread(np.random.default_rng(0), "zipf", shape[3], shape[0])
-        row = {"product": product, "shape": shape, **tune(product, make(shape), sizes, setting)}
-        results["tuned"].append(row)
-        best = f"best {row['best']}, {row['best_over_default']:.2f} times as fast"
-        print(f"{product:<8}{shape!s:<26}tiles {row['default']}; {best}", flush=True)
+        results["tuned"].append(row := tuned(product, shape, setting))
+        print(tuned_line(row), flush=True)
 
-    steps = [measure, tune_one] if args.tune else [measure]
+    steps = [measure_one, tune_one] if args.tune else [measure_one]
     for step, product, shape in [(a, b, c) for a in steps for b in args.products for c in shapes]:
         if time.monotonic() > end:
             results["stopped"] = f"before {product} {shape}" + " was tuned" * (step is tune_one)
@@ -447,8 +509,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except Exception as error:
             results["rows"].append({"product": product, "shape": shape, "error": reason(error)})
             print(product, shape, reason(error), flush=True)
-        save()
-    save()
+        save(results, args.json)
+    save(results, args.json)
 
 
 if __name__ == "__main__":

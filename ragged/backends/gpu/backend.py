@@ -230,6 +230,7 @@ def run(launch: Launch, x: Operands) -> Array:
         for term in call.terms(x)
     )
     packed, num_groups, (rows, columns) = r in sizes, x.num_groups, call.shape[-2:]
+    has_tma = chip.has_tma and config.tma
 
     # 1. The kernel's parameters.
     batch = (elements,) if call.out_batch and call.batch(x) is not None else ()
@@ -251,8 +252,8 @@ def run(launch: Launch, x: Operands) -> Array:
         **{f"B_{key}": value for key, value in _geometry(b, c, p).items()},
         "A_SCALING": _scaling(a, dot.ways[0], r, p),
         "B_SCALING": _scaling(b, dot.ways[1], c, p),
-        "A_TMA": math.prod(a.data.shape[:-2]) if chip.has_tma and _is_aligned(a) else 0,
-        "B_TMA": math.prod(b.data.shape[:-2]) if chip.has_tma and _is_aligned(b) else 0,
+        "A_TMA": math.prod(a.data.shape[:-2]) if has_tma and _is_aligned(a) else 0,
+        "B_TMA": math.prod(b.data.shape[:-2]) if has_tma and _is_aligned(b) else 0,
         "OUT_STRIDES": (rows * columns * (1 if packed else held), 0 if packed else rows * columns, columns),
         "OUT_EXTENTS": (rows, columns),
         "SUMMED": summed,

@@ -103,6 +103,8 @@ class Config(NamedTuple):
     warps: int
     stages: int  # tiles of each operand in flight
     band: int = 8
+    programs: int = 0  # that a multiprocessor runs at a time; 0 for as many as fit
+    tma: bool = True  # whether TMA loads tiles, where it can
 
     @property
     def tile(self) -> tuple[int, int, int]:
@@ -177,7 +179,7 @@ def _config(p: Problem, r: int, c: int, k: int, on: Chip) -> Config | None:
 
 def resident(problem: Problem, config: Config, on: Chip) -> int:
     """How many programs a multiprocessor runs at a time: as many as its shared memory and its registers hold."""
-    return min(16 // config.warps, max(1, on.shared // shared(problem, config, on)))
+    return config.programs or min(16 // config.warps, max(1, on.shared // shared(problem, config, on)))
 
 
 _LATENCY = 1.5e-6
