@@ -152,6 +152,70 @@ def test_recipes(recipe: str) -> None:
     assert not [remark for kernel in found[:2] for remark in kernel.remarks if "serialized" in remark]
 
 
+def measured(name: str, x: Array, w: Array, sizes: Array) -> Array:
+    """`x [m, k]`, and `w [g, k, n]` or for a dgrad `[g, n, k]`; for a wgrad `dy [m, n]`."""
+    if name == "wgrad":
+        return ragged.transposed_grouped_matmul(x.T, w, sizes)
+    scales = (Scales(jnp.ones((len(x), 1)), (1, None)), None) if name == "fp8" else (None, None)
+    options: dict[str, Any] = {"target": Target(device=(H200, 132)), "transpose_rhs": name in ("dgrad", "fp8")}
+    options |= {"preferred_element_type": jnp.bfloat16, "lhs_scales": scales[0]}
+    return products.grouped_matmul("triton_gpu", x, w, sizes, **options)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    "variant, name, c",
+    [
+        *(("specialised", name, c) for name in ("forward", "dgrad") for c in (128, 256)),
+        *(("overlapped", name, c) for name in ("forward", "dgrad", "wgrad") for c in (128, 256)),
+        *((variant, "fp8", 128) for variant in tiles.VARIANTS),  # at 256, the default kernel spills too
+    ],
+)
+def test_variants(variant: str, name: str, c: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """B6, O3: each is what it says it is, without spills, and in the shared memory that is reckoned with.
+
+    Overlapped: results stored by TMA, and but for a wgrad one loop for all tiles. Specialised: a group of warps that
+    load, and two that multiply, with registers dealt out.
+    """
+    m, k, n, g, fp8 = 8192, 2048, 1024, 8, name == "fp8"
+    specialised = variant == "specialised"
+    config = tiles.Config(
+        128, c, 128 if fp8 else 64, 4 if specialised or (c == 128 and not fp8) else 8, 3, 8, variant=variant
+    )
+    asked = []
+    monkeypatch.setattr(tiles, "choose", lambda problem, on: asked.append(problem) or config)
+    dtype, other = jnp.dtype(FP8 if fp8 else "bfloat16"), {"forward": (g, k, n), "wgrad": (m, n)}.get(name, (g, n, k))
+    avals = Aval((m, k), dtype), Aval(other, dtype), Aval((g,), jnp.int32)
+    (kernel,) = gpu.compile_for(H200, partial(measured, name), *avals)
+    assert kernel.spill_bytes == 0 and kernel.sass_counts["UTMALDG"]
+    assert kernel.sass_counts["QGMMA" if fp8 else "HGMMA"]
+    assert kernel.shared_bytes <= tiles.shared(asked[0], config, tiles.chip((H200, 132)))
+    # Where fp8 is added up in float32, warps that only multiply wait for each product, as 4 do by default.
+    assert not [remark for remark in kernel.remarks if "serialized" in remark] or (specialised and fp8)
+    if specialised:
+        assert kernel.threads == 32 * 12 and "setmaxnreg" in kernel.ptx
+        assert tiles.resident(asked[0], config, tiles.chip((H200, 132))) * kernel.threads * kernel.registers <= 65536
+    else:
+        assert kernel.threads == 32 * config.warps and "setmaxnreg" not in kernel.ptx
+        assert kernel.sass_counts["UTMASTG"] == 2 and not kernel.sass_counts["STG"]
+        # Loops around the tensor cores' first instruction: labels before it that are jumped to from behind it.
+        first = kernel.ptx.index("wgmma.mma_async")
+        begins = {label[1] for label in re.finditer(r"^(\$L__BB\w+):", kernel.ptx[:first], re.M)}
+        loops = begins & {jump[1] for jump in re.finditer(r"\bbra\S*\s+(\$L__BB\w+);", kernel.ptx[first:])}
+        assert len(loops) == (2 if name == "wgrad" else 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", FP8])
+@pytest.mark.parametrize("layout", NAMES)
+def test_overlapped(layout: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """B6: of every layout, forward and backward, stores of results alone by TMA, without spills."""
+    config = tiles.Config(64, 128, 64 if dtype == "bfloat16" else 32, 4, 3, 8, variant="overlapped")
+    monkeypatch.setattr(tiles, "choose", lambda problem, on: config)
+    for kernel in kernels(H200, layout, LARGE, dtype):
+        assert kernel.spill_bytes == 0 and kernel.sass_counts["UTMASTG"] == 2 and not kernel.sass_counts["STG"]
+
+
 @pytest.mark.long
 def test_no_operand_is_dequantised_in_memory() -> None:
     """T7: kernels take 8 bits, as the program is lowered, and there are three when XLA is done with it."""

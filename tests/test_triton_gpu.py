@@ -4,6 +4,7 @@ The interpreter's memory is checked: results begin as NaN, and whatever lies out
 """
 
 import itertools
+import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -16,10 +17,13 @@ from jax import Array
 
 import ragged
 from ragged import GroupedTensor
+from ragged.backends.base import Target
 from ragged.backends.gpu import call as triton_call
+from ragged.backends.gpu import tiles
 from ragged.product import lowering
+from ragged.product.operands import Scales
 
-from . import cases, gpu, oracle, ran
+from . import cases, gpu, oracle, products, ran
 from .cases import NAMES, SPREADS, TOLERANCE
 from .test_matmul import check
 from .test_pallas_tpu import check_gradients
@@ -143,6 +147,158 @@ def test_descriptors(layout: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -
         with gpu.on("NVIDIA H200"):
             check(case, matmul(case.lhs, case.rhs, tiling=(32, 32, 32), preferred_element_type=jnp.float32))
     assert used and all(static["A_TMA"] and static["B_TMA"] for static in used)
+
+
+VARIANTS = {
+    name: tiles.Config(128 if name == "specialised" else 32, 32, 32, 4, 3, 2, variant=name) for name in tiles.VARIANTS
+}
+
+
+@pytest.fixture
+def stores(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What stored each tile of a result: "pointers", or a half of it "TMA"."""
+    found: list[str] = []
+    builder = triton_interpreter._Builder
+    by_pointers, by_tma = builder.create_masked_store, builder.create_descriptor_store
+
+    def pointers(*args: Any, **options: Any) -> None:
+        found.append("pointers")
+        by_pointers(*args, **options)
+
+    def tma(*args: Any, **options: Any) -> None:
+        by_tma(*args, **options)  # by pointers, here
+        found[-1] = "TMA"
+
+    monkeypatch.setattr(builder, "create_masked_store", pointers)
+    monkeypatch.setattr(builder, "create_descriptor_store", tma)
+    return found
+
+
+def configured(config: tiles.Config, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What is lowered in here is for an H200, with this configuration."""
+    monkeypatch.setattr(tiles, "choose", lambda problem, on: config)
+    return gpu.on("NVIDIA H200")
+
+
+@pytest.mark.sampled(4)
+@interpreted
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    "variant, layout",
+    [
+        *(("overlapped", layout) for layout in NAMES),
+        *(("specialised", layout) for layout in ("batched", "forward", "forward_left")),
+    ],
+)
+def test_variants(variant: str, layout: str, dtype: str, stores: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """B4: what the default's results are: empty groups, partial tiles and bands, NaN tails, zeros where nobody is."""
+    with configured(VARIANTS[variant], monkeypatch):
+        for slack, kind in enumerate(("half_empty", "zipf")):
+            shape = {"uniform": (144, 96, 80), "aligned": 16, "capacity": 272}
+            case = cases.make(layout, g=3, kind=kind, slack=bool(slack), dtype=dtype, **shape)
+            check(case, matmul(case.lhs, case.rhs, preferred_element_type=jnp.float32))
+    assert set(stores) == {"TMA" if variant == "overlapped" else "pointers"}
+
+
+@pytest.mark.sampled(2)
+@interpreted
+@pytest.mark.parametrize("offset", [-2, 0, 1, 4])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_of_a_shard(variant: str, offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """K11, O7: zeros in tiles of groups that aren't held, whatever is loaded there; batches; and what is added to."""
+    sizes, rng = [130, 0, 70, 0], np.random.default_rng(0)
+    held = [i if 0 <= i < 4 else None for i in range(offset, offset + 2)]
+    x = jnp.asarray(rng.normal(size=(2, 272, 64)), jnp.bfloat16).at[:, 200:].set(jnp.nan)
+    w = jnp.asarray(rng.normal(size=(2, 64, 48)), jnp.bfloat16)
+    w = jnp.stack([a if i in (0, 2) else a * jnp.nan for i, a in zip(held, w, strict=True)])
+    dims, existing = jnp.array(sizes, jnp.int32), jnp.ones((2, 272, 48), jnp.bfloat16)
+
+    def product(x: Array, old: Array | None) -> Array:
+        options: dict[str, Any] = {"group_offset": jnp.int32(offset), "backend": "triton_gpu", "interpret": True}
+        options |= {} if old is None else {"existing_out": GroupedTensor(old, dims)}
+        return ragged.matmul(GroupedTensor(x, dims), w, **options).data
+
+    for old in (None, existing):
+        with configured(VARIANTS[variant], monkeypatch):
+            out = np.asarray(jax.jit(jax.vmap(product, in_axes=(0, None if old is None else 0)))(x, old), np.float64)
+        want = (
+            np.zeros((2, 272, 48))
+            if old is None
+            else np.where(np.arange(272)[:, None] < 200, 1.0, np.zeros((2, 1, 48)))
+        )
+        for i, size in enumerate(sizes):
+            rows = slice(sum(sizes[:i]), sum(sizes[: i + 1]))
+            if i in held and size:
+                want[:, rows] += np.asarray(x[:, rows], np.float64) @ np.asarray(w[held.index(i)], np.float64)
+        np.testing.assert_allclose(out, want, rtol=2**-8, atol=1e-3)
+        assert not out[:, 200:].any()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_with_scales(variant: str, stores: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """K23: by row; where a tile has no rows of a group they are NaN, and it has zeros."""
+    rng, fp8 = np.random.default_rng(0), jnp.float8_e4m3fn
+    x, w = jnp.asarray(rng.normal(size=(272, 64)), fp8), jnp.asarray(rng.normal(size=(2, 48, 64)), fp8)
+    of_x, of_w = rng.uniform(0.5, 2, (272, 1)), rng.uniform(0.5, 2, (2, 48, 1))
+    of_x[140:] = np.nan
+    monkeypatch.setattr(tiles, "choose", lambda problem, on: VARIANTS[variant])
+    out = products.grouped_matmul(
+        "triton_gpu",
+        x,
+        w,
+        jnp.array([140, 0], jnp.int32),
+        transpose_rhs=True,
+        lhs_scales=Scales(jnp.asarray(of_x, jnp.float32), (1, None)),
+        rhs_scales=Scales(jnp.asarray(of_w, jnp.float32), (1, None)),
+        preferred_element_type=jnp.float32,
+        target=Target(interpret=True, device=("NVIDIA H200", 132)),
+    )
+    want = of_x[:140] * np.asarray(x, np.float64)[:140] @ (of_w[0] * np.asarray(w[0], np.float64)).T
+    np.testing.assert_allclose(np.asarray(out[:140]), want, rtol=1e-5, atol=1e-4)
+    assert not np.asarray(out[140:]).any()
+    assert set(stores) == {"TMA" if variant == "overlapped" else "pointers"}
+
+
+OVERLAPPED, SPECIALISED = (config._replace(c=64) for config in VARIANTS.values())
+SHAPE = {"m": 256, "k": 64, "n": 128, "dtype": "bfloat16", "chip": "NVIDIA H200", "wgrad": False, "batch": 2}
+
+
+@pytest.mark.parametrize(
+    "config, changed, needs",
+    [
+        (OVERLAPPED, {}, None),
+        (SPECIALISED, {}, None),
+        (SPECIALISED._replace(variant="faster"), {}, "another name: 'overlapped' or 'specialised'"),
+        (OVERLAPPED, {"chip": "NVIDIA B200"}, "compute capability 9.0"),
+        (OVERLAPPED, {"k": 36}, "operands whose rows begin at multiples of 16 bytes"),
+        (OVERLAPPED, {"k": 80}, "a contraction that is ragged, or a multiple of its tile"),
+        (OVERLAPPED, {"wgrad": True}, "a result for each batch element"),
+        (OVERLAPPED._replace(r=128, c=256, k=128), {"k": 128}, "less shared memory"),
+        (OVERLAPPED, {"n": 100}, "a result whose rows begin at multiples of 16 bytes"),
+        (OVERLAPPED, {"m": 2**29 + 8}, "at most 2**30 rows of results"),
+        (SPECIALISED, {"wgrad": True, "batch": 1}, "rows that alone are ragged, if any are"),
+        (SPECIALISED._replace(warps=8), {}, "4 warps, and a tile of 128 rows"),
+        (SPECIALISED._replace(r=64), {}, "4 warps, and a tile of 128 rows"),
+        (SPECIALISED, {"dtype": "float32"}, "operands of the same 8 or 16 bits, and no scales but of rows"),
+    ],
+)
+def test_variants_that_do_not_fit(
+    config: tiles.Config, changed: dict[str, Any], needs: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """T10: an error, lest another program be measured."""
+    m, k, n, dtype, chip, wgrad, batch = (SHAPE | changed).values()
+    x, w, sizes = ((batch, m, k), dtype), ((4, n, k), dtype), ((4,), "int32")
+    avals = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in (x, w, sizes)]
+
+    def forward(x: Array, w: Array, sizes: Array) -> Array:
+        options: dict[str, Any] = {"transpose_rhs": True, "backend": "triton_gpu"}
+        return jax.vmap(lambda x: ragged.grouped_matmul(x, w, sizes, **options))(x)
+
+    product = jax.grad(lambda *args: jnp.sum(forward(*args)), argnums=1) if wgrad else forward
+    error = pytest.raises(ValueError, match=re.escape(f"the kernel's variant {config.variant!r} needs {needs}."))
+    with configured(config, monkeypatch), gpu.on(chip), error if needs else nullcontext():
+        text = jax.jit(product).trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
+        assert "triton_kernel_call" in text
 
 
 @pytest.mark.sampled(4)

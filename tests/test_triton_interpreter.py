@@ -344,6 +344,25 @@ def test_descriptors_of_three_dims(dtype: Any) -> None:
 
 
 @triton.jit
+def wraps_around(out, END: tl.constexpr, SIZE: tl.constexpr, N: tl.constexpr):
+    shape = [0x7FFF0000, 0x7FFF0000, 1 << 30, N]
+    rows = tl.make_tensor_descriptor(out, shape, [(1 << 34) - N, N, N, 1], [1, 1, 16, N])
+    rows.store([1 << 30, END, (1 << 30) - SIZE, 0], tl.full((1, 1, 16, N), 1, out.dtype.element_ty))
+
+
+@pytest.mark.parametrize("dtype", [BF16, np.float32])
+def test_descriptors_that_wrap_around(dtype: Any) -> None:
+    """Only the `SIZE` rows before `END` are stored; where these aren't all there, that is found."""
+    out = np.empty((20, 8), dtype)
+    run(wraps_around, (1,), {"out": out, "END": 12, "SIZE": 5, "N": 8}, ["out"])
+    assert (out[7:12] == 1).all() and np.isnan(np.delete(out, range(7, 12), 0).astype(np.float32)).all()
+    with pytest.raises(IndexError, match="`wraps_around` stores element 167 of `out`, which has 160"):
+        run(wraps_around, (1,), {"out": out, "END": 21, "SIZE": 5, "N": 8}, ["out"])
+    with pytest.raises(IndexError, match="`wraps_around` stores element -16 of `out`"):
+        run(wraps_around, (1,), {"out": out, "END": 3, "SIZE": 5, "N": 8}, ["out"])
+
+
+@triton.jit
 def claims(x, out, WHICH: tl.constexpr):
     n = tl.load(x)
     if WHICH == "assume":

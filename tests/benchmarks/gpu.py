@@ -345,6 +345,23 @@ def candidates(problem: triton_tiling.Problem, on: triton_tiling.Chip) -> list[t
     ]
 
 
+def variants_of_the_kernel(problem: triton_tiling.Problem, on: triton_tiling.Chip) -> list[triton_tiling.Config]:
+    """The kernel's variants, in tiles for which they are made; where one can't run, that is noted."""
+    tried = cartesian(triton_tiling.VARIANTS, (256, 128), (4, 3))
+    configs = [
+        triton_tiling.Config(
+            128,
+            c,
+            128 // problem.itemsize,
+            warps=4 if name == "specialised" or c == 128 else 8,
+            stages=stages,
+            variant=name,
+        )
+        for name, c, stages in tried
+    ]
+    return [config for config in configs if triton_tiling.shared(problem, config, on) <= on.shared]
+
+
 Tried = Callable[[triton_tiling.Config, triton_tiling.Problem, triton_tiling.Chip], list[triton_tiling.Config]]
 
 
@@ -352,7 +369,8 @@ def others(
     chosen: triton_tiling.Config, problem: triton_tiling.Problem, on: triton_tiling.Chip
 ) -> list[triton_tiling.Config]:
     """What is tried beside the library's choice."""
-    return ([chosen._replace(band=band) for band in (1, 4, 16)] + candidates(problem, on))[:72]
+    first = [chosen._replace(band=band) for band in (1, 4, 16)] + variants_of_the_kernel(problem, on)
+    return (first + candidates(problem, on))[:72]
 
 
 def label(config: triton_tiling.Config) -> str:

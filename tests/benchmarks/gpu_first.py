@@ -112,19 +112,24 @@ def test(step: Step) -> Iterator[Row]:
 
 
 def sweep(chosen: tiles.Config, problem: tiles.Problem, on: tiles.Chip) -> list[tiles.Config]:
-    """The library's choice with one thing changed, then other tiles in all stages and warps that fit."""
+    """The library's choice with one thing changed, the kernel's variants, other tiles in all stages and warps that
+    fit."""
     one = [
         chosen._replace(**{name: x})
         for name, values in {"programs": (1, 2), "band": (1, 4, 16), "tma": (False,)}.items()
         for x in values
     ]
     tried = itertools.product(((128, 128), (128, 256), (256, 128), (64, 256)), (4, 8), (4, 3, 5, 2))
-    return one + [
-        config
-        for (r, c), warps, stages in tried
-        if tiles.shared(problem, config := tiles.Config(r, c, chosen.k, warps, stages), on) <= on.shared
-        and r * c * (2 if problem.wide else 1) // (32 * warps) <= 128  # registers of a thread
-    ]
+    return (
+        one
+        + bench.variants_of_the_kernel(problem, on)
+        + [
+            config
+            for (r, c), warps, stages in tried
+            if tiles.shared(problem, config := tiles.Config(r, c, chosen.k, warps, stages), on) <= on.shared
+            and r * c * (2 if problem.wide else 1) // (32 * warps) <= 128  # registers of a thread
+        ]
+    )
 
 
 def do(step: Step, child: Child) -> Iterator[Row]:

@@ -27,7 +27,7 @@ from ragged.backends.base import (
 )
 from ragged.backends.gpu import call as triton_call
 from ragged.backends.gpu import tiles
-from ragged.backends.gpu.tiles import Chip, Problem
+from ragged.backends.gpu.tiles import Chip, Config, Problem
 from ragged.product.layout import Product
 from ragged.product.operands import Call, Operands, Term
 from ragged.quant.formats import FORMATS, accumulator_dtype, compute_dtype
@@ -124,6 +124,11 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
     for term, way in zip((a, b), ways, strict=True):
         if way == "step":  # which lies in one block
             config = config._replace(k=math.gcd(config.k, term.block(k) or 0))
+    details = _Details(tiled, chip, dot, jnp.dtype(stored), held, elements, summed)
+    if config.variant and (needs := _variant_needs(config, details, call, sizes, (a, b))):
+        # An error, lest another program be measured; but not before it is known which GPU it is for.
+        mend = "The kernel without a variant doesn't." if target.device else ""
+        return Refusal(f"the kernel's variant {config.variant!r} needs {needs}.", mend)
     rows_of_tiles = -(-call.shape[-2] // config.r)
     # A result that packs its rows has a tile more for each group that doesn't fill its last.
     count = rows_of_tiles + min(held, call.shape[-2]) + 1 if r in sizes else rows_of_tiles * held
@@ -135,7 +140,7 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
         config=config,
         source="tiling" if asked else "model",
         visits=elements * count * -(-call.shape[-1] // config.c),
-        details=_Details(tiled, chip, dot, jnp.dtype(stored), held, elements, summed),
+        details=details,
         **cost(call, x),
     )
 
@@ -164,6 +169,32 @@ def _refuse(call: Call, x: Operands, target: Target) -> Refusal | None:
     if not call.out_batch and call.batched(x).offset:
         return Refusal("a sum over batch elements that hold different groups")
     return tiles.refuse(call.options.tiles) if call.options.tiles else None
+
+
+def _variant_needs(config: Config, of: _Details, call: Call, sizes: Any, terms: tuple[Term, Term]) -> str:
+    """What a variant of the kernel lacks here; "" if nothing."""
+    (r, _), k, (a, b) = call.product.out, call.product.contracted, terms
+    if config.variant not in tiles.VARIANTS:
+        return "another name: 'overlapped' or 'specialised'"
+    needs = {
+        "compute capability 9.0": of.chip.capability == 90,
+        "TMA": config.tma,
+        "operands whose rows begin at multiples of 16 bytes": _is_aligned(a) and _is_aligned(b),
+        "a result for each batch element": of.summed == 1,
+        "a contraction that is ragged, or a multiple of its tile": k in sizes
+        or a.extent(k) == b.extent(k) == a.extent(k) // config.k * config.k,
+        "less shared memory": tiles.shared(of.tiled, config, of.chip) <= of.chip.shared,
+    }
+    if config.variant == "overlapped":
+        needs["a result whose rows begin at multiples of 16 bytes"] = call.shape[-1] * of.stored.itemsize % 16 == 0
+        needs["at most 2**30 rows of results"] = of.elements * math.prod(call.shape[:-1]) <= 1 << 30
+    else:
+        needs["rows that alone are ragged, if any are"] = set(sizes) <= {r}
+        needs["4 warps, and a tile of 128 rows"] = (config.warps, config.r) == (4, 128)
+        needs["operands of the same 8 or 16 bits, and no scales but of rows"] = (
+            of.dot.dtype.itemsize <= 2 and not of.dot.cast and not {"tile", "step"} & {*of.dot.ways}
+        )
+    return next((need for need, met in needs.items() if not met), "")
 
 
 def _terms(call: Call, x: Operands) -> tuple[Term, Term]:
@@ -267,6 +298,7 @@ def run(launch: Launch, x: Operands) -> Array:
         "PRECISION": dot.precision,
         "ADDS": x.epilogue.existing is not None,
         "LONGEST": min(_LONGEST_FP8_SUM, config.k) if dot.is_fp8 else 0,
+        "VARIANT": config.variant,
     }
 
     # 2. The launch: as many programs as the chip runs at a time, or as there can be tiles.

@@ -4,6 +4,7 @@ Nothing here is imported before it is asked for: `ragged` works without Triton.
 """
 
 import json
+import re
 from functools import cache
 from importlib.util import find_spec
 from inspect import signature
@@ -55,6 +56,28 @@ def load() -> ModuleType:
     if jax.__version_info__ >= (0, 12) and len(signature(old).parameters) == 2:
         rules[primitive] = lambda used, live, equation: old(used, equation)
     return jax_triton
+
+
+@cache
+def count_warps() -> None:
+    """Launches `ragged`'s kernel, from now on, with as many warps as its code is for.
+
+    jax-triton 0.4.1 launches as many as it asked for. Code whose warps are specialised has more of them (triton 3.6.0,
+    3.9.0), and only its PTX says how many.
+    """
+    triton_lib = load().triton_lib
+    library = triton_lib.triton_kernel_call_lib
+
+    class Mended(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            return getattr(library, name)
+
+        def TritonKernel(self, name: str, warps: int, ctas: int, shared: int, ptx: str, *more: Any) -> Any:
+            if name == "grouped_product" and (threads := re.search(r"^\.reqntid (\d+)", ptx, re.M)):
+                warps = int(threads[1]) // 32
+            return library.TritonKernel(name, warps, ctas, shared, ptx, *more)
+
+    triton_lib.triton_kernel_call_lib = Mended(library.__name__)
 
 
 @cache
@@ -128,6 +151,8 @@ def call(
         return jax.pure_callback(run, out, existing, *present.values(), vmap_method="sequential")
     # A ref is what jax-triton writes in place. XLA copies the array first if anything else needs it.
     ref = None if existing is None else jax.new_ref(existing)
+    if config.variant:
+        count_warps()
     with set_xla_metadata(kernel_metadata=json.dumps(metadata)):
         result = load().triton_call(
             **present,

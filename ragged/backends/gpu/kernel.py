@@ -71,6 +71,7 @@ def grouped_product(
     A_TMA: tl.constexpr,  # how many matrices `a` has, if a descriptor loads its whole tiles; else 0
     B_TMA: tl.constexpr,
     ADDS: tl.constexpr,  # whether `out` holds what the product is added to
+    VARIANT: tl.constexpr,  # of `tiles.Config`
 ):
     R: tl.constexpr = OUT_EXTENTS[0]
     C: tl.constexpr = OUT_EXTENTS[1]
@@ -79,6 +80,9 @@ def grouped_product(
     A_EDGE: tl.constexpr = A_PACKED != "kept" and A_EXTENTS[0] % TILE_R != 0  # a tile may reach past the buffer's end
     B_EDGE: tl.constexpr = B_PACKED != "kept" and B_EXTENTS[0] % TILE_C != 0
     K_EDGE: tl.constexpr = A_EXTENTS[1] % TILE_K != 0
+    OVERLAPPED: tl.constexpr = VARIANT == "overlapped"
+    SPECIALISED: tl.constexpr = VARIANT == "specialised"
+    FLAT: tl.constexpr = OVERLAPPED and sizes_k is None  # one loop over all steps of all tiles
     element = tl.program_id(1)
     index = tl.arange(0, WIDTH)
 
@@ -86,7 +90,9 @@ def grouped_product(
     first = 0
     if offset is not None:
         first = tl.minimum(tl.maximum(tl.load(offset + element * BATCH[3]), -HELD), GROUPS)
-    if sizes_r is not None:
+    if sizes_r is not None and SPECIALISED:
+        group_tiles, low, high, _, _, _, _ = _walk(sizes_r + element * BATCH[0], -1, first, HELD, GROUPS, R, TILE_R)
+    elif sizes_r is not None:
         sizes = _all_sizes(sizes_r + element * BATCH[0], index, GROUPS)
         ends = tl.cumsum(sizes, 0)
         rows = (tl.minimum(ends, R) - tl.minimum(ends - sizes, R)).to(tl.int32)
@@ -96,24 +102,38 @@ def grouped_product(
         # No group that is held has any of the rows [0, low) and [high, R).
         low = tl.sum(tl.where(index < first, rows, 0), 0)
         high = tl.sum(tl.where(index < first + HELD, rows, 0), 0)
+    if sizes_r is not None:
         low_tiles = tl.cdiv(low, TILE_R)
         count = (group_tiles + low_tiles + tl.cdiv(R - high, TILE_R)) * TILES_C
     else:
         count = HELD * TILES_R * TILES_C
 
     if A_TMA:
-        a_tiles = _descriptor(a, A_TMA, A_STRIDES, A_EXTENTS, TILE_R, TILE_K)
+        a_tiles = _descriptor(a, A_TMA, A_STRIDES, A_EXTENTS, TILE_R, TILE_K, SPECIALISED)
     if B_TMA:
-        b_tiles = _descriptor(b, B_TMA, B_STRIDES, B_EXTENTS, TILE_C, TILE_K)
+        b_tiles = _descriptor(b, B_TMA, B_STRIDES, B_EXTENTS, TILE_C, TILE_K, SPECIALISED)
+    if OVERLAPPED:
+        # Element [2**30, end, 2**30 - n, c] is [end - n, c] of the rows, for addresses wrap around at 2**64 bytes; and
+        # where the third index is 2**30, at the end, the hardware stops. So stores no tile past its own rows.
+        out_tiles = tl.make_tensor_descriptor(
+            out, [0x7FFF0000, 0x7FFF0000, 1 << 30, C], [(1 << 34) - C, C, C, 1], [1, 1, TILE_R, TILE_C // 2]
+        )
 
-    for tile in tl.range(tl.program_id(0), count, tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), count, tl.num_programs(0), flatten=FLAT):
         # 2. The group that the tile is of, and the first of its rows and columns, counted from the group's own.
         if sizes_r is not None:
-            is_before = tile_ends <= tile // TILES_C
-            is_gap = tile >= group_tiles * TILES_C
-            group = tl.minimum(tl.sum(is_before.to(tl.int32), 0), GROUPS - 1)
-            local = tile - tl.where(is_gap, group_tiles, tl.sum(tl.where(is_before, tiles, 0), 0)) * TILES_C
-            start_r, size_r = _span(sizes_r + element * BATCH[0], index, group, GROUPS)
+            if SPECIALISED:
+                is_gap = tile >= group_tiles * TILES_C
+                _, _, _, group, before, start_r, size_r = _walk(
+                    sizes_r + element * BATCH[0], tile // TILES_C, first, HELD, GROUPS, R, TILE_R
+                )
+                local = tile - tl.where(is_gap, group_tiles, before) * TILES_C
+            else:
+                is_before = tile_ends <= tile // TILES_C
+                is_gap = tile >= group_tiles * TILES_C
+                group = tl.minimum(tl.sum(is_before.to(tl.int32), 0), GROUPS - 1)
+                local = tile - tl.where(is_gap, group_tiles, tl.sum(tl.where(is_before, tiles, 0), 0)) * TILES_C
+                start_r, size_r = _span(sizes_r + element * BATCH[0], index, group, GROUPS)
             out_row, out_rows = _fit(start_r, size_r, R)
             # A gap's rows lie in front of all groups that are held, or behind them.
             is_low = is_gap & (local // TILES_C < low_tiles)
@@ -136,6 +156,9 @@ def grouped_product(
         a_first, size_r = _locate(start_r, size_r, A_EXTENTS[0], A_PACKED == "kept")
         b_first, size_c = _locate(start_c, size_c, B_EXTENTS[0], B_PACKED == "kept")
         a_first, b_first = a_first + r, b_first + c
+        if FLAT:  # a gap has steps too: over zeros, which lie past the operands' ends
+            a_first = tl.where(is_gap, A_EXTENTS[0], a_first)
+            b_first = tl.where(is_gap, B_EXTENTS[0], b_first)
 
         # 3. The product.
         total, depth = tl.zeros((TILE_R, TILE_C), ACCUMULATOR), 0
@@ -152,15 +175,16 @@ def grouped_product(
             y_tile, y_inside = _pointers(b, e, held, b_first, b_k, B_STRIDES, B_EXTENTS, B_PACKED, TILE_C, TILE_K)
             x_scales = _scale_row(a_scales, A_SCALING, e, group, held, a_first, A_EXTENTS[0], TILE_R)
             y_scales = _scale_row(b_scales, B_SCALING, e, group, held, b_first, B_EXTENTS[0], TILE_C)
-            for step in tl.range(size_k // TILE_K):
+            steps = A_EXTENTS[1] // TILE_K if FLAT else size_k // TILE_K
+            for step in tl.range(steps, warp_specialize=SPECIALISED):
                 k = step * TILE_K
                 if A_TMA:
-                    x = _fetch(a_tiles, e, held, a_first, a_k + k, A_STRIDES, A_EXTENTS, TILE_R, TILE_K)
+                    x = _fetch(a_tiles, e, held, a_first, a_k + k, A_STRIDES, A_EXTENTS, TILE_R, TILE_K, SPECIALISED)
                 else:
                     x = _load(x_tile, x_inside, None, A_EDGE)
                     x_tile += TILE_K * A_STRIDES[3]
                 if B_TMA:
-                    y = _fetch(b_tiles, e, held, b_first, b_k + k, B_STRIDES, B_EXTENTS, TILE_C, TILE_K)
+                    y = _fetch(b_tiles, e, held, b_first, b_k + k, B_STRIDES, B_EXTENTS, TILE_C, TILE_K, SPECIALISED)
                 else:
                     y = _load(y_tile, y_inside, None, B_EDGE)
                     y_tile += TILE_K * B_STRIDES[3]
@@ -191,7 +215,8 @@ def grouped_product(
             y_scales = _scale_row(b_scales, B_SCALING, element, group, held, b_first, B_EXTENTS[0], TILE_C)
             total = total.to(tl.float32) * tl.load(y_scales)[None, :]
         in_r, in_c = r + tl.arange(0, TILE_R), c + tl.arange(0, TILE_C)
-        if sizes_r is not None or sizes_c is not None or sizes_k is not None:
+        SCALED: tl.constexpr = A_SCALING[0] == "total" or B_SCALING[0] == "total"
+        if sizes_c is not None or sizes_k is not None or (sizes_r is not None and (SCALED or not FLAT)):
             # A neighbour's elements were multiplied too; and where there was nothing to multiply, scales are undefined.
             mine = (in_r < tl.where(depth > 0, size_r, 0))[:, None] & (in_c < size_c)[None, :]
             total = tl.where(mine, total, tl.zeros_like(total))
@@ -202,13 +227,49 @@ def grouped_product(
         if ADDS:
             old = tl.load(out + place, mask=mask, other=0.0)
             total = total.to(tl.float32) + old if old.dtype.is_floating() else total + old.to(total.dtype)
-        tl.store(out + place, total.to(out.dtype.element_ty), mask=mask)
+        if OVERLAPPED:  # in halves, which take half the shared memory
+            halves = total.to(out.dtype.element_ty).reshape(1, 1, TILE_R, 2, TILE_C // 2)
+            left, right = tl.split(tl.permute(halves, (0, 1, 2, 4, 3)))
+            end = element * (OUT_STRIDES[0] // C) + held * (OUT_STRIDES[1] // C) + out_row + out_rows
+            out_tiles.store([1 << 30, end, (1 << 30) - out_rows + r, c], left)
+            out_tiles.store([1 << 30, end, (1 << 30) - out_rows + r, c + TILE_C // 2], right)
+        else:
+            tl.store(out + place, total.to(out.dtype.element_ty), mask=mask)
 
 
 @_jit
 def _all_sizes(sizes, index, GROUPS: tl.constexpr):
     """`(w,)` int64: the sizes, of which none is negative, and zeros past the last."""
     return tl.maximum(tl.load(sizes + index, mask=index < GROUPS, other=0), 0).to(tl.int64)
+
+
+@_jit
+def _walk(
+    sizes,
+    row_of_tiles,
+    first,
+    HELD: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """What vectors over all groups tell, group by group: Triton's warp specialisation takes no reductions.
+
+    All tiles of rows, the ends of the rows in front of the held groups and of theirs; and of the group with a row of
+    tiles: which it is, the tiles before it, its first row and its size.
+    """
+    end, low, high, tiles, group, before, start, size = 0, 0, 0, 0, 0, 0, 0, 0
+    for g in tl.range(GROUPS):
+        s = tl.maximum(tl.load(sizes + g), 0)
+        rows = tl.minimum(s, CAPACITY - end)
+        mine = tl.where((g >= first) & (g < first + HELD), (rows + TILE - 1) // TILE, 0)
+        is_here = (row_of_tiles >= tiles) & (row_of_tiles < tiles + mine)
+        group, before = tl.where(is_here, g, group), tl.where(is_here, tiles, before)
+        start, size = tl.where(is_here, end, start), tl.where(is_here, s, size)
+        low += tl.where(g < first, rows, 0)
+        high += tl.where(g < first + HELD, rows, 0)
+        end, tiles = end + rows, tiles + mine
+    return tiles, low, high, group, before, start, size
 
 
 @_jit
@@ -290,16 +351,20 @@ def _descriptor(
     EXTENTS: tl.constexpr,
     TILE: tl.constexpr,
     TILE_K: tl.constexpr,
+    STACKED: tl.constexpr,
 ):
-    """Of all `COUNT` matrices of an operand, as they are stored: the contiguous axis last."""
-    if STRIDES[3] == 1:
-        return tl.make_tensor_descriptor(
-            operand, [COUNT, EXTENTS[0], EXTENTS[1]], [EXTENTS[0] * EXTENTS[1], EXTENTS[1], 1], [1, TILE, TILE_K]
-        )
+    """Of all `COUNT` matrices of an operand, as they are stored: the contiguous axis last.
+
+    `STACKED`: as one matrix, each below the other. Triton's warp specialisation splits a tile at its first axis.
+    """
+    P: tl.constexpr = EXTENTS[0] if STRIDES[3] == 1 else EXTENTS[1]
+    Q: tl.constexpr = EXTENTS[1] if STRIDES[3] == 1 else EXTENTS[0]
+    TILE_P: tl.constexpr = TILE if STRIDES[3] == 1 else TILE_K
+    TILE_Q: tl.constexpr = TILE_K if STRIDES[3] == 1 else TILE
+    if STACKED:
+        return tl.make_tensor_descriptor(operand, [COUNT * P, Q], [Q, 1], [TILE_P, TILE_Q])
     else:
-        return tl.make_tensor_descriptor(
-            operand, [COUNT, EXTENTS[1], EXTENTS[0]], [EXTENTS[0] * EXTENTS[1], EXTENTS[0], 1], [1, TILE_K, TILE]
-        )
+        return tl.make_tensor_descriptor(operand, [COUNT, P, Q], [P * Q, Q, 1], [1, TILE_P, TILE_Q])
 
 
 @_jit
@@ -313,10 +378,15 @@ def _fetch(
     EXTENTS: tl.constexpr,
     TILE: tl.constexpr,
     TILE_K: tl.constexpr,
+    STACKED: tl.constexpr,
 ):
-    """A tile `[tile, tile_k]` by TMA. Past the buffer's end it has zeros."""
+    """A tile `[tile, tile_k]` by TMA. Past the buffer's end it has zeros, or what is stacked there."""
     matrix = e * (STRIDES[0] // (EXTENTS[0] * EXTENTS[1])) + held * (STRIDES[1] // (EXTENTS[0] * EXTENTS[1]))
-    if STRIDES[3] == 1:
+    if STACKED and STRIDES[3] == 1:
+        return tiles.load([matrix * EXTENTS[0] + first, k])
+    elif STACKED:
+        return tl.trans(tiles.load([matrix * EXTENTS[1] + k, first]))
+    elif STRIDES[3] == 1:
         return tiles.load([matrix, first, k]).reshape(TILE, TILE_K)
     else:
         return tl.trans(tiles.load([matrix, k, first]).reshape(TILE_K, TILE))

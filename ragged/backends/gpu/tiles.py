@@ -94,6 +94,10 @@ class Problem(NamedTuple):
     ragged: bool = False  # in all three letters, each with its place and its end
 
 
+VARIANTS = ("overlapped", "specialised")
+"""Other ways for the kernel to do the same: see docs/gpu.md. None is chosen before they have been measured."""
+
+
 class Config(NamedTuple):
     """How a kernel is compiled and launched."""
 
@@ -105,6 +109,7 @@ class Config(NamedTuple):
     band: int = 8
     programs: int = 0  # that a multiprocessor runs at a time; 0 for as many as fit
     tma: bool = True  # whether TMA loads tiles, where it can
+    variant: str = ""  # or one of `VARIANTS`
 
     @property
     def tile(self) -> tuple[int, int, int]:
@@ -121,6 +126,8 @@ def shared(problem: Problem, config: Config, on: Chip) -> int:
     # Blackwell's tensor cores want float32 in one order; Triton turns tiles in shared memory.
     turned = 2 if on.capability >= 100 and problem.itemsize == 4 else 0
     loaded = (config.stages + turned) * (config.r + config.c) * config.k * problem.itemsize
+    if config.variant:  # the next tile's operands come while a half of the result is on its way
+        return loaded + config.r * config.c * problem.result // 2 + 1024
     return max(loaded, config.r * config.c * 4 // (1 if problem.slow else 2)) + 1024
 
 
@@ -179,7 +186,8 @@ def _config(p: Problem, r: int, c: int, k: int, on: Chip) -> Config | None:
 
 def resident(problem: Problem, config: Config, on: Chip) -> int:
     """How many programs a multiprocessor runs at a time: as many as its shared memory and its registers hold."""
-    return config.programs or min(16 // config.warps, max(1, on.shared // shared(problem, config, on)))
+    warps = 3 * config.warps if config.variant == "specialised" else config.warps
+    return config.programs or min(16 // warps, max(1, on.shared // shared(problem, config, on)))
 
 
 _LATENCY = 1.5e-6
