@@ -13,7 +13,7 @@ from ragged._matmul import matmul
 from ragged.product import lowering
 from ragged.product.layout import LAYOUTS
 from ragged.product.operands import Call, Operands
-from ragged.product.primitive import ragged_matmul_p
+from ragged.product.primitive import PRIMITIVES
 from ragged.quant.recipe import Recipe
 from ragged.tensor.tensor import KINDS, GroupedTensor
 
@@ -63,8 +63,8 @@ def explain(lhs: GroupedTensor | Array | Any, rhs: GroupedTensor | Array | Any, 
 
 
 def _products(jaxpr: Any) -> list[Any]:
-    """The equations of `ragged_matmul_p` in a jaxpr, and in those that its equations hold."""
-    found = [equation for equation in jaxpr.eqns if equation.primitive is ragged_matmul_p]
+    """The products in a jaxpr, and in those that its equations hold."""
+    found = [equation for equation in jaxpr.eqns if equation.primitive in PRIMITIVES]
     for equation in jaxpr.eqns:
         parameters = jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns"))
         found += [product for inner in parameters if hasattr(inner, "eqns") for product in _products(inner)]

@@ -4,10 +4,10 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Int
 
 from ragged._errors import Site, is_arraylike, is_count
-from ragged._mesh import refuse_explicit
 from ragged.backends.schedule import as_int32
 from ragged.product import check as _check
 from ragged.product.check import Tiling
@@ -31,6 +31,7 @@ def grouped_matmul(
     precision: Any = None,
     backend: str | Any = None,
     interpret: Any = False,
+    out_sharding: NamedSharding | PartitionSpec | Any = None,
 ) -> Array:
     """Multiplies each group of rows of `lhs` with its own matrix: `out[rows i] = lhs[rows i] @ rhs[i]`.
 
@@ -49,7 +50,6 @@ def grouped_matmul(
     **Raises:** `ValueError` for shapes and options, `TypeError` for dtypes.
     """
     site = Site("ragged.grouped_matmul(lhs, rhs, group_sizes)", {"lhs": lhs, "rhs": rhs, "group_sizes": group_sizes})
-    refuse_explicit(site.call, **site.operands, existing_out=existing_out)
     _check_arrays(site, lhs, 2, rhs, 3, group_sizes, input_buffer_count)
     k_axis, n_axis = (2, 1) if transpose_rhs else (1, 2)
     m, k, n = lhs.shape[0], lhs.shape[1], rhs.shape[n_axis]
@@ -68,9 +68,8 @@ def grouped_matmul(
     product = Product("mk", "nk" if transpose_rhs else "kn", "mn", "m")
     options = _check.check_options(site, backend, precision, tiling, interpret, (m, k, n))
     options = options._replace(input_buffer_count=int(input_buffer_count))
-    return _bind(
-        site, lhs, rhs, product, (m, n), options, group_sizes, group_offset, existing_out, preferred_element_type
-    )
+    more = group_sizes, group_offset, existing_out, preferred_element_type, out_sharding
+    return _bind(site, lhs, rhs, product, (m, n), options, *more)
 
 
 def transposed_grouped_matmul(
@@ -87,6 +86,7 @@ def transposed_grouped_matmul(
     precision: Any = None,
     backend: str | Any = None,
     interpret: Any = False,
+    out_sharding: NamedSharding | PartitionSpec | Any = None,
 ) -> Array:
     """Multiplies each group's columns of `lhs` with its rows of `rhs`: `out[i] = lhs[:, rows i] @ rhs[rows i]`.
 
@@ -108,7 +108,6 @@ def transposed_grouped_matmul(
     site = Site(
         "ragged.transposed_grouped_matmul(lhs, rhs, group_sizes)", {"lhs": lhs, "rhs": rhs, "group_sizes": group_sizes}
     )
-    refuse_explicit(site.call, **site.operands, existing_out=existing_out)
     _check_arrays(site, lhs, 2, rhs, 2, group_sizes, input_buffer_count)
     (k, m), n = lhs.shape, rhs.shape[1]
     if rhs.shape[0] != m:
@@ -126,9 +125,8 @@ def transposed_grouped_matmul(
         options = options._replace(tiling=(tile_k, tile_m, tile_n))
     shape = (int(num_actual_groups or group_sizes.shape[0]), k, n)
     product = Product("km", "kn", "mn", "k")
-    return _bind(
-        site, lhs.T, rhs, product, shape, options, group_sizes, group_offset, existing_out, preferred_element_type
-    )
+    more = group_sizes, group_offset, existing_out, preferred_element_type, out_sharding
+    return _bind(site, lhs.T, rhs, product, shape, options, *more)
 
 
 def _check_arrays(
@@ -161,6 +159,7 @@ def _bind(
     group_offset: Any,
     existing_out: Any,
     preferred_element_type: Any,
+    out_sharding: Any,
 ) -> Array:
     if existing_out is not None and not is_arraylike(existing_out):
         site.fail(TypeError, "`existing_out` is not an array.", "Pass an array like the result.")
@@ -170,6 +169,7 @@ def _bind(
     offset = _check.check_offset(site, group_offset)
     lhs, rhs = (Operand(eight_bits_fixed(site.call, x)) for x in (lhs, rhs))
     x = Operands(lhs, rhs, {product.ragged: as_int32(group_sizes)}, offset, Epilogue(existing_out))
-    call = Call(product, shape, dtype, options)
+    out_spec = _check.check_out_sharding(site, out_sharding, x, shape)
+    call = Call(product, shape, dtype, options, out_spec=out_spec)
     _check.check_plan(site, x, call)
     return bind(x, call)

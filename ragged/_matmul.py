@@ -3,13 +3,15 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Int
 
 from ragged._errors import Site, describe, is_arraylike, is_concrete, is_count
-from ragged._mesh import refuse_explicit
+from ragged._mesh import explicit_mesh
 from ragged.backends.schedule import as_int32
 from ragged.product import check as _check
 from ragged.product.check import Tiling
@@ -38,6 +40,7 @@ def matmul(
     tiling: Tiling | Any = None,
     interpret: Any = False,
     recipe: Recipe | str | Any = None,
+    out_sharding: NamedSharding | PartitionSpec | Any = None,
 ) -> GroupedTensor:
     """Multiplies two sequences of matrices, group by group.
 
@@ -86,6 +89,10 @@ def matmul(
       XLA has nothing to interpret.
     - `recipe`: a `ragged.Recipe` or the name of a preset, for operands that aren't quantised: quantises them, and those
       of both derivatives, each along what it contracts. The gradient is straight-through, and by reverse mode only.
+
+    - `out_sharding`: the sharding of the result's buffer, of operands that are sharded over `Explicit` mesh axes, as a
+      `NamedSharding` or a `PartitionSpec`. By default its dims are sharded as the operands have them, and what is
+      summed over devices is on all of them; `P(..., unreduced={"axis"})` leaves the sum over that axis for later.
 
     Floats of 8 bits, quantised or not, and a result of them have no gradient: asking for one is a `TypeError`.
 
@@ -141,10 +148,10 @@ def product_of(
     tiling: Any = None,
     interpret: Any = False,
     recipe: Any = None,
+    out_sharding: Any = None,
 ) -> MatmulProduct:
     """Checks a call of `matmul`, and says what to bind. Arguments and errors are its."""
     site = Site("ragged.matmul(lhs, rhs)", {"lhs": lhs, "rhs": rhs})
-    refuse_explicit(site.call, **site.operands, existing_out=existing_out)
     lhs, rhs = _check.operand(site, "lhs", lhs), _check.operand(site, "rhs", rhs)
     layout = _infer(site, lhs, rhs)
     _check_extents(site, layout, lhs, rhs, group_offset)
@@ -169,17 +176,17 @@ def product_of(
     if swapped:
         shape = (*shape[:-2], shape[-1], shape[-2])
         existing = None if existing is None else existing.mT
-    sizes = {"m": _dims(lhs, 0), "k": _dims(lhs, 1), "n": _dims(rhs, 1)}
-    operands, call, restore = folded(
-        Operands(
-            lhs_operand,
-            rhs_operand,
-            {letter: sizes[letter] for letter in layout.ragged},
-            offset,
-            Epilogue(existing),
-        ),
-        Call(Product(lhs_letters, rhs_letters, "nm" if swapped else "mn", layout.ragged), shape, dtype, options),
-    )
+    dims = {"m": _dims(lhs, 0), "k": _dims(lhs, 1), "n": _dims(rhs, 1)}
+    sizes = {letter: dims[letter] for letter in layout.ragged}
+    operands = Operands(lhs_operand, rhs_operand, sizes, offset, Epilogue(existing))
+    if out_spec := _check.check_out_sharding(site, out_sharding, operands, shape[::-1] if swapped else shape):
+        out_spec = PartitionSpec(*out_spec.partitions[::-1], unreduced=out_spec.unreduced) if swapped else out_spec
+    einsum = Product(lhs_letters, rhs_letters, "nm" if swapped else "mn", layout.ragged)
+    call = Call(einsum, shape, dtype, options, out_spec=out_spec)
+    if sizes or recipe is not None or explicit_mesh(jax.tree.leaves(operands)) is None:
+        operands, call, restore = folded(operands, call)
+    else:  # each device folds its part
+        restore = _as_it_is
     _check.check_plan(site, operands, call, (None, None) if recipe is None else casts_of(recipe, call)[0].forward)
     first_dims, last_dims = getattr(lhs, "first_dims", None), getattr(rhs, "last_dims", None)
 
@@ -188,6 +195,10 @@ def product_of(
         return out.mT if swapped else out
 
     return MatmulProduct(layout, operands, call, buffer, first_dims, last_dims, recipe)
+
+
+def _as_it_is(out: Array) -> Array:
+    return out
 
 
 def _stored(x: GroupedTensor | Array, letters: str) -> tuple[Operand, str]:

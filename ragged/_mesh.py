@@ -1,12 +1,15 @@
 """What a mesh asks of values: to vary over the same manual axes, and, so far, not to be sharded over explicit ones."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import wraps
+from math import prod
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.core import ShapedArray
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import keystr
 
 from ragged._errors import Site
@@ -37,3 +40,60 @@ def refuse_explicit(call: str, **operands: Any) -> None:
 def _is_explicit(x: Any) -> bool:
     aval = jax.typeof(x) if isinstance(x, jax.Array) else x
     return isinstance(aval, ShapedArray) and any(axis is not None for axis in aval.sharding.spec)
+
+
+def explicit_mesh(leaves: Sequence[Any]) -> Any:
+    """The mesh over whose `Explicit` axes an array is sharded, if one is."""
+    return next((jax.typeof(x).sharding.mesh for x in leaves if _is_explicit(x)), None)
+
+
+def over_explicit_axes[F: Callable[..., Any]](function: F) -> F:
+    """`function`, also of arrays that are sharded over `Explicit` axes: XLA partitions it, as over `Auto` ones.
+
+    The results are sharded as the first such array is: along an axis that is as long, counted from the last; and along
+    the first axis (of rows) also if one has a multiple of the other's.
+    """
+
+    @wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        first = next(filter(_is_explicit, leaves), None)
+        if first is None:
+            return function(*args, **kwargs)
+        at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+        like = jax.typeof(first)
+
+        def of_arrays(*arrays: Array) -> Any:
+            given = list(leaves)
+            for i, array in zip(at, arrays, strict=True):
+                given[i] = array
+            args, kwargs = jax.tree.unflatten(tree, given)
+            return function(*args, **kwargs)
+
+        arrays, mesh = [leaves[i] for i in at], like.sharding.mesh
+        avals = jax.eval_shape(of_arrays, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays))
+        shardings = jax.tree.map(lambda out: NamedSharding(mesh, _like(like, out)), avals)
+        return jax.sharding.auto_axes(of_arrays, axes=mesh.explicit_axes, out_sharding=shardings)(*arrays)
+
+    return cast(F, wrapper)
+
+
+def _like(x: Any, out: Any) -> PartitionSpec:
+    """The spec of a result of an operand of type `x`."""
+    spec = [*x.sharding.spec] + [None] * (x.ndim - len(x.sharding.spec))
+    if out.ndim == 1:  # one value a row; sizes are everywhere
+        of_rows = out.shape[0] == x.shape[0] and not jnp.issubdtype(out.dtype, jnp.integer)
+        return PartitionSpec(spec[0] if of_rows else None)
+    found: list[Any] = [None] * out.ndim
+    for i in range(1, min(out.ndim, x.ndim) + 1):
+        names = spec[-i] if isinstance(spec[-i], tuple) else (spec[-i],) if spec[-i] else ()
+        least, most = sorted((out.shape[-i], x.shape[-i]))
+        fits = least == most or (i == out.ndim == x.ndim and least and most % least == 0)
+        if fits and out.shape[-i] % prod(x.sharding.mesh.shape[name] for name in names) == 0:
+            found[-i] = spec[-i]
+    return PartitionSpec(*found)
+
+
+def resharded(x: Array, mesh: Any, spec: PartitionSpec) -> Array:
+    """`x` as a `shard_map` over explicit axes takes it; over `Auto` ones, XLA moves it."""
+    return jax.sharding.reshard(x, NamedSharding(mesh, spec)) if mesh.explicit_axes else x

@@ -244,69 +244,74 @@ def test_validate_in_a_partly_manual_map_is_refused() -> None:
 DIMS = jnp.array([3, 0, 4, 1], jnp.int32)
 IDS = jnp.array([[0, 1]] * 4 + [[3, 2]] * 4, jnp.int32)
 ROUTE = route(IDS, 4)
-MATRICES = jnp.ones((4, 4, 4))
+MATRICES = jnp.asarray(np.random.default_rng(5).normal(size=(4, 4, 4)), jnp.float32)
+BUFFER = jnp.asarray(np.random.default_rng(6).normal(size=(8, 4)), jnp.float32)
 
 
 def rows_of(x: Array) -> GroupedTensor:
     return GroupedTensor(x, DIMS)
 
 
-# Of an array [8, 4] that may be sharded: what is called, by which name errors call it and its operand.
-CALLS: dict[str, tuple[Callable[[Array], Any], str, str]] = {
-    "matmul": (lambda x: ragged.matmul(rows_of(x), MATRICES), "ragged.matmul(lhs, rhs)", "lhs.data"),
-    "matmul, shared": (lambda x: ragged.matmul(rows_of(x), MATRICES[0]), "ragged.matmul(lhs, rhs)", "lhs.data"),
-    "matmul by a shared": (lambda x: ragged.matmul(jnp.ones((4, 4, 8)), x), "ragged.matmul(lhs, rhs)", "rhs"),
-    "recipe": (
-        lambda x: ragged.matmul(rows_of(x), MATRICES, recipe="rowwise"),
-        "ragged.matmul(lhs, rhs)",
-        "lhs.data",
-    ),
+# Of an array [8, 4] that is sharded: what is called, and how its result is sharded if the array's rows are, over "a".
+CALLS: dict[str, tuple[Callable[[Array], Any], P]] = {
+    "matmul": (lambda x: ragged.matmul(rows_of(x), MATRICES), P("a", None)),
+    "matmul, shared": (lambda x: ragged.matmul(rows_of(x), MATRICES[0]), P("a", None)),
+    "matmul by a shared": (lambda x: ragged.matmul(jnp.ones((4, 4, 8)), x), P(None, None, None)),
+    "recipe": (lambda x: ragged.matmul(rows_of(x), MATRICES, recipe="rowwise"), P("a", None)),
+    "mxfp8": (lambda x: ragged.matmul(rows_of(x), MATRICES, recipe="mxfp8"), P("a", None)),
     "existing_out": (
-        lambda x: ragged.matmul(rows_of(jnp.ones((8, 4))), MATRICES, existing_out=x),
-        "ragged.matmul(lhs, rhs)",
-        "existing_out",
+        lambda x: ragged.matmul(rows_of(BUFFER), MATRICES, existing_out=x),
+        P("a", None),
     ),
-    "grouped_matmul": (
-        lambda x: ragged.grouped_matmul(x, MATRICES, DIMS),
-        "ragged.grouped_matmul(lhs, rhs, group_sizes)",
-        "lhs",
+    "grouped_matmul": (lambda x: ragged.grouped_matmul(x, MATRICES, DIMS), P("a", None)),
+    "transposed_grouped_matmul": (lambda x: ragged.transposed_grouped_matmul(x.T, x, DIMS), P(None, None, None)),
+    "quantize": (lambda x: ragged.quantize(rows_of(x), jnp.int8, "row"), P("a", None)),
+    "dequantize": (lambda x: ragged.quantize(rows_of(x), jnp.int8, "row").dequantize(), P("a", None)),
+    "map": (lambda x: rows_of(x).map(jnp.sin), P("a", None)),
+    "neg": (lambda x: -rows_of(x), P("a", None)),
+    "add": (lambda x: rows_of(x) + 1, P("a", None)),
+    "subtract": (lambda x: rows_of(BUFFER) - rows_of(x), P("a", None)),
+    "per_row": (lambda x: rows_of(BUFFER) * ragged.per_row(x.sum(1)), P(None, None)),
+    "per_group": (lambda x: rows_of(x) * ragged.per_group(jnp.arange(4.0)), P("a", None)),
+    "sum": (lambda x: rows_of(x).sum(), P(None)),
+    "mean": (lambda x: rows_of(x).mT.mean(-1), P(None, None)),
+    "max": (lambda x: rows_of(x).max(-1), P("a")),
+    "softmax": (lambda x: rows_of(x).mT.softmax(), P(None, "a")),
+    "to_padded": (lambda x: rows_of(x).to_padded(4), P(None, None, None)),
+    "from_padded": (lambda x: GroupedTensor.from_padded(x[:, None], jnp.ones(8, jnp.int32)), P(None, None)),
+    "concat": (lambda x: ragged.concat([rows_of(x), rows_of(x)]), P("a", None)),
+    "route": (lambda x: route((4 * x).astype(jnp.int32), 4).place, P("a", None)),
+    "dispatch": (lambda x: ROUTE.dispatch(x), P("a", None)),
+    "combine": (lambda x: ROUTE.combine(GroupedTensor(jnp.concatenate([x, x]), ROUTE.first_dims)), P("a", None)),
+    "weights": (
+        lambda x: ROUTE.combine(
+            GroupedTensor(jnp.concatenate([BUFFER, BUFFER]), ROUTE.first_dims), jnp.stack([x.sum(1)] * 2, 1)
+        ),
+        P("a", None),
     ),
-    "transposed_grouped_matmul": (
-        lambda x: ragged.transposed_grouped_matmul(x.T, x, DIMS),
-        "ragged.transposed_grouped_matmul(lhs, rhs, group_sizes)",
-        "lhs",
-    ),
-    "quantize": (lambda x: ragged.quantize(rows_of(x), jnp.int8, "row"), "ragged.quantize", "x.data"),
-    "map": (lambda x: rows_of(x).map(jnp.sin), "GroupedTensor.map", "x.data"),
-    "neg": (lambda x: -rows_of(x), "GroupedTensor.map", "x.data"),
-    "add": (lambda x: rows_of(x) + 1, "GroupedTensor +", "x.data"),
-    "subtract": (lambda x: rows_of(jnp.ones((8, 4))) - rows_of(x), "GroupedTensor -", "other.data"),
-    "per_row": (lambda x: rows_of(jnp.ones((8, 4))) * ragged.per_row(x[:, 0]), "GroupedTensor *", "other.value"),
-    "sum": (lambda x: rows_of(x).sum(), "GroupedTensor.sum", "x.data"),
-    "mean": (lambda x: rows_of(x).mT.mean(-1), "GroupedTensor.mean", "x.data"),
-    "max": (lambda x: rows_of(x).max(-1), "GroupedTensor.max", "x.data"),
-    "softmax": (lambda x: rows_of(x).mT.softmax(), "GroupedTensor.softmax", "x.data"),
-    "to_padded": (lambda x: rows_of(x).to_padded(4), "GroupedTensor.to_padded", "x.data"),
-    "from_padded": (
-        lambda x: GroupedTensor.from_padded(x[:, None], jnp.ones(8, jnp.int32)),
-        "GroupedTensor.from_padded",
-        "padded",
-    ),
+}
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("case", CALLS.values(), ids=CALLS.keys())
+def test_explicit_axes(case: tuple[Callable[[Array], Any], P], jit: bool) -> None:
+    """D2: the numbers of one device, and a type that follows from the operands'."""
+    call, spec = case
+    mesh = mesh_of(EXPLICIT)
+    want = call(BUFFER)
+    with jax.set_mesh(mesh):
+        for given, expected in ((P("a", None), spec), (P("a", "b"), None)):
+            got = (jax.jit(call) if jit else call)(jax.device_put(BUFFER, NamedSharding(mesh, given)))
+            first = jax.tree.leaves(got)[0]
+            assert expected is None or jax.typeof(first).sharding.spec == expected
+            for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+                np.testing.assert_allclose(*(np.asarray(z).astype(np.float64) for z in (g, w)), rtol=1e-5, atol=1e-6)
+
+
+REFUSED: dict[str, tuple[Callable[[Array], Any], str, str]] = {
     "from_list": (lambda x: GroupedTensor.from_list([x]), "GroupedTensor.from_list", "groups.0"),
     "index": (lambda x: rows_of(x)[2], "GroupedTensor[2]", "x.data"),
-    "concat": (lambda x: ragged.concat([rows_of(x), rows_of(x)]), "ragged.concat", "tensors.0.data"),
-    "route": (lambda x: route(x.astype(jnp.int32), 4), "ragged.route(group_ids, num_groups)", "group_ids"),
-    "dispatch": (lambda x: ROUTE.dispatch(x), "Route.dispatch(x)", "x"),
-    "combine": (
-        lambda x: ROUTE.combine(GroupedTensor(jnp.concatenate([x, x]), ROUTE.first_dims)),
-        "Route.combine(y, weights)",
-        "y.data",
-    ),
-    "weights": (
-        lambda x: ROUTE.combine(GroupedTensor(jnp.ones((16, 4)), ROUTE.first_dims), x[:, :2]),
-        "Route.combine(y, weights)",
-        "weights",
-    ),
     "sizes": (
         lambda x: GroupedTensor(jnp.ones((8, 4)), x[:, 0].astype(jnp.int32)).offsets,
         "GroupedTensor.offsets",
@@ -321,9 +326,9 @@ CALLS: dict[str, tuple[Callable[[Array], Any], str, str]] = {
 
 
 @pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("case", CALLS.values(), ids=CALLS.keys())
+@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED.keys())
 def test_explicit_axes_are_refused_clearly(case: tuple[Callable[[Array], Any], str, str], jit: bool) -> None:
-    """B9: one text, whatever is called."""
+    """B9: one text, whatever is called that must know values, or sizes on every device."""
     call, name, operand = case
     mesh = mesh_of(EXPLICIT)
     with jax.set_mesh(mesh):
@@ -336,17 +341,16 @@ def test_explicit_axes_are_refused_clearly(case: tuple[Callable[[Array], Any], s
     assert lines[2:] == ["Call it inside `jax.shard_map`, or make that mesh axis `Auto`."]
 
 
-def test_an_explicit_axis_of_a_map_is_refused_clearly() -> None:
-    """What `vmap` hides from the call, the primitive sees."""
+def test_a_map_over_an_explicit_axis() -> None:
+    """A `vmap` whose axis is sharded: each device multiplies its elements."""
     mesh = mesh_of(EXPLICIT)
+    product = jax.vmap(lambda x: ragged.matmul(rows_of(x), MATRICES).data)
+    stacked = jnp.stack([BUFFER, 2 * BUFFER])
     with jax.set_mesh(mesh):
-        x = jax.device_put(jnp.ones((2, 8, 4)), NamedSharding(mesh, P("a", None, None)))
-        with pytest.raises(NotImplementedError) as error:
-            jax.vmap(lambda x: ragged.matmul(rows_of(x), MATRICES).data)(x)
-    assert str(error.value) == (
-        "`ragged.matmul`: `lhs` is sharded over a mesh axis of type `Explicit`.\n"
-        "Got lhs=float32[2@a,8,4].\nCall it inside `jax.shard_map`, or make that mesh axis `Auto`."
-    )
+        x = jax.device_put(stacked, NamedSharding(mesh, P("a", None, None)))
+        got = product(x)
+        assert jax.typeof(got).sharding.spec == P("a", None, None)
+        np.testing.assert_allclose(got, product(stacked), rtol=1e-5)
 
 
 def layer(x: Array, w: Array, weights: Array) -> Array:

@@ -511,11 +511,3 @@ def test_linear_in_each_operand_but_not_in_both() -> None:
     args = case.lhs.data, case.rhs.data
     with pytest.raises(NotImplementedError, match="linear in each operand, not in both"):
         jax.linear_transpose(product, *args)(product(*args))
-
-
-def test_explicit_sharding_is_refused_clearly() -> None:
-    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
-    with jax.set_mesh(mesh):
-        x = jax.device_put(jnp.ones((8, 4)), jax.NamedSharding(mesh, jax.P("d", None)))
-        with pytest.raises(NotImplementedError, match=r"inside `jax\.shard_map`, or make that mesh axis `Auto`"):
-            ragged.matmul(GroupedTensor(x, first_dims=jnp.array([3, 5], jnp.int32)), jnp.ones((2, 4, 3)))

@@ -1,5 +1,6 @@
 """What every public product checks before it does anything."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -7,12 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import PartitionSpec
 
 from ragged._errors import Site, describe, is_arraylike, is_count
+from ragged._mesh import explicit_mesh
 from ragged.backends.base import Refusal, Target
 from ragged.backends.schedule import as_int32
 from ragged.product import lowering
 from ragged.product.operands import Call, Operand, Operands, Options
+from ragged.product.sharding import axes_of
 from ragged.quant.formats import accumulator_dtype, promote
 from ragged.tensor.tensor import GroupedTensor
 
@@ -193,3 +197,32 @@ def operand(site: Site, name: str, x: Any) -> GroupedTensor | Array:
             mend += f"\nMerge the dims that aren't contracted: `{name}.reshape({merged})`."
         site.fail(ValueError, f"`{name}` is a plain array with {x.ndim} dims.", mend)
     return GroupedTensor(jnp.asarray(x)) if x.ndim == 3 else jnp.asarray(x)
+
+
+def check_out_sharding(site: Site, out_sharding: Any, operands: Operands, shape: tuple[int, ...]) -> Any:
+    """`out_sharding` as the `PartitionSpec` of a result of this shape; None stays None."""
+    if out_sharding is None:
+        return None
+    spec = getattr(out_sharding, "spec", out_sharding)
+    if not isinstance(spec, PartitionSpec):
+        site.fail(TypeError, f"`out_sharding` is {out_sharding!r}.", "Pass a `PartitionSpec` or a `NamedSharding`.")
+    mesh = explicit_mesh(jax.tree.leaves(operands))
+    if mesh is None:
+        mend = "Shard an operand over one; over `Auto` axes, `jax.lax.with_sharding_constraint` the result."
+        site.fail(ValueError, "`out_sharding`, but no operand is sharded over an `Explicit` axis.", mend)
+    axes = axes_of(spec, len(shape))
+    names = [name for each in axes for name in each] + [*spec.unreduced]
+    if unknown := [name for name in names if name not in mesh.explicit_axes]:
+        problem = f"`out_sharding` is {spec}, but the operands' mesh has no explicit axis {unknown[0]!r}."
+        site.fail(ValueError, problem, f"Its explicit axes are {tuple(mesh.explicit_axes)}.")
+    if len(axes) != len(shape):
+        mend = "Give each axis of the result's buffer at most one entry."
+        site.fail(ValueError, f"`out_sharding` is {spec} for a result of shape {shape}.", mend)
+    for extent, each in zip(shape, axes, strict=True):
+        if extent % (ways := math.prod(mesh.shape[name] for name in each)):
+            problem = f"`out_sharding` is {spec}, which cuts an axis of {extent} into {ways}."
+            site.fail(ValueError, problem, "The mesh axes must divide the extent that they shard.")
+    if spec.unreduced and jax.tree.leaves(operands.epilogue):
+        mend = "Add it once the result is summed."
+        site.fail(ValueError, "`existing_out` with an unreduced result, to which each device would add it.", mend)
+    return PartitionSpec(*(each or None for each in axes), unreduced=spec.unreduced)

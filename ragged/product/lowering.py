@@ -129,10 +129,18 @@ def zero_tail(out: Array, x: Operands, call: Call) -> Array:
 
 
 @contextmanager
-def target_of(platform: str, options: Options, *, portable: bool = False, automatic: bool = False) -> Iterator[Target]:
+def target_of(
+    platform: str,
+    options: Options,
+    device: AbstractDevice | None = None,
+    *,
+    portable: bool = False,
+    automatic: bool = False,
+) -> Iterator[Target]:
     """What a product is compiled for on a platform, and the context in which its kernel is traced and lowered.
 
-    `portable`: the program is exported, `automatic`: partitioned by XLA.
+    `device`: that of the program's mesh, if it has one. `portable`: the program is exported, `automatic`: partitioned
+    by XLA.
     """
     # An interpreted kernel is the one for the device of its own platform.
     asked = BACKENDS[options.backend or "xla"]
@@ -141,25 +149,25 @@ def target_of(platform: str, options: Options, *, portable: bool = False, automa
         portable=portable and options.backend != "triton_gpu",
         interpret=options.interpret,
         automatic=automatic and platform in ("tpu", "cuda"),
-        device=_device({"cuda": "gpu"}.get(own, own), portable),
+        device=_device({"cuda": "gpu"}.get(own, own), portable, device),
     )
     # Pallas asks which TPU it lowers for; the machine may have none.
-    device = AbstractDevice(*(target.device or DEFAULT_TPU), "tpu")
-    mesh = jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+    tpu = AbstractDevice(*(target.device or DEFAULT_TPU), "tpu")
+    mesh = jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=tpu))
     with mesh if own == "tpu" else nullcontext():
         yield target
 
 
-def _device(platform: str, portable: bool) -> tuple[str, int] | None:
-    """Kind and number of cores of the device that is lowered for, if anything says so: the abstract device of a mesh in
-    context, or the machine's own device, unless the program is for another machine."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
+def _device(platform: str, portable: bool, device: AbstractDevice | None) -> tuple[str, int] | None:
+    """Kind and number of cores of the device that is lowered for, if anything says so: that of the program's mesh, the
+    abstract device of a mesh in context, or the machine's own, unless the program is for another machine."""
+    device = device or jax.sharding.get_abstract_mesh().abstract_device
     if device is not None:
         cores = device.num_cores or (0 if platform == "gpu" else 1)  # 0: as many as the kind has
         return (device.device_kind, cores) if device.platform in (None, platform) else None
-    device = jax.devices()[0]
-    if portable or device.platform != platform:
+    own = jax.devices()[0]
+    if portable or own.platform != platform:
         return None
     if platform == "gpu":
-        return f"{device.device_kind} {device.compute_capability}", device.core_count
-    return device.device_kind, getattr(device, "num_cores", 1)
+        return f"{own.device_kind} {own.compute_capability}", own.core_count
+    return own.device_kind, getattr(own, "num_cores", 1)

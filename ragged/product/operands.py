@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import PartitionSpec
 
 from ragged.product.layout import Product
 
@@ -106,6 +107,9 @@ class Call(NamedTuple):
     dtype: Any  # of the result
     options: Options
     out_batch: bool = False  # whether the result has the batch axis, if any operand has, or is summed over it
+    out_spec: PartitionSpec | None = (
+        None  # of the result without a batch axis, where operands' types have explicit axes
+    )
 
     def ranks(self, x: Operands) -> Operands:
         """The rank of each of the operands without a batch axis."""
@@ -143,4 +147,4 @@ class Call(NamedTuple):
         product = self.product.derivative(wrt)
         ndim = product.ndim(product.out)
         shape, is_batched = of.shape[of.ndim - ndim :], of.ndim > ndim
-        return self._replace(product=product, shape=shape, dtype=of.dtype, out_batch=is_batched)
+        return self._replace(product=product, shape=shape, dtype=of.dtype, out_batch=is_batched, out_spec=None)

@@ -12,29 +12,53 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax._src.dispatch import prim_requires_devices_during_lowering  # it has no public name
 from jax.core import ShapedArray
 from jax.experimental import io_callback
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ragged._errors import Site
-from ragged._mesh import refuse_explicit, vary_together
+from ragged._mesh import explicit_mesh, refuse_explicit, vary_together
 from ragged.backends.base import Target
-from ragged.product import lowering
+from ragged.product import lowering, sharding
 from ragged.product.operands import Call, Epilogue, Operand, Operands
+from ragged.product.shared import folded
 
 
 def bind(x: Operands, call: Call) -> Array:
     """The product of `x`. See the module's docstring."""
     leaves, tree = jax.tree.flatten(x)
-    return ragged_matmul_p.bind(*vary_together(leaves), tree=tree, call=call)
+    if mesh := explicit_mesh(leaves):
+        specs = tree.unflatten([jax.typeof(leaf).sharding.spec for leaf in leaves])
+        return sharding.mapped(x, call, _bind_part, mesh=mesh, over=mesh.explicit_axes, specs=specs)
+    primitive = partitioned_matmul_p if _is_partitioned(leaves, call) else ragged_matmul_p
+    return primitive.bind(*vary_together(leaves), tree=tree, call=call)
+
+
+def _bind_part(x: Operands, call: Call) -> Array:
+    """A device's part of a product, one of whose operands may be a matrix that all groups share."""
+    x, call, restore = folded(x, call)
+    return restore(bind(x, call))
 
 
 ragged_matmul_p = Primitive("ragged_matmul")
+partitioned_matmul_p = Primitive("ragged_matmul_partitioned")
+"""The same over a mesh with `Auto` axes: when XLA knows how the operands are sharded, it asks what each device does.
+JAX has to know the devices of such a program when it is lowered, so it is a primitive of its own."""
+PRIMITIVES = ragged_matmul_p, partitioned_matmul_p
+prim_requires_devices_during_lowering.add(partitioned_matmul_p)
 
 
-@ragged_matmul_p.def_effectful_abstract_eval
+def _is_partitioned(leaves: Sequence[Any], call: Call) -> bool:
+    """Whether the operands' types have a mesh of several devices, whose axes are all `Auto`."""
+    meshes = [mesh for x in leaves if not (mesh := jax.typeof(x).sharding.mesh).empty]
+    several = [mesh for mesh in meshes if mesh.size > 1 and not (mesh.manual_axes or mesh.explicit_axes)]
+    return bool(several) and not call.options.calls_back
+
+
 def _abstract_eval(*avals: Any, tree: Any, call: Call) -> tuple[Any, frozenset[Any]]:
     x = tree.unflatten(avals)
     named = x._replace(lhs=x.lhs.data, rhs=x.rhs.data, epilogue=None)._asdict()
@@ -53,10 +77,9 @@ def _interpreter_effects() -> frozenset[Any]:
 
 @partial(jax.jit, static_argnames=("tree", "call"))
 def _eager(*args: Array, tree: Any, call: Call) -> Array:
-    return ragged_matmul_p.bind(*args, tree=tree, call=call)
+    return bind(tree.unflatten(args), call)
 
 
-@ragged_matmul_p.def_impl
 def _impl(*args: Array, tree: Any, call: Call) -> Array:
     with jax.disable_jit(False):  # or `_eager` would come back here
         return _eager(*args, tree=tree, call=call)
@@ -130,10 +153,6 @@ def _transpose(ct: Any, *args: Any, tree: Any, call: Call) -> list[Any]:
     return tree.flatten_up_to(cotangents(ct, x, call, of, lambda wrt, x, call: bind(x, call)))
 
 
-ad.primitive_jvps[ragged_matmul_p] = _jvp
-ad.primitive_transposes[ragged_matmul_p] = _transpose
-
-
 def _batch(args: Sequence[Any], dims: Sequence[Any], *, tree: Any, call: Call) -> tuple[Array, int]:
     """One batch axis is the primitive's own. A second one is merged with the first, or looped over."""
     x: Operands = tree.unflatten(
@@ -178,9 +197,6 @@ def _batch(args: Sequence[Any], dims: Sequence[Any], *, tree: Any, call: Call) -
     return (out if batch is None else out.reshape(outer, batch, *out.shape[1:])), 0
 
 
-batching.primitive_batchers[ragged_matmul_p] = _batch
-
-
 def _rule(platform: str) -> Callable[..., Any]:
     def compute(*args: Array, tree: Any, call: Call, target: Target) -> Array:
         return lowering.compute(platform, tree.unflatten(args), call, target)
@@ -192,7 +208,9 @@ def _rule(platform: str) -> Callable[..., Any]:
         plain = [[ShapedArray(aval.shape, aval.dtype) for aval in avals] for avals in (ctx.avals_in, ctx.avals_out)]
         inner, program = ctx.replace(avals_in=plain[0], avals_out=plain[1]), ctx.module_context
         portable, automatic = program.lowering_parameters.for_export, _is_automatic(program.axis_context)
-        with lowering.target_of(platform, call.options, portable=portable, automatic=automatic) as target:
+        device = getattr(getattr(program.axis_context, "mesh", None), "abstract_mesh", None)
+        device = getattr(device, "abstract_device", None)
+        with lowering.target_of(platform, call.options, device, portable=portable, automatic=automatic) as target:
             out = lower(inner, *args, tree=tree, call=call, target=target)
         if call.options.calls_back:
             ctx.set_tokens_out(inner.tokens_out)
@@ -210,6 +228,59 @@ def _is_automatic(axis_context: Any) -> bool:
     return bool(axis_context.manual_axes) and manual != frozenset(mesh.axis_names)
 
 
-mlir.register_lowering(ragged_matmul_p, _rule("any"))
-for _platform in lowering.PLATFORMS:
-    mlir.register_lowering(ragged_matmul_p, _rule(_platform), platform=_platform)
+def _partitioned_rule(platform: str) -> Callable[..., Any]:
+    unpartitioned = _rule(platform)
+
+    def rule(ctx: Any, *args: Any, tree: Any, call: Call) -> Any:
+        # What is written down can't call back, and TPUs' XLA doesn't.
+        if platform == "tpu" or ctx.module_context.lowering_parameters.for_export:
+            return unpartitioned(ctx, *args, tree=tree, call=call)
+        return mlir.lower_fun(_partitioned(tree, call), multiple_results=False)(ctx, *args)
+
+    return rule
+
+
+def _partitioned(tree: Any, call: Call) -> Callable[..., Array]:
+    """A function of the operands' leaves that XLA partitions as `sharding.resolve` says."""
+
+    def product(x: Operands, call: Call) -> Array:
+        leaves, tree = jax.tree.flatten(x)
+        return ragged_matmul_p.bind(*leaves, tree=tree, call=call)
+
+    @custom_partitioning
+    def partitioned(*leaves: Array) -> Array:
+        return product(tree.unflatten(leaves), call)
+
+    def spec(array: Any) -> PartitionSpec:
+        return array.sharding.spec if isinstance(array.sharding, NamedSharding) else PartitionSpec()
+
+    def partition(mesh: Any, arrays: Any, result: Any) -> Any:
+        x = tree.unflatten(arrays)
+        found = sharding.resolve(x, call, jax.tree.map(spec, x), spec(result), mesh.shape)
+        operands, out = sharding.specs_of(x, found, mesh.shape)
+
+        def of_device(*leaves: Array) -> Array:
+            return sharding.local(tree.unflatten(leaves), call, found, product)
+
+        given = tuple(NamedSharding(mesh, each) for each in jax.tree.leaves(operands))
+        return mesh, of_device, NamedSharding(mesh, out), given
+
+    def rule(mesh: Any, operands: Any, results: Any) -> Any:
+        x = tree.unflatten(
+            [jax.ShapeDtypeStruct(x.type.shape if hasattr(x, "type") else x.shape, jnp.float32) for x in operands]
+        )
+        return sharding.rule(x, call)
+
+    partitioned.def_partition(partition, sharding_rule=rule)
+    return partitioned
+
+
+for _primitive in PRIMITIVES:
+    _primitive.def_effectful_abstract_eval(_abstract_eval)
+    _primitive.def_impl(_impl)
+    ad.primitive_jvps[_primitive] = _jvp
+    ad.primitive_transposes[_primitive] = _transpose
+    batching.primitive_batchers[_primitive] = _batch
+for _platform in (None, *lowering.PLATFORMS):
+    mlir.register_lowering(ragged_matmul_p, _rule(_platform or "any"), platform=_platform)
+    mlir.register_lowering(partitioned_matmul_p, _partitioned_rule(_platform or "any"), platform=_platform)

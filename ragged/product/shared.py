@@ -5,6 +5,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import Array
 
+from ragged._mesh import over_explicit_axes
 from ragged.backends import schedule
 from ragged.product.operands import Call, Operand, Operands, Scales
 from ragged.quant.scales import by_row, spread
@@ -38,14 +39,19 @@ def folded(x: Operands, call: Call) -> Folded:
         existing = None if existing is None else existing.mT
     g, kept = groups.data.shape[:2]
     whole = (1, g * kept, shape[1])
-    epilogue = x.epilogue._replace(existing=None if existing is None else existing.reshape(whole))
+    epilogue = x.epilogue._replace(existing=None if existing is None else _reshaped(existing, whole))
     x = x._replace(epilogue=epilogue, **{name: _one(groups)})
 
     def restore(out: Array) -> Array:
-        out = out.reshape(g, *shape)
+        out = _reshaped(out, (g, *shape))
         return out.mT if turned else out
 
     return x, call._replace(product=p._replace(**{name: letters}), shape=whole), restore
+
+
+@over_explicit_axes
+def _reshaped(x: Array, shape: tuple[int, ...]) -> Array:
+    return x.reshape(shape)
 
 
 def _rows(ragged: Operand, sizes: Array) -> tuple[Operand, Array]:
@@ -64,4 +70,4 @@ def _one(groups: Operand) -> Operand:
         rows = spread(Scales(scales.values, (scales.block[0], None)), data.shape)  # [g, kept or 1, blocks]
         blocks = rows.shape[-1]
         scales = Scales(jnp.broadcast_to(rows, (g, kept, blocks)).reshape(1, g * kept, blocks), (1, scales.block[1]))
-    return Operand(data.reshape(1, g * kept, contracted), scales)
+    return Operand(_reshaped(data, (1, g * kept, contracted)), scales)

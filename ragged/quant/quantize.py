@@ -17,12 +17,13 @@ import numpy as np
 from jax import Array
 
 from ragged._errors import Site, is_arraylike
-from ragged._mesh import refuse_explicit
+from ragged._mesh import over_explicit_axes
 from ragged.quant.formats import LARGEST
 from ragged.quant.scaling import Scaling, not_differentiable
 from ragged.tensor.tensor import GroupedTensor
 
 
+@over_explicit_axes
 def quantize(
     x: GroupedTensor | Array | Any, dtype: Any, scaling: Any, *, power_of_two: bool | Any = False
 ) -> GroupedTensor:
@@ -64,7 +65,6 @@ def quantize(
         ```
     """
     site = Site("ragged.quantize", {"x": x})
-    refuse_explicit(site.call, x=x)
     tensor = _operand(site, x)
     if dtype is None or scaling is None:
         return tensor

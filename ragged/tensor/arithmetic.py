@@ -20,7 +20,7 @@ from jax.core import Tracer
 from jaxtyping import Int, Shaped
 
 from ragged._errors import Site
-from ragged._mesh import refuse_explicit
+from ragged._mesh import over_explicit_axes
 from ragged.backends import schedule
 from ragged.quant.formats import accumulator_dtype
 
@@ -80,7 +80,6 @@ class Arithmetic(eqx.Module):
 
         **Raises:** `ValueError` if the result's rank or its extent along a ragged axis is another.
         """
-        refuse_explicit("GroupedTensor.map", x=self)
         x = _tensor(self)
         out = jnp.asarray(fn(self._filled(1)))
         kept = [axis for axis, is_ragged in ((-2, x.ragged[0]), (-1, x.ragged[1])) if is_ragged] or [-3]
@@ -92,6 +91,7 @@ class Arithmetic(eqx.Module):
         out = x._replace_data(out)
         return out._replace_data(out._filled(0)) if zero_tail else out
 
+    @over_explicit_axes
     def _filled(self, value: Any) -> Array:
         """The buffer, with `value` where it holds no element. That of a cotangent as it is."""
         x = _tensor(self)
@@ -102,9 +102,9 @@ class Arithmetic(eqx.Module):
         x.require_groups()
         return data if x.packed_axis is None else jnp.where(x.mask, data, jnp.asarray(value, data.dtype))
 
+    @over_explicit_axes
     def _combine(self, other: Any, fn: Callable[[Any, Any], Array], symbol: str, reflected: bool = False) -> Any:
         """`fn(self, other)`, or `fn(other, self)` if `reflected`."""
-        refuse_explicit(f"GroupedTensor {symbol}", x=self, other=other)
         x = _tensor(self)
         x.require_plain()
         if isinstance(other, per_group | per_row):
@@ -164,12 +164,11 @@ class Arithmetic(eqx.Module):
 
         Small floats are summed in float32, small integers in int32.
         """
-        refuse_explicit("GroupedTensor.sum", x=self)
         return self._reduce(axis, _sum_groups, jnp.sum, 0, empty)
 
+    @over_explicit_axes
     def mean(self, axis: int | None = None, *, empty: Any = 0) -> Shaped[Array, "..."]:
         """Mean of each group. Arguments as for `sum`."""
-        refuse_explicit("GroupedTensor.mean", x=self)
         x = _tensor(self)
         x.require_plain()
         x.require_groups()
@@ -182,7 +181,6 @@ class Arithmetic(eqx.Module):
     def max(self, axis: int | None = None, *, empty: Any = None) -> Shaped[Array, "..."]:
         """Largest element of each group. Arguments as for `sum`; `empty` is the lowest value of the dtype by
         default."""
-        refuse_explicit("GroupedTensor.max", x=self)
         dtype = _tensor(self).dtype
         if jnp.issubdtype(dtype, jnp.bool_):
             lowest = False
@@ -192,6 +190,7 @@ class Arithmetic(eqx.Module):
             lowest = -jnp.inf if np.isinf(np.asarray(np.inf).astype(dtype)) else float(jnp.finfo(dtype).min)
         return self._reduce(axis, _max_groups, jnp.max, lowest, lowest if empty is None else empty)
 
+    @over_explicit_axes
     def _reduce(self, axis: int | None, groups_fn: Any, dense_fn: Any, neutral: Any, empty: Any) -> Array:
         x = _tensor(self)
         x.require_plain()
@@ -223,12 +222,12 @@ class Arithmetic(eqx.Module):
             some = widths > 0 if axis is None else jnp.arange(columns, dtype=jnp.int32)[None] < widths[:, None]
         return jnp.where(some, data, empty).astype(dtype)
 
+    @over_explicit_axes
     def softmax(self) -> "GroupedTensor":
         """Softmax along the last dim of each group: over a row's real columns if the last dim is ragged.
 
         A row without columns, and the tail, are zero. Computed in float32 and rounded once.
         """
-        refuse_explicit("GroupedTensor.softmax", x=self)
         x = _tensor(self)
         x.require_groups()
         if (wide := _wide(x.dtype)) != x.dtype:

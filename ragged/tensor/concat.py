@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from ragged._errors import Site
-from ragged._mesh import refuse_explicit
+from ragged._mesh import over_explicit_axes
 from ragged.backends import schedule
 from ragged.backends.schedule import as_int32
 from ragged.tensor.tensor import GroupedTensor
 
 
+@over_explicit_axes
 def concat(tensors: Iterable[GroupedTensor] | Any) -> GroupedTensor:
     """One tensor with the groups of all `tensors`, in order.
 
@@ -26,7 +27,6 @@ def concat(tensors: Iterable[GroupedTensor] | Any) -> GroupedTensor:
     if not all(isinstance(t, GroupedTensor) for t in tensors) or not tensors:
         mend = "Pass at least one `GroupedTensor`, in a list."
         Site("ragged.concat", {"tensors": tensors}).fail(TypeError, "needs a sequence of tensors.", mend)
-    refuse_explicit("ragged.concat", tensors=tensors)
     for tensor in tensors:
         tensor.require_plain()
         tensor.require_groups()

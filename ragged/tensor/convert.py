@@ -9,7 +9,7 @@ from jax import Array
 from jaxtyping import Int, Shaped
 
 from ragged._errors import Site, is_arraylike, is_count
-from ragged._mesh import refuse_explicit
+from ragged._mesh import over_explicit_axes, refuse_explicit
 from ragged.backends import schedule
 from ragged.backends.schedule import as_int32
 from ragged.tensor.arithmetic import broadcast_wide
@@ -54,10 +54,10 @@ def from_list(
     return data, jnp.array(firsts, jnp.int32), jnp.array(lasts, jnp.int32) if ragged == "both" else None
 
 
+@over_explicit_axes
 def from_padded(padded: Any, first_dims: Any, capacity: Any) -> tuple[Shaped[Array, "rows last"], Int[Array, " g"]]:
     """Buffer and first dims of `[g, max_first, last]`."""
     site = Site("GroupedTensor.from_padded", {"padded": padded, "first_dims": first_dims})
-    refuse_explicit(site.call, **site.operands)
     padded, first_dims = jnp.asarray(padded), first_dims if is_arraylike(first_dims) else jnp.asarray(first_dims)
     if padded.ndim != 3:
         problem = f"`padded` must be [g, max_first, last], but has {padded.ndim} dims."
@@ -81,10 +81,10 @@ def from_padded(padded: Any, first_dims: Any, capacity: Any) -> tuple[Shaped[Arr
     return data, jnp.diff(offsets)
 
 
+@over_explicit_axes
 def to_padded(x: "GroupedTensor", max_len: Any, fill_value: Any) -> Shaped[Array, "g first last"]:
     """`[g, max_len, last]`, or `[g, first, max_len]` of ragged columns."""
     site = Site("GroupedTensor.to_padded", {"x": x})
-    refuse_explicit(site.call, x=x)
     axis = x._require_packed("to_padded")
     x.require_plain()
     _check_extent(site, "max_len", max_len)

@@ -17,7 +17,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int, Shaped
 
 from ragged._errors import Site, is_arraylike, is_concrete, is_count
-from ragged._mesh import refuse_explicit, vary_together
+from ragged._mesh import over_explicit_axes, vary_together
 from ragged.backends.schedule import as_int32, count_up_to
 from ragged.quant.formats import accumulator_dtype
 from ragged.tensor.arithmetic import broadcast_wide
@@ -58,8 +58,11 @@ class Route(eqx.Module):
         if x.ndim != 2 or x.shape[0] != tokens:
             problem = f"`x` must be [{tokens}, d], one row a token."
             site.fail(ValueError, problem, f"The route was made for {tokens} tokens.")
-        refuse_explicit(site.call, **site.operands, route=self)
-        x = jnp.asarray(x)
+        return self._dispatched(jnp.asarray(x))
+
+    @over_explicit_axes
+    def _dispatched(self, x: Shaped[Array, "tokens d"]) -> GroupedTensor:
+        tokens = x.shape[0]
         rows = broadcast_wide(x[:, None], x.dtype, (tokens, self.top_k, x.shape[1]))
         rows = rows.reshape(tokens * self.top_k, x.shape[1])
         out = GroupedTensor(_permute(rows, self.order, self.place.reshape(-1)), first_dims=self.first_dims)
@@ -88,17 +91,21 @@ class Route(eqx.Module):
         if is_concrete(y.first_dims, self.first_dims) and not np.array_equal(y.first_dims, self.first_dims):
             problem = f"the sizes of `y` are not the route's, {np.asarray(self.first_dims).tolist()}."
             site.fail(ValueError, problem, "Pass what became of `route.dispatch(x)`.")
-        refuse_explicit(site.call, **site.operands, route=self)
-        data = y._filled(0)
-        wide = accumulator_dtype(data.dtype)
-        rows = _permute(data, self.place.reshape(-1), self.order).astype(wide)
-        rows = rows.reshape(self.place.shape[0], self.top_k, y.shape[-1])  # [tokens, top_k, d]
         if weights is not None:
             if not is_arraylike(weights) or not all(jnp.issubdtype(z.dtype, jnp.floating) for z in (weights, y)):
                 site.fail(TypeError, "`weights` and `y` must be floating arrays.", "Cast them, or leave `weights` out.")
             if weights.shape != self.place.shape:
                 problem = f"`weights` must have shape {self.place.shape}, but has {weights.shape}."
                 site.fail(ValueError, problem, "It needs one weight for each of `group_ids`.")
+        return self._combined(y, weights)
+
+    @over_explicit_axes
+    def _combined(self, y: GroupedTensor, weights: Float[Array, "tokens *top_k"] | Any) -> Array:
+        data = y._filled(0)
+        wide = accumulator_dtype(data.dtype)
+        rows = _permute(data, self.place.reshape(-1), self.order).astype(wide)
+        rows = rows.reshape(self.place.shape[0], self.top_k, y.shape[-1])  # [tokens, top_k, d]
+        if weights is not None:
             held = self.place < jnp.sum(self.first_dims, dtype=jnp.int32)
             weights = jnp.where(held, weights.astype(wide), jnp.zeros((), wide))
             rows = rows * weights.reshape(*rows.shape[:2], 1)
@@ -140,8 +147,11 @@ def route(group_ids: Int[Array, "tokens *top_k"] | Any, num_groups: int | Any) -
         site.fail(ValueError, problem, "Flatten the tokens' axes into one, those of `x` too.")
     if not is_count(num_groups) or num_groups > np.iinfo(np.int32).max:
         site.fail(ValueError, f"`num_groups` is {num_groups!r}.", "It must be a positive int, known when tracing.")
-    num_groups = int(num_groups)
-    refuse_explicit(site.call, **site.operands)
+    return _sorted(jnp.asarray(group_ids), int(num_groups))
+
+
+@over_explicit_axes
+def _sorted(group_ids: Int[Array, "tokens *top_k"], num_groups: int) -> Route:
     ids = as_int32(group_ids).reshape(-1)
     ids = jnp.where((ids >= 0) & (ids < num_groups), ids, num_groups)
     row = jnp.arange(ids.shape[0], dtype=jnp.int32)

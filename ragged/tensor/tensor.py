@@ -22,7 +22,7 @@ from jax import Array
 from jaxtyping import Bool, Int, Shaped
 
 from ragged._errors import Site, describe, is_arraylike, is_concrete
-from ragged._mesh import refuse_explicit
+from ragged._mesh import over_explicit_axes, refuse_explicit
 from ragged.backends import schedule
 from ragged.backends.schedule import as_int32
 from ragged.product.operands import Scales
@@ -338,11 +338,11 @@ class GroupedTensor(Arithmetic):
         values = spread(scales, shape, None if self.packed_axis is None else self.packed_dims)
         return values.mT if self.is_flipped else values
 
+    @over_explicit_axes
     def dequantize(self) -> "GroupedTensor":
         """`data × scales` in float32, zeros in the tail. A tensor without scales is returned as it is."""
         if not self.is_quantized:
             return self
-        refuse_explicit("GroupedTensor.dequantize", x=self)
         data = eight_bits_fixed("GroupedTensor.dequantize", self.data)
         scales = not_differentiable("GroupedTensor.dequantize", self.element_scales())
         wide = data.astype(jnp.float32) * scales

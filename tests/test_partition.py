@@ -1,0 +1,327 @@
+"""Products of sharded operands, over `Auto` and over `Explicit` axes: numbers, and collectives of the program."""
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ragged
+from ragged import GroupedTensor
+
+from . import cases, oracle
+
+KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+COLLECTIVES = "all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute"
+DOCS = Path(__file__).parent.parent / "docs" / "sharding.md"
+
+
+def mesh_of(kind: str, **axes: int) -> jax.sharding.Mesh:
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(KINDS[kind],) * len(axes))
+
+
+def collectives(program: Any) -> str:
+    """Those of a compiled program, as in "2 all-gather, all-reduce"; "" for none."""
+    found = Counter(re.findall(rf"= \S+ ({'|'.join(COLLECTIVES)})(?:-start)?\(", program.as_text()))
+    return ", ".join(f"{n} {name}" if n > 1 else name for name, n in sorted(found.items()))
+
+
+def made(layout: str) -> cases.Case:
+    """A case in which four devices divide every extent, left-aligned ones too."""
+    case = cases.make(layout, g=4, kind="zipf", capacity=64, uniform=(16, 32, 48))
+
+    def padded(x: Any) -> Any:
+        free = None if x.packed_axis is None else -3 - x.packed_axis
+        if free is None or not (more := -x.shape[free] % 4):
+            return x
+        pads = [(0, more if axis == free else 0) for axis in (-2, -1)]
+        return x._replace_data(jnp.pad(jnp.asarray(x.data), pads, constant_values=jnp.nan))
+
+    case.lhs, case.rhs = padded(case.lhs), padded(case.rhs)
+    return case
+
+
+def specs(case: cases.Case, **axes: Any) -> tuple[P, P]:
+    """Of the operands' buffers, from the mesh axes of each letter."""
+
+    def spec(x: GroupedTensor, letters: str) -> P:
+        return P(*(axes.get(z) for z in "g" * (x.ndim - 2) + letters))
+
+    return spec(case.lhs, "mk"), spec(case.rhs, "kn")
+
+
+def put(x: GroupedTensor, mesh: Any, spec: P) -> GroupedTensor:
+    return x._replace_data(jax.device_put(jnp.asarray(x.data), NamedSharding(mesh, spec)))
+
+
+def check(case: cases.Case, out: GroupedTensor) -> None:
+    got = case.unpack(np.asarray(out.data).astype(np.float64))
+    oracle.assert_close(got, oracle.matmul(case.lhs_groups, case.rhs_groups), *cases.TOLERANCE["float32"])
+    case.assert_tail_zero(out)
+
+
+def derivatives(case: cases.Case) -> list[Callable[[Array, Array, Array], Array]]:
+    """The cotangents of the operands' buffers, each as a function of these and of the result's."""
+
+    def product(lhs: Array, rhs: Array) -> Array:
+        return ragged.matmul(case.lhs._replace_data(lhs), case.rhs._replace_data(rhs)).data
+
+    return [
+        lambda lhs, rhs, dout: jax.vjp(lambda lhs: product(lhs, rhs), lhs)[1](dout)[0],
+        lambda lhs, rhs, dout: jax.vjp(lambda rhs: product(lhs, rhs), rhs)[1](dout)[0],
+    ]
+
+
+def table() -> dict[tuple[str, str], list[str]]:
+    """The documented one: collectives by layout and letter; of the product, and of its derivatives."""
+    rows = re.findall(r"^\| `(\w+)` \| `(\w)` \| (.*) \|$", DOCS.read_text(), re.M)
+    return {(layout, z): [cell.strip().replace("none", "") for cell in rest.split("|")] for layout, z, rest in rows}
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout, letter", table())
+def test_one_letter(layout: str, letter: str, kind: str) -> None:
+    """D1, D2: each letter that can be sharded, and the table in the documentation."""
+    case, mesh = made(layout), mesh_of(kind, a=4)
+    lhs, rhs = (put(x, mesh, s) for x, s in zip((case.lhs, case.rhs), specs(case, **{letter: "a"}), strict=True))
+    want = table()[layout, letter]
+    product = jax.jit(ragged.matmul)
+    out = product(lhs, rhs)
+    check(case, out)
+    assert collectives(product.lower(lhs, rhs).compile()) == want[0]
+    dout = jax.device_put(jnp.cos(np.asarray(out.data)), out.data.sharding)
+    plain = jnp.asarray(case.lhs.data), jnp.asarray(case.rhs.data), jnp.asarray(np.asarray(dout))
+    for x, derivative, expected in zip((lhs, rhs), derivatives(case), want[1:], strict=True):
+        # Over `Auto` axes a result is sharded as it is used: a gradient, as its operand is.
+        options: Any = {"out_shardings": x.data.sharding} if kind == "auto" else {}
+        sharded = jax.jit(derivative, **options)
+        got = sharded(lhs.data, rhs.data, dout)
+        assert got.sharding.is_equivalent_to(x.data.sharding, got.ndim)
+        # One device's is tested against NumPy elsewhere.
+        np.testing.assert_allclose(got, jax.jit(derivative)(*plain), rtol=1e-5, atol=2e-5)
+        assert collectives(sharded.lower(lhs.data, rhs.data, dout).compile()) == expected
+
+
+SEVERAL: list[tuple[str, dict[str, Any], str]] = [  # layout, axes of letters, collectives
+    ("forward", {"m": "a", "k": "c", "n": "b"}, "all-reduce"),
+    ("forward", {"m": ("a", "b"), "n": "c"}, ""),
+    ("forward", {"m": "a", "g": "b", "n": "c"}, "all-reduce"),
+    ("forward", {"g": ("a", "b"), "k": "c"}, "all-reduce"),
+    ("forward_left", {"m": "a", "k": "b", "n": "c"}, "all-reduce"),
+    ("wgrad", {"m": "b", "k": ("a", "c")}, "all-reduce"),
+    ("batched", {"g": "a", "m": "b", "k": "c"}, "all-reduce"),
+    ("outer", {"m": "a", "k": "b"}, "all-reduce"),
+    ("inner_rows", {"m": ("a", "b"), "n": "c"}, ""),
+    ("inner_columns", {"m": "a", "k": "b"}, "all-reduce"),
+    ("ragged", {"m": "a", "n": "b"}, ""),
+    # Both operands want "a": weights stay, rows are gathered, and each device has the sum of its rows.
+    ("forward", {"m": "a", "g": "a"}, "all-gather, reduce-scatter"),
+    ("forward", {"m": "a", "g": "a", "n": "b"}, "all-gather, reduce-scatter"),
+]
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout, axes, expected", SEVERAL, ids=str)
+def test_several_letters(layout: str, axes: dict[str, Any], expected: str, kind: str) -> None:
+    """D1, D2: two and three mesh axes, two of them on one letter, one of them wanted by two letters."""
+    case, mesh = made(layout), mesh_of(kind, a=2, b=2, c=2)
+    lhs, rhs = (put(x, mesh, s) for x, s in zip((case.lhs, case.rhs), specs(case, **axes), strict=True))
+    product = jax.jit(ragged.matmul)
+    check(case, product(lhs, rhs))
+    assert collectives(product.lower(lhs, rhs).compile()) == expected
+
+
+# --- what else a product can have -------------------------------------------------------------------------------------
+
+
+def over(kind: str, function: Callable[..., Any], args: list[Any], axes: list[P], **mesh: int) -> Any:
+    """`function` of sharded arrays, compiled, and of the same on one device: its results of both."""
+    on = mesh_of(kind, **mesh)
+    sharded = [jax.device_put(x, NamedSharding(on, spec)) for x, spec in zip(args, axes, strict=True)]
+    return jax.jit(function)(*sharded), jax.jit(function)(*args)
+
+
+def same(got: Any, want: Any, tolerance: float = 1e-5) -> None:
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        g, w = (np.asarray(x).astype(np.float64) for x in (g, w))
+        assert np.abs(w).max() > 0
+        np.testing.assert_allclose(g, w, rtol=tolerance, atol=tolerance * np.abs(w).max())
+
+
+rng = np.random.default_rng(0)
+X, W, DOUT = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((32, 16), (4, 16, 24), (32, 24)))
+SIZES = jnp.array([5, 0, 11, 9], jnp.int32)  # of 32 rows
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_existing_out_is_added_once(kind: str) -> None:
+    """K12: to a sum over devices, in the accumulator's dtype; its tail is not added."""
+
+    def product(x: Array, w: Array, old: Array) -> Array:
+        return ragged.grouped_matmul(x, w, SIZES, existing_out=old)
+
+    args, axes = [X, W, DOUT.astype(jnp.bfloat16)], [P("a", "b"), P(None, "b", None), P("a", None)]
+    got, want = over(kind, product, args, axes, a=2, b=2)
+    assert got.dtype == jnp.bfloat16 and not np.asarray(got)[25:].any()
+    same(got, want, 2**-8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_group_offset_of_sharded_groups(kind: str) -> None:
+    """K14: the matrices are those from an offset on, and each device has some; also where none exist."""
+    for offset in (-3, 1, 2, 2**31 - 1, -(2**31)):
+        got, want = over(
+            kind,
+            lambda x, w, offset=offset: ragged.grouped_matmul(x, w, SIZES, group_offset=jnp.int32(offset)),
+            [X, W[:2]],
+            [P(), P("a")],
+            a=2,
+        )
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sums_over_devices_are_rounded_once(kind: str) -> None:
+    """D1: 1 + 2**-9 - 1 over three devices of four is not lost in bfloat16."""
+    x = jnp.tile(jnp.array([[1, 2**-9, -1, 0]], jnp.bfloat16), (4, 1))
+    got, _ = over(
+        kind,
+        lambda x, w: ragged.grouped_matmul(x, w, jnp.array([4], jnp.int32)),
+        [x, jnp.ones((1, 4, 2), jnp.bfloat16)],
+        [P(None, "a"), P(None, "a")],
+        a=4,
+    )
+    assert (np.asarray(got).astype(np.float64) == 2**-9).all()
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
+def test_recipes(recipe: str, kind: str) -> None:
+    """D1, T7: value and gradients; a cut through a block of scales makes the blocks smaller."""
+    x, w, dout = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((32, 192), (4, 192, 64), (32, 64)))
+
+    def step(x: Array, w: Array, dout: Array) -> Any:
+        out, pull = jax.vjp(lambda x, w: ragged.matmul(GroupedTensor(x, SIZES), w, recipe=recipe).data, x, w)
+        return out, *pull(dout)
+
+    axes = [P("a", "b"), P(None, "b", None), P("a", None)]
+    same(*over(kind, step, [x, w, dout], axes, a=2, b=2), tolerance=2e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scales_of_blocks_that_are_cut(kind: str) -> None:
+    """D1: blocks of 128 along 192 of which a device has 96; scales of groups that are packed."""
+    x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((32, 192), (4, 192, 24)))
+    w *= jnp.repeat(jnp.array([1.0, 100.0]), 96)[None, :, None]
+    qx, qw = ragged.quantize(GroupedTensor(x, SIZES), jnp.int8, "group"), ragged.quantize(w, jnp.int8, (128, 1))
+
+    def product(x: Array, x_scales: Array, w: Array, w_scales: Array) -> Array:
+        lhs, rhs = (
+            q._replace_data(data)._with(scales=scales) for q, data, scales in ((qx, x, x_scales), (qw, w, w_scales))
+        )
+        return ragged.matmul(lhs, rhs, preferred_element_type=jnp.float32).data
+
+    args = [qx.data, qx.scales, qw.data, qw.scales]
+    same(*over(kind, product, args, [P("a", "b"), P(), P(None, "b"), P()], a=2, b=2))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_maps(kind: str) -> None:
+    """O8: a `vmap` whose axis is sharded, or whose elements are; sizes of their own; gradients of what they share."""
+    x = jnp.stack([X, -X, 2 * X, X + 1])
+    sizes = jnp.stack([SIZES, SIZES[::-1], jnp.zeros(4, jnp.int32), SIZES])
+
+    def step(x: Array, w: Array, sizes: Array) -> Any:
+        out, pull = jax.vjp(lambda x, w: jax.vmap(ragged.grouped_matmul, (0, None, 0))(x, w, sizes), x, w)
+        return out, *pull(jnp.cos(out))
+
+    both = [P("a", None, "b"), P(None, "b", None)]
+    for axes in ([P("a"), P()], [P(None, "a", None), P(None, None, "b")], both):
+        # Of a `shard_map` in a map over an explicit axis, JAX can't lower the derivative by what isn't mapped.
+        function = (lambda *args: step(*args)[0]) if kind == "explicit" and axes is both else step
+        mapped = P(axes[0][0])  # it wants one sharding of the mapped axis
+        same(*over(kind, function, [x, W, sizes], [*axes, mapped], a=2, b=2), tolerance=3e-5)
+
+
+def test_derivatives_of_second_order() -> None:
+    """O16: forward over reverse, of operands that are sharded."""
+
+    def loss(x: Array, w: Array) -> Array:
+        return jnp.sum(jnp.sin(ragged.grouped_matmul(x, w, SIZES)))
+
+    def second(x: Array, w: Array) -> Any:
+        return jax.jvp(jax.grad(loss, (0, 1)), (x, w), (jnp.cos(x), jnp.sin(w)))
+
+    for kind in KINDS:
+        same(*over(kind, second, [X, W], [P("a"), P(None, None, "b")], a=2, b=2), tolerance=1e-4)
+
+
+OUT: list[tuple[P, P, Any, str]] = [  # of x and w; asked of the result; collectives
+    (P(None, "a"), P(None, "a"), P("a", None), "reduce-scatter"),
+    (P(None, "a"), P(None, "a"), P(None, "a"), "reduce-scatter"),
+    (P("b", "a"), P(None, "a"), P(("b", "a"), None), "reduce-scatter"),
+    (P(None, "a"), P(None, "a"), P(None, None, unreduced=frozenset("a")), ""),
+    (P(), P("a"), P("a", None), "reduce-scatter"),
+    (P("a"), P(), P("a", "b"), ""),
+]
+
+
+@pytest.mark.parametrize("x, w, asked, expected", OUT, ids=str)
+def test_out_sharding(x: P, w: P, asked: P, expected: str) -> None:
+    """D2: what is summed is summed in parts, or not yet."""
+    mesh = mesh_of("explicit", a=2, b=2)
+
+    def product(x: Array, w: Array) -> Array:
+        return ragged.matmul(GroupedTensor(x, SIZES), w, out_sharding=asked).data
+
+    with jax.set_mesh(mesh):
+        args = jax.device_put(X, x), jax.device_put(W, w)
+        got = jax.jit(product)(*args)
+        spec = jax.typeof(got).sharding.spec
+        assert spec.partitions == asked.partitions and spec.unreduced == asked.unreduced
+        assert collectives(jax.jit(product).lower(*args).compile()) == expected
+        whole = jax.jit(lambda y: jax.sharding.reshard(y, P(None, None)))(got)
+        dx, dw = jax.jit(
+            jax.grad(lambda x, w: jnp.sum(jax.sharding.reshard(product(x, w), P(None, None)) * DOUT), (0, 1))
+        )(*args)
+    want, pull = jax.vjp(lambda x, w: ragged.grouped_matmul(x, w, SIZES), X, W)
+    same((whole, dx, dw), (want, *pull(DOUT)))
+
+
+@pytest.mark.parametrize(
+    "asked, error, text",
+    [
+        ("a", TypeError, "`out_sharding` is 'a'.\nGot lhs=.*\nPass a `PartitionSpec` or a `NamedSharding`."),
+        (P("z"), ValueError, r"has no explicit axis 'z'.\nGot .*\nIts explicit axes are \('a', 'b'\)."),
+        (P(None, None, "a"), ValueError, r"for a result of shape \(32, 24\).\nGot .*\nGive each axis"),
+        (P(None, ("a", "b", "c")), ValueError, "has no explicit axis 'c'"),
+    ],
+    ids=str,
+)
+def test_bad_out_shardings(asked: Any, error: Any, text: str) -> None:
+    with jax.set_mesh(mesh_of("explicit", a=2, b=2)), pytest.raises(error, match=text):
+        ragged.matmul(GroupedTensor(jax.device_put(X, P("a")), SIZES), W, out_sharding=asked)
+
+
+def test_out_sharding_that_does_not_divide() -> None:
+    text = r"which cuts an axis of 24 into 16.\nGot .*\nThe mesh axes must divide the extent that they shard."
+    mesh = jax.sharding.AbstractMesh((16,), ("a",), axis_types=(AxisType.Explicit,))
+    x = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=NamedSharding(mesh, P("a")))
+    with pytest.raises(ValueError, match=text):
+        jax.eval_shape(lambda x: ragged.matmul(GroupedTensor(x, SIZES), W, out_sharding=P(None, "a")), x)
+
+
+def test_out_sharding_without_explicit_axes() -> None:
+    with pytest.raises(ValueError, match=r"no operand is sharded over an `Explicit` axis"):
+        ragged.grouped_matmul(X, W, SIZES, out_sharding=P("a"))
