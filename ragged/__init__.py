@@ -5,6 +5,7 @@ from ragged._explain import explain as explain
 from ragged._grouped import grouped_matmul as grouped_matmul
 from ragged._grouped import transposed_grouped_matmul as transposed_grouped_matmul
 from ragged._matmul import matmul as matmul
+from ragged._sharded import sharded_matmul as sharded_matmul
 from ragged.quant.error_table import ErrorTable as ErrorTable
 from ragged.quant.error_table import error_table as error_table
 from ragged.quant.quantize import quantize as quantize

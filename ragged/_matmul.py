@@ -1,9 +1,7 @@
 """`matmul`: check the operands, infer the layout, bind the primitive."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -11,14 +9,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Int
 
 from ragged._errors import Site, describe, is_arraylike, is_concrete, is_count
-from ragged._mesh import explicit_mesh
 from ragged.backends.schedule import as_int32
 from ragged.product import check as _check
 from ragged.product.check import Tiling
 from ragged.product.layout import Layout, Product, infer_layout
 from ragged.product.operands import Call, Epilogue, Operand, Operands, Scales
 from ragged.product.primitive import bind
-from ragged.product.shared import folded
 from ragged.quant.recipe import Recipe
 from ragged.quant.scaling import eight_bits_fixed, not_differentiable
 from ragged.quant.training import casts_of, quantized_product
@@ -118,7 +114,7 @@ def matmul(
         out = bind(product.operands, product.call)
     else:
         out = quantized_product(product.recipe, product.operands, product.call)
-    return GroupedTensor(product.restore(out), product.first_dims, product.last_dims)
+    return product.tensor(out)
 
 
 class MatmulProduct(NamedTuple):
@@ -127,10 +123,14 @@ class MatmulProduct(NamedTuple):
     layout: Layout
     operands: Operands
     call: Call
-    restore: Callable[[Array], Array]  # makes the buffer of `matmul`'s result of the product's
+    is_swapped: bool  # whether the product's result has its columns first
     first_dims: Array | Any
     last_dims: Array | Any
     recipe: Recipe | None
+
+    def tensor(self, out: Array) -> GroupedTensor:
+        """`matmul`'s result, of the product's."""
+        return GroupedTensor(out.mT if self.is_swapped else out, self.first_dims, self.last_dims)
 
 
 def product_of(
@@ -183,22 +183,9 @@ def product_of(
         out_spec = PartitionSpec(*out_spec.partitions[::-1], unreduced=out_spec.unreduced) if swapped else out_spec
     einsum = Product(lhs_letters, rhs_letters, "nm" if swapped else "mn", layout.ragged)
     call = Call(einsum, shape, dtype, options, out_spec=out_spec)
-    if sizes or recipe is not None or explicit_mesh(jax.tree.leaves(operands)) is None:
-        operands, call, restore = folded(operands, call)
-    else:  # each device folds its part
-        restore = _as_it_is
     _check.check_plan(site, operands, call, (None, None) if recipe is None else casts_of(recipe, call)[0].forward)
     first_dims, last_dims = getattr(lhs, "first_dims", None), getattr(rhs, "last_dims", None)
-
-    def buffer(out: Array) -> Array:
-        out = restore(out)
-        return out.mT if swapped else out
-
-    return MatmulProduct(layout, operands, call, buffer, first_dims, last_dims, recipe)
-
-
-def _as_it_is(out: Array) -> Array:
-    return out
+    return MatmulProduct(layout, operands, call, swapped, first_dims, last_dims, recipe)
 
 
 def _stored(x: GroupedTensor | Array, letters: str) -> tuple[Operand, str]:

@@ -95,5 +95,6 @@ def _like(x: Any, out: Any) -> PartitionSpec:
 
 
 def resharded(x: Array, mesh: Any, spec: PartitionSpec) -> Array:
-    """`x` as a `shard_map` over explicit axes takes it; over `Auto` ones, XLA moves it."""
-    return jax.sharding.reshard(x, NamedSharding(mesh, spec)) if mesh.explicit_axes else x
+    """`x` sharded as `spec`."""
+    sharding = NamedSharding(mesh, spec)
+    return jax.sharding.reshard(x, sharding) if mesh.explicit_axes else lax.with_sharding_constraint(x, sharding)

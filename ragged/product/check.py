@@ -17,6 +17,7 @@ from ragged.backends.schedule import as_int32
 from ragged.product import lowering
 from ragged.product.operands import Call, Operand, Operands, Options
 from ragged.product.sharding import axes_of
+from ragged.product.shared import folded
 from ragged.quant.formats import accumulator_dtype, promote
 from ragged.tensor.tensor import GroupedTensor
 
@@ -109,6 +110,7 @@ def check_plan(site: Site, x: Operands, call: Call, casts: tuple[Any, Any] = (No
     name = call.options.backend
     if name in (None, "xla"):
         return
+    x, call, _ = folded(x, call)
     narrow = [
         Operand(jax.ShapeDtypeStruct(data.shape, getattr(cast, "dtype", None) or data.dtype))
         for (data, _), cast in zip((x.lhs, x.rhs), casts, strict=True)

@@ -33,15 +33,11 @@ def bind(x: Operands, call: Call) -> Array:
     leaves, tree = jax.tree.flatten(x)
     if mesh := explicit_mesh(leaves):
         specs = tree.unflatten([jax.typeof(leaf).sharding.spec for leaf in leaves])
-        return sharding.mapped(x, call, _bind_part, mesh=mesh, over=mesh.explicit_axes, specs=specs)
-    primitive = partitioned_matmul_p if _is_partitioned(leaves, call) else ragged_matmul_p
-    return primitive.bind(*vary_together(leaves), tree=tree, call=call)
-
-
-def _bind_part(x: Operands, call: Call) -> Array:
-    """A device's part of a product, one of whose operands may be a matrix that all groups share."""
+        return sharding.mapped(x, call, bind, mesh=mesh, over=mesh.explicit_axes, specs=specs)
     x, call, restore = folded(x, call)
-    return restore(bind(x, call))
+    leaves, tree = jax.tree.flatten(x)
+    primitive = partitioned_matmul_p if _is_partitioned(leaves, call) else ragged_matmul_p
+    return restore(primitive.bind(*vary_together(leaves), tree=tree, call=call))
 
 
 ragged_matmul_p = Primitive("ragged_matmul")

@@ -226,9 +226,8 @@ def local(x: Operands, call: Call, sharding: Sharding, product: Callable[[Operan
     out = lax.psum(out, summed) if summed else out
     existing = x.epilogue.existing
     if existing is not None:
-        after = dict(zip(call.product.out, zip(sharding.out[-2:], shape(sharding.out)[-2:], strict=True), strict=True))
-        mine = {z: _sizes(x.sizes[z], z, call, *after[z]) for z in call.product.out if z in x.sizes}
-        out += lowering.zero_tail(existing, x._replace(sizes=mine), call).astype(dtype)
+        part = x._replace(sizes=sizes_of_part(x, call, sharding, out.shape))
+        out += lowering.zero_tail(existing, part, call).astype(dtype)
     return out.astype(call.dtype)
 
 
@@ -241,13 +240,15 @@ def mapped(
     over: Axes,
     specs: Operands,
     check_vma: bool = True,
+    finish: Callable[[Array, dict[str, Array]], Array] | None = None,
 ) -> Array:
     """The product by a `shard_map` over the axes `over` of `mesh`, of operands that are sharded as `specs` say.
 
     The result is sharded as `call.out_spec`; by default, as the operands have its letters. Over axes for which the spec
-    says that it is unreduced, it isn't summed.
+    says that it is unreduced, it isn't summed. `finish` makes of each device's part, and of what the groups have in it
+    of each ragged letter, what is returned.
     """
-    wanted, call = _wanted(x, call, specs), call._replace(out_spec=None)
+    wanted, is_asked, call = _wanted(x, call, specs), call.out_spec is not None, call._replace(out_spec=None)
     found = resolve(x, call, specs, wanted, mesh.shape)
     needed, _ = specs_of(x, found, mesh.shape)
     left = tuple(name for name in found.summed if name in wanted.unreduced)
@@ -265,7 +266,10 @@ def mapped(
             _gathered(leaf, axes_of(g, leaf.ndim), axes_of(n, leaf.ndim))
             for leaf, g, n in zip(leaves, given, need, strict=True)
         ]
-        out = local(tree.unflatten(parts), call, found, product)
+        part = tree.unflatten(parts)
+        out = local(part, call, found, product)
+        if finish is not None:
+            out = finish(out, sizes_of_part(part, call, found, out.shape))
         return lax.pcast(out, left, to="unreduced") if left else out
 
     # All axes, by default, are all but those of a `vmap`.
@@ -273,7 +277,9 @@ def mapped(
     options: Any = {"mesh": mesh, "axis_names": some, "check_vma": check_vma}
     out_spec = PartitionSpec(*_spec(found.out), unreduced=frozenset(left))
     run = jax.shard_map(of_device, in_specs=tuple(given), out_specs=out_spec, **options)
-    return run(*(resharded(leaf, mesh, spec) for leaf, spec in zip(leaves, given, strict=True)))
+    out = run(*(resharded(leaf, mesh, spec) for leaf, spec in zip(leaves, given, strict=True)))
+    asked = PartitionSpec(*_spec(axes_of(wanted, out.ndim)), unreduced=wanted.unreduced)
+    return resharded(out, mesh, asked) if is_asked and asked != out_spec else out
 
 
 def _wanted(x: Operands, call: Call, specs: Operands) -> PartitionSpec:
@@ -302,6 +308,12 @@ def _gathered(x: Array, have: tuple[Axes, ...], need: tuple[Axes, ...]) -> Array
         if more := h[len(n) :]:
             x = lax.all_gather(x, more, axis=axis, tiled=True)
     return x
+
+
+def sizes_of_part(x: Operands, call: Call, sharding: Sharding, shape: tuple[int, ...]) -> dict[str, Array]:
+    """What the groups have of each of the result's ragged letters in a device's part, of this shape."""
+    after = zip(call.product.out, sharding.out[-2:], shape[-2:], strict=True)
+    return {z: _sizes(x.sizes[z], z, call, names, extent) for z, names, extent in after if z in x.sizes}
 
 
 def _size(names: Axes) -> int:

@@ -19,6 +19,7 @@ from ragged._errors import Site
 from ragged._mesh import vary_together
 from ragged.product.operands import Call, Operand, Operands
 from ragged.product.primitive import bind, check_cotangent, cotangents
+from ragged.product.shared import folded
 from ragged.quant.quantize import amax, cast, quantize, scale_of
 from ragged.quant.recipe import Cast, Pair, Recipe
 from ragged.quant.scaling import NAMED
@@ -68,12 +69,13 @@ def _rows(history: Array, *order: int) -> Array:
 
 def quantized_product(recipe: Recipe, operands: Operands, call: Call) -> Array:
     """The product of `operands`, quantised, with straight-through derivatives. The primitive's operands and result."""
+    operands, call, restore = folded(operands, call)
     casts, history = casts_of(recipe, call)
     leaves, tree = jax.tree.flatten(operands)
     operands = jax.tree.unflatten(tree, vary_together(leaves, like=jax.tree.leaves(history)))
     if history is not None:
         _check_axes_are_tracked()
-    return _product(casts, call, operands, history)
+    return restore(_product(casts, call, operands, history))
 
 
 def _product(casts: Casts, call: Call, operands: Operands, history: Array | None) -> Array:
