@@ -17,10 +17,10 @@ from jax import Array, lax
 from jaxtyping import Float, Int, Shaped
 
 from ragged._errors import Site, is_arraylike, is_concrete, is_count
-from ragged._mesh import over_explicit_axes, vary_together
+from ragged._mesh import over_explicit_axes
 from ragged.backends.schedule import as_int32, count_up_to
 from ragged.quant.formats import accumulator_dtype
-from ragged.tensor.arithmetic import broadcast_wide
+from ragged.tensor.rows import collect_rows, spread_rows
 from ragged.tensor.tensor import GroupedTensor
 
 
@@ -62,11 +62,14 @@ class Route(eqx.Module):
 
     @over_explicit_axes
     def _dispatched(self, x: Shaped[Array, "tokens d"]) -> GroupedTensor:
-        tokens = x.shape[0]
-        rows = broadcast_wide(x[:, None], x.dtype, (tokens, self.top_k, x.shape[1]))
-        rows = rows.reshape(tokens * self.top_k, x.shape[1])
-        out = GroupedTensor(_permute(rows, self.order, self.place.reshape(-1)), first_dims=self.first_dims)
-        return out._replace_data(out._filled(0))
+        return GroupedTensor(spread_rows(x, *self._indices()), first_dims=self.first_dims)
+
+    def _indices(self) -> tuple[Int[Array, " rows"], Int[Array, "tokens top_k"]]:
+        """The token of each row, and the rows of each token; past the end for rows of no group."""
+        (tokens, *_), rows = self.place.shape, self.order.shape[0]
+        held = jnp.sum(self.first_dims, dtype=jnp.int32)
+        source = jnp.where(jnp.arange(rows, dtype=jnp.int32) < held, self.order // self.top_k, tokens)
+        return source, jnp.where(self.place < held, self.place, rows).reshape(tokens, self.top_k)
 
     def combine(self, y: GroupedTensor | Any, weights: Float[Array, "tokens *top_k"] | Any = None) -> Array:
         """Puts each token's rows back and sums them.
@@ -101,15 +104,15 @@ class Route(eqx.Module):
 
     @over_explicit_axes
     def _combined(self, y: GroupedTensor, weights: Float[Array, "tokens *top_k"] | Any) -> Array:
-        data = y._filled(0)
-        wide = accumulator_dtype(data.dtype)
-        rows = _permute(data, self.place.reshape(-1), self.order).astype(wide)
-        rows = rows.reshape(self.place.shape[0], self.top_k, y.shape[-1])  # [tokens, top_k, d]
-        if weights is not None:
-            held = self.place < jnp.sum(self.first_dims, dtype=jnp.int32)
-            weights = jnp.where(held, weights.astype(wide), jnp.zeros((), wide))
-            rows = rows * weights.reshape(*rows.shape[:2], 1)
-        return jnp.sum(rows, axis=1).astype(data.dtype)
+        data, (source, places) = jnp.asarray(y.data), self._indices()
+        if weights is None:
+            return collect_rows(data, source, places)
+        # Each of a token's rows, for its weight; the tail is in none of them.
+        wide, rows = accumulator_dtype(data.dtype), self.order.shape[0]
+        back = jnp.where(source < places.shape[0], self.order, rows)
+        each = spread_rows(data, places.reshape(-1), back[:, None]).astype(wide)
+        weights = jnp.where(places < rows, weights.astype(wide).reshape(places.shape), jnp.zeros((), wide))
+        return jnp.sum(each.reshape(*places.shape, data.shape[1]) * weights[:, :, None], axis=1).astype(data.dtype)
 
 
 def route(group_ids: Int[Array, "tokens *top_k"] | Any, num_groups: int | Any) -> Route:
@@ -147,35 +150,15 @@ def route(group_ids: Int[Array, "tokens *top_k"] | Any, num_groups: int | Any) -
         site.fail(ValueError, problem, "Flatten the tokens' axes into one, those of `x` too.")
     if not is_count(num_groups) or num_groups > np.iinfo(np.int32).max:
         site.fail(ValueError, f"`num_groups` is {num_groups!r}.", "It must be a positive int, known when tracing.")
-    return _sorted(jnp.asarray(group_ids), int(num_groups))
+    return _sorted(as_int32(group_ids), int(num_groups))
 
 
 @over_explicit_axes
 def _sorted(group_ids: Int[Array, "tokens *top_k"], num_groups: int) -> Route:
-    ids = as_int32(group_ids).reshape(-1)
+    ids = group_ids.reshape(-1)
     ids = jnp.where((ids >= 0) & (ids < num_groups), ids, num_groups)
     row = jnp.arange(ids.shape[0], dtype=jnp.int32)
     ids, order = lax.sort((ids, row), num_keys=1, is_stable=True)
     place = jnp.zeros_like(order).at[order].set(row, unique_indices=True, mode="promise_in_bounds")
     offsets = count_up_to(ids, jnp.arange(-1, num_groups, dtype=jnp.int32))
     return Route(order, place.reshape(group_ids.shape), jnp.diff(offsets))
-
-
-def _permute(x: Shaped[Array, "rows d"], order: Int[Array, " rows"], inverse: Int[Array, " rows"]) -> Array:
-    """`x[order]`, with the gather `[inverse]` for its transpose.
-
-    Left to itself, JAX transposes a gather into a scatter, which is slower. So the result is given as the solution of
-    `result[inverse] = x`, a linear system whose matrix, a permutation, has its inverse for transpose. That holds under
-    every transformation, forward mode included, which `jax.custom_vjp` lacks.
-    """
-    if not jnp.issubdtype(x.dtype, jnp.inexact):  # nothing to differentiate
-        return x.at[order].get(mode="promise_in_bounds", unique_indices=True)
-
-    x, order, inverse = vary_together([x, order, inverse])
-
-    def take(rows: Array, index: Array) -> Array:
-        return rows.at[index].get(mode="promise_in_bounds", unique_indices=True)
-
-    return lax.custom_linear_solve(
-        lambda y: take(y, inverse), x, lambda _, b: take(b, order), lambda _, b: take(b, inverse)
-    )
