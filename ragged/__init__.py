@@ -16,6 +16,8 @@ from ragged.quant.scaling import Scaling as Scaling
 from ragged.tensor.arithmetic import per_group as per_group
 from ragged.tensor.arithmetic import per_row as per_row
 from ragged.tensor.concat import concat as concat
+from ragged.tensor.exchange import Exchange as Exchange
+from ragged.tensor.exchange import exchange as exchange
 from ragged.tensor.route import Route as Route
 from ragged.tensor.route import route as route
 from ragged.tensor.tensor import GroupedTensor as GroupedTensor

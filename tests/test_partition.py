@@ -30,7 +30,7 @@ def mesh_of(kind: str, **axes: int) -> jax.sharding.Mesh:
 
 def collectives(program: Any) -> str:
     """Those of a compiled program, as in "2 all-gather, all-reduce"; "" for none."""
-    found = Counter(re.findall(rf"= \S+ ({'|'.join(COLLECTIVES)})(?:-start)?\(", program.as_text()))
+    found = Counter(re.findall(rf"= (?:\S+|\([^=\n]*\)) ({'|'.join(COLLECTIVES)})(?:-start)?\(", program.as_text()))
     return ", ".join(f"{n} {name}" if n > 1 else name for name, n in sorted(found.items()))
 
 

@@ -1,0 +1,275 @@
+"""`exchange`: the rows of a route go to the devices that hold their groups, and back, for expert parallelism.
+
+Inside `jax.shard_map`, over one mesh axis of `n` devices. Device `d` holds the groups `d * g // n, ...`, as
+`P("expert")` shards an array `[g, ...]`. With two devices, four groups and a route on each:
+
+    device                  0                        1
+    rows by group           0: a b  1: c  2: d  3:   0: e  1:  2: f  3: g h
+    sent to 0 | to 1        a b c | d                e | f g h
+    what came (`dispatch`)  0: a b e  1: c           2: d f  3: g h
+
+Within a group the rows stand in the order of the devices that they came from, and of their tokens.
+
+Rows travel in slots: each device has as many for each other one as it may send, the first ones full.
+"""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, Int, Shaped
+
+from ragged._errors import Site, is_arraylike, is_count
+from ragged._mesh import vary_together
+from ragged.backends import schedule
+from ragged.quant.formats import accumulator_dtype
+from ragged.tensor.route import Route, route
+from ragged.tensor.rows import collect_rows, spread_rows
+from ragged.tensor.tensor import GroupedTensor
+
+TRANSPORTS = ("dense", "ragged", "ring")
+
+
+class Exchange(eqx.Module):
+    """Where the rows of all devices' routes go. Made by `ragged.exchange`, on each device its own.
+
+    **Fields:**
+
+    - `sizes`: `(g / n,)` int32, the rows of each of this device's groups, from all devices.
+    - `dropped`: `()` int32, how many of this device's own rows had no room.
+    """
+
+    sizes: Int[Array, " held"]
+    dropped: Int[Array, ""]
+    _slots: Int[Array, "tokens top_k"]  # of each token's rows; past the last for what goes nowhere
+    _rows: Int[Array, " slots"]  # which of the tokens' rows, `token * top_k + j`, is in each slot; past the last: none
+    _sent: Int[Array, " n"]  # how many rows go to each device, and come from it
+    _came: Int[Array, " n"]
+    _places: Int[Array, " slots"]  # in the buffer, of what comes in each slot; past the last for none
+    _order: Int[Array, " slots"]  # the slot of each row of the buffer
+    _axis: str = eqx.field(static=True)
+    _transport: str = eqx.field(static=True)
+
+    @property
+    def capacity(self) -> int:
+        """The rows that this device has room for."""
+        return self._rows.shape[0]
+
+    @property
+    def _tokens(self) -> tuple[Int[Array, " slots"], Int[Array, "tokens top_k"]]:
+        """The token in each slot, and the slots of each token: for `spread_rows`."""
+        return self._rows // self._slots.shape[1], self._slots
+
+    @property
+    def _arrangement(self) -> tuple[Int[Array, " slots"], Int[Array, "slots 1"]]:
+        """Of the buffer, from the slots."""
+        return self._order, self._places[:, None]
+
+    def dispatch(self, x: Shaped[Array, "tokens d"] | Any) -> GroupedTensor:
+        """Sends each token's row to the devices that hold the groups it goes to.
+
+        **Returns:** ragged rows `[capacity, d]` of `x`'s dtype: this device's groups, zeros in the tail. Its gradient
+        sums over a token's rows in float32.
+
+        **Raises:** `TypeError` if `x` is no array, `ValueError` if it is not `[tokens, d]`.
+        """
+        site, tokens = Site("Exchange.dispatch(x)", {"x": x}), self._slots.shape[0]
+        if not is_arraylike(x):
+            site.fail(TypeError, "`x` is not an array.", "Pass one row a token, as an array [tokens, d].")
+        if x.ndim != 2 or x.shape[0] != tokens:
+            site.fail(ValueError, f"`x` must be [{tokens}, d].", f"The route was made for {tokens} tokens.")
+        x = jnp.asarray(x)
+        if self._transport == "ring":
+            data = spread_rows(self._gathered(x), *self._of_all()[:2])
+        else:
+            data = spread_rows(self._moved(spread_rows(x, *self._tokens)), *self._arrangement)
+        return GroupedTensor(data, self.sizes)
+
+    def combine(self, y: GroupedTensor | Any, weights: Float[Array, "tokens *top_k"] | Any = None) -> Array:
+        """Sends rows back to where they came from and sums each token's: `[tokens, d]` of `y`'s dtype.
+
+        As `Route.combine`, in float32, over what wasn't dropped.
+
+        **Raises:** `TypeError` if `y` is no `GroupedTensor`, or for dtypes; `ValueError` for shapes and sizes.
+        """
+        site = Site("Exchange.combine(y, weights)", {"y": y} if weights is None else {"y": y, "weights": weights})
+        if not isinstance(y, GroupedTensor):
+            site.fail(TypeError, "`y` is not a `GroupedTensor`.", "Pass what became of `exchange.dispatch(x)`.")
+        if y.kind != "ragged rows" or (y.capacity, y.num_groups) != (self.capacity, self.sizes.shape[0]):
+            problem = f"`y` must have ragged rows, {self.capacity} of them in {self.sizes.shape[0]} groups."
+            site.fail(ValueError, problem, "Pass what became of `exchange.dispatch(x)`.")
+        if weights is not None:
+            if not is_arraylike(weights) or not all(jnp.issubdtype(z.dtype, jnp.floating) for z in (weights, y)):
+                site.fail(TypeError, "`weights` and `y` must be floating arrays.", "Cast them, or leave `weights` out.")
+            if weights.size != self._slots.size or weights.shape[:1] != self._slots.shape[:1]:
+                problem = f"`weights` must have shape {self._slots.shape}, but has {weights.shape}."
+                site.fail(ValueError, problem, "It needs one weight for each of the route's group ids.")
+        data = jnp.asarray(y.data)
+        wide = accumulator_dtype(data.dtype)
+        weights = None if weights is None else weights.astype(wide).reshape(-1, 1)  # [tokens * top_k, 1]
+        if self._transport == "ring":
+            source, places, rows = self._of_all()
+            each = data.astype(wide)
+            if weights is not None:
+                each = each * spread_rows(self._gathered(weights), rows, places.reshape(-1, 1))
+            return lax.psum_scatter(collect_rows(each, source, places), self._axis, tiled=True).astype(data.dtype)
+        back = self._moved(collect_rows(data, *self._arrangement), back=True)
+        if weights is None:
+            return collect_rows(back, *self._tokens)
+        each = spread_rows(back, self._slots.reshape(-1), self._rows[:, None]).astype(wide)
+        # What went nowhere is zero; its weight may be anything.
+        weights = jnp.where(self._slots.reshape(-1, 1) < self.capacity, weights, 0)
+        return jnp.sum((each * weights).reshape(*self._slots.shape, -1), axis=1).astype(data.dtype)
+
+    def _moved(self, slots: Array, back: bool = False) -> Array:
+        """What comes from each device, of what goes to each."""
+        if self._transport == "dense":
+            return lax.all_to_all(slots, self._axis, 0, 0, tiled=True)
+        n, sent, came = self._sent.shape[0], self._sent, self._came
+        sent, came = (came, sent) if back else (sent, came)
+        each = self.capacity // n
+        firsts = jnp.arange(n, dtype=jnp.int32) * each
+        mine = jnp.full(n, lax.axis_index(self._axis) * each, jnp.int32)
+        operands = vary_together([slots, jnp.zeros_like(slots), firsts, sent, mine, came])
+        return lax.ragged_all_to_all(*operands, axis_name=self._axis)
+
+    def _gathered(self, x: Array) -> Array:
+        """The rows of all devices, one device's after another's."""
+        x, _ = vary_together([x, lax.axis_index(self._axis)])
+        return lax.all_gather(x, self._axis, tiled=True)
+
+    def _of_all(self) -> tuple[Int[Array, " slots"], Int[Array, "all_tokens top_k"], Int[Array, " slots"]]:
+        """Among all devices' tokens: that of each row of the buffer; the rows of each token; and of each row of the
+        buffer, which of the tokens' rows it is."""
+        (tokens, top_k), n, each = self._slots.shape, self._sent.shape[0], self.capacity // self._sent.shape[0]
+        rows = lax.all_to_all(self._rows, self._axis, 0, 0, tiled=True)  # (slots,) as they come
+        device = jnp.arange(self.capacity, dtype=jnp.int32) // each
+        rows = jnp.where(rows < tokens * top_k, rows + device * tokens * top_k, n * tokens * top_k)
+        rows = spread_rows(rows[:, None], *self._arrangement)[:, 0]
+        filled = jnp.arange(self.capacity, dtype=jnp.int32) < jnp.sum(self.sizes)
+        rows = jnp.where(filled, rows, n * tokens * top_k)
+        slots = self._gathered(self._slots)  # [n * tokens, top_k]
+        device = jnp.arange(n * tokens, dtype=jnp.int32)[:, None] // tokens
+        is_here = (slots < self.capacity) & (slots // each == lax.axis_index(self._axis))
+        places = self._places[jnp.where(is_here, device * each + slots % each, 0)]
+        return rows // top_k, jnp.where(is_here, places, self.capacity), rows
+
+
+def exchange(
+    route: Route | Any,
+    axis: str | Any = "expert",
+    transport: str | Any = None,
+    capacity: int | Any = None,
+) -> Exchange:
+    """Prepares to send rows to the devices that hold their groups. Inside `jax.shard_map`, on every device of `axis`.
+
+    Device `d` of `n` holds the groups `d * g // n` to `(d + 1) * g // n - 1`, as `PartitionSpec(axis)` gives it their
+    matrices. What is communicated at once is how many rows each group gets from each device: `(g,)` int32 a device.
+
+    **Arguments:**
+
+    - `route`: of this device's tokens to all `g` groups, which `n` must divide.
+    - `axis`: the name of the mesh axis.
+    - `transport`: how rows travel. The numbers are the same, but for the order in which a token's rows are added up.
+      `"dense"`: `lax.all_to_all` of all slots, full or not: `capacity` rows a device. `"ragged"`:
+      `lax.ragged_all_to_all` of the full ones, on TPUs and GPUs. `"ring"`: all devices' tokens to every device, which
+      takes its own: `n * tokens` rows; back, a sum in parts, in float32. None is `"ragged"` where it runs, else
+      `"dense"`.
+    - `capacity`: the rows that each device has room for, a static int. By default the worst case, `n` times a device's
+      rows: then nothing is ever dropped. A device may send `capacity // n` rows to each other one; of more, those of
+      its first tokens go, and `dropped` counts the rest, which count as zero when they are combined.
+
+    **Returns:** an `Exchange`: `ex.dispatch(x)` is this device's part of what `route.dispatch(x)` would be of all
+    tokens, `ex.combine(y, weights)` sends it back.
+
+    **Raises:** `TypeError` if `route` is no `Route`, `ValueError` outside of a `shard_map` over the axis, and for
+    groups, transports and capacities.
+    """
+    site = Site("ragged.exchange(route, axis)", {"route": route, "axis": axis})
+    if not isinstance(route, Route):
+        site.fail(TypeError, "`route` is not a `Route`.", "Pass `ragged.route(group_ids, num_groups)`.")
+    try:
+        n = lax.axis_size(axis)
+    except (NameError, TypeError, ValueError):
+        mend = "Call it inside `jax.shard_map(..., axis_names={axis})`, on what each device has."
+        site.fail(ValueError, f"there is no mesh axis {axis!r} here to exchange over.", mend)
+    groups, rows = route.first_dims.shape[0], route.order.shape[0]
+    if groups % n:
+        mend = "Each device holds as many groups: add empty ones, or take another axis."
+        site.fail(ValueError, f"{n} devices over {axis!r} don't divide {groups} groups.", mend)
+    if transport is None:
+        transport = "dense" if _platform() == "cpu" else "ragged"
+    if transport not in TRANSPORTS:
+        site.fail(ValueError, f"`transport` is {transport!r}.", f"Pass one of {', '.join(TRANSPORTS)}, or None.")
+    if capacity is not None and (not is_count(capacity) or capacity < n):
+        mend = f"Pass at least {n}, one row from each device, as a static int, or None for the worst case."
+        site.fail(ValueError, f"`capacity` is {capacity!r}.", mend)
+    each = rows if capacity is None else min(rows, int(capacity) // n)
+    return _prepared(route, axis, n, transport, each)
+
+
+def _platform() -> str:
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return (device.platform if device is not None and device.platform else None) or jax.default_backend()
+
+
+def _prepared(routed: Route, axis: str, n: int, transport: str, each: int) -> Exchange:
+    """`each`: slots of a device for each other one."""
+    place = routed.place.reshape(routed.place.shape[0], routed.top_k)
+    (tokens, top_k), groups = place.shape, routed.first_dims.shape[0]
+    (rows, held), asked = (tokens * top_k, groups // n), jnp.sum(routed.first_dims, dtype=jnp.int32)
+    if each < rows:
+        routed = _with_room(routed, held, each)
+        place = routed.place.reshape(tokens, top_k)
+    me, counts = lax.axis_index(axis), routed.first_dims
+    counts, _ = vary_together([counts, me])
+
+    # 1. Slots of this device's rows: (n, each), the rows to one device side by side.
+    starts = schedule.group_offsets(counts, rows)  # (g + 1,)
+    device = schedule.group_ids(starts, rows) // held  # (rows,) by group; n in the tail
+    first = starts[::held]  # (n + 1,)
+    row = jnp.arange(rows, dtype=jnp.int32)
+    slot = jnp.where(device < n, device * each + row - first[device], n * each)
+    sent = jnp.diff(first)
+    index = jnp.arange(each, dtype=jnp.int32)[None]  # [1, each]
+    taken = jnp.minimum(first[:-1, None] + index, max(rows - 1, 0))  # [n, each]
+    of_slot = jnp.where(index < sent[:, None], routed.order[taken] if rows else taken, rows).reshape(-1)
+
+    # 2. The rows that come: of each device, those of this device's groups.
+    came = lax.dynamic_slice_in_dim(lax.all_gather(counts, axis), me * held, held, axis=1)  # [n, held]
+    sizes = jnp.sum(came, axis=0, dtype=jnp.int32)
+    begin = jnp.cumsum(came, axis=1, dtype=jnp.int32) - came  # in the slots of a device
+    group = jnp.sum(index[..., None] >= (begin + came)[:, None, :], axis=2, dtype=jnp.int32)  # [n, each]
+    is_full, group = group < held, jnp.minimum(group, held - 1)
+    base = (jnp.cumsum(sizes, dtype=jnp.int32) - sizes)[None] + jnp.cumsum(came, axis=0, dtype=jnp.int32) - came - begin
+    place_of = jnp.take_along_axis(base, group, axis=1) + index
+    place_of = jnp.where(is_full, place_of, n * each).reshape(-1)
+    order = (
+        jnp.full(n * each, n * each, jnp.int32)
+        .at[place_of]
+        .set(jnp.arange(n * each, dtype=jnp.int32), mode="drop", unique_indices=False)
+    )
+    return Exchange(
+        sizes=sizes,
+        dropped=asked - jnp.sum(counts, dtype=jnp.int32),
+        _slots=slot[place] if rows else place,
+        _rows=of_slot,
+        _sent=sent,
+        _came=jnp.sum(came, axis=1, dtype=jnp.int32),
+        _places=place_of,
+        _order=order,
+        _axis=axis,
+        _transport=transport,
+    )
+
+
+def _with_room(routed: Route, held: int, each: int) -> Route:
+    """The same without the rows that have no slot: of those to one device, all but the first tokens' `each`."""
+    groups, rows = routed.first_dims.shape[0], routed.order.shape[0]
+    ids = schedule.group_ids(schedule.group_offsets(routed.first_dims, rows), rows)[routed.place.reshape(-1)]
+    to_devices = route(ids // held, groups // held)  # in the order of tokens
+    first = schedule.group_offsets(to_devices.first_dims, rows)
+    rank = to_devices.place - first[ids // held]
+    return route(jnp.where(rank < each, ids, groups).reshape(routed.place.shape), groups)
