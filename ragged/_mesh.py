@@ -8,7 +8,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.core import ShapedArray
+from jax.core import ShapedArray, Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import keystr
 
@@ -42,9 +42,18 @@ def _is_explicit(x: Any) -> bool:
     return isinstance(aval, ShapedArray) and any(axis is not None for axis in aval.sharding.spec)
 
 
-def explicit_mesh(leaves: Sequence[Any]) -> Any:
-    """The mesh over whose `Explicit` axes an array is sharded, if one is."""
-    return next((jax.typeof(x).sharding.mesh for x in leaves if _is_explicit(x)), None)
+def explicit_spec(x: Any) -> PartitionSpec | None:
+    """How an array or aval is sharded over a mesh with `Explicit` axes; None over any other mesh."""
+    sharding = (x if isinstance(x, ShapedArray) else jax.typeof(x)).sharding
+    return sharding.spec if sharding.mesh.explicit_axes else None
+
+
+def explicit_mesh(leaves: Sequence[Any], asked: PartitionSpec | None = None) -> Any:
+    """The mesh over whose `Explicit` axes an array is sharded, or is `asked` to be, if any is."""
+    avals = [x if isinstance(x, ShapedArray) else jax.typeof(x) for x in leaves]
+    if asked is None or not (any(asked.partitions) or asked.unreduced):
+        avals = [aval for aval in avals if _is_explicit(aval)]
+    return next((aval.sharding.mesh for aval in avals if aval.sharding.mesh.explicit_axes), None)
 
 
 def over_explicit_axes[F: Callable[..., Any]](function: F) -> F:
@@ -73,7 +82,9 @@ def over_explicit_axes[F: Callable[..., Any]](function: F) -> F:
         arrays, mesh = [leaves[i] for i in at], like.sharding.mesh
         avals = jax.eval_shape(of_arrays, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays))
         shardings = jax.tree.map(lambda out: NamedSharding(mesh, _like(like, out)), avals)
-        return jax.sharding.auto_axes(of_arrays, axes=mesh.explicit_axes, out_sharding=shardings)(*arrays)
+        run = jax.sharding.auto_axes(of_arrays, axes=mesh.explicit_axes, out_sharding=shardings)
+        # Outside of `jit`, what is sharded nowhere needs devices too.
+        return (run if any(isinstance(x, Tracer) for x in arrays) else jax.jit(run))(*arrays)
 
     return cast(F, wrapper)
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
+from ragged._mesh import explicit_spec
 from ragged.product.layout import Product
 
 
@@ -147,4 +148,7 @@ class Call(NamedTuple):
         product = self.product.derivative(wrt)
         ndim = product.ndim(product.out)
         shape, is_batched = of.shape[of.ndim - ndim :], of.ndim > ndim
-        return self._replace(product=product, shape=shape, dtype=of.dtype, out_batch=is_batched, out_spec=None)
+        # Over explicit axes a cotangent is sharded as what it is of.
+        spec = explicit_spec(of)
+        spec = None if spec is None else PartitionSpec(*spec.partitions[of.ndim - ndim :])
+        return self._replace(product=product, shape=shape, dtype=of.dtype, out_batch=is_batched, out_spec=spec)

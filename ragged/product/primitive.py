@@ -21,7 +21,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ragged._errors import Site
-from ragged._mesh import explicit_mesh, refuse_explicit, vary_together
+from ragged._mesh import explicit_mesh, vary_together
 from ragged.backends.base import Target
 from ragged.product import lowering, sharding
 from ragged.product.operands import Call, Epilogue, Operand, Operands
@@ -31,13 +31,19 @@ from ragged.product.shared import folded
 def bind(x: Operands, call: Call) -> Array:
     """The product of `x`. See the module's docstring."""
     leaves, tree = jax.tree.flatten(x)
-    if mesh := explicit_mesh(leaves):
-        specs = tree.unflatten([jax.typeof(leaf).sharding.spec for leaf in leaves])
-        return sharding.mapped(x, call, bind, mesh=mesh, over=mesh.explicit_axes, specs=specs)
+    if call.out_spec is not None and call.out_spec.unreduced:
+        return _mapped(leaves, tree, call)
     x, call, restore = folded(x, call)
     leaves, tree = jax.tree.flatten(x)
     primitive = partitioned_matmul_p if _is_partitioned(leaves, call) else ragged_matmul_p
     return restore(primitive.bind(*vary_together(leaves), tree=tree, call=call))
+
+
+def _mapped(leaves: Sequence[Array], tree: Any, call: Call) -> Array:
+    """The product of operands that are sharded over explicit axes, by what their types say."""
+    mesh: Any = explicit_mesh(leaves, call.out_spec)
+    specs = tree.unflatten([jax.typeof(leaf).sharding.spec for leaf in leaves])
+    return sharding.mapped(tree.unflatten(leaves), call, bind, mesh=mesh, over=mesh.explicit_axes, specs=specs)
 
 
 ragged_matmul_p = Primitive("ragged_matmul")
@@ -52,16 +58,19 @@ def _is_partitioned(leaves: Sequence[Any], call: Call) -> bool:
     """Whether the operands' types have a mesh of several devices, whose axes are all `Auto`."""
     meshes = [mesh for x in leaves if not (mesh := jax.typeof(x).sharding.mesh).empty]
     several = [mesh for mesh in meshes if mesh.size > 1 and not (mesh.manual_axes or mesh.explicit_axes)]
-    return bool(several) and not call.options.calls_back
+    # A mesh of no devices: the program can be lowered, but not be partitioned by who has only its text.
+    return bool(several) and all(mesh.abstract_device for mesh in several) and not call.options.calls_back
 
 
 def _abstract_eval(*avals: Any, tree: Any, call: Call) -> tuple[Any, frozenset[Any]]:
     x = tree.unflatten(avals)
-    named = x._replace(lhs=x.lhs.data, rhs=x.rhs.data, epilogue=None)._asdict()
-    refuse_explicit("ragged.matmul", **named, lhs_scales=x.lhs.scales, rhs_scales=x.rhs.scales, **x.epilogue._asdict())
-    shape = (call.batch(x), *call.shape) if call.out_batch else call.shape
-    sharding = NamedSharding(avals[0].sharding.mesh, PartitionSpec(*[None] * len(shape)))
-    out = avals[0].update(shape=shape, dtype=jnp.dtype(call.dtype), weak_type=False, sharding=sharding)
+    shape = (call.batch(x), *call.shape) if call.out_batch and call.batch(x) is not None else call.shape
+    mesh, spec = avals[0].sharding.mesh, PartitionSpec(*[None] * len(shape))
+    if explicit := explicit_mesh(avals, call.out_spec):
+        specs = tree.unflatten([aval.sharding.spec for aval in avals])
+        mesh, spec = explicit, sharding.type_of(x, call, specs, explicit)
+        spec = PartitionSpec(*spec.partitions, *[None] * (len(shape) - len(spec.partitions)))
+    out = avals[0].update(shape=shape, dtype=jnp.dtype(call.dtype), weak_type=False, sharding=NamedSharding(mesh, spec))
     return out, _interpreter_effects() if call.options.calls_back else frozenset()
 
 
@@ -200,6 +209,10 @@ def _rule(platform: str) -> Callable[..., Any]:
     lower = mlir.lower_fun(compute, multiple_results=False)
 
     def rule(ctx: Any, *args: Any, tree: Any, call: Call) -> Any:
+        if mesh := explicit_mesh(ctx.avals_in, call.out_spec):
+            with jax.sharding.use_abstract_mesh(mesh):
+                by_map = mlir.lower_fun(lambda *leaves: _mapped(leaves, tree, call), multiple_results=False)
+                return by_map(ctx, *args)
         # Over which mesh axes a value varies has been checked by now; a kernel's loops need not carry it along.
         plain = [[ShapedArray(aval.shape, aval.dtype) for aval in avals] for avals in (ctx.avals_in, ctx.avals_out)]
         inner, program = ctx.replace(avals_in=plain[0], avals_out=plain[1]), ctx.module_context

@@ -248,17 +248,20 @@ def mapped(
     says that it is unreduced, it isn't summed. `finish` makes of each device's part, and of what the groups have in it
     of each ragged letter, what is returned.
     """
-    wanted, is_asked, call = _wanted(x, call, specs), call.out_spec is not None, call._replace(out_spec=None)
-    found = resolve(x, call, specs, wanted, mesh.shape)
+    wanted, is_asked, found = planned(x, call, specs, mesh)
+    call = call._replace(out_spec=None)
     needed, _ = specs_of(x, found, mesh.shape)
     left = tuple(name for name in found.summed if name in wanted.unreduced)
     found = found._replace(summed=tuple(name for name in found.summed if name not in left))
     leaves, tree = jax.tree.flatten(x)
     have, need = jax.tree.leaves(specs), jax.tree.leaves(needed)
     # What is summed over an axis may be gathered over it inside, whose transpose is a sum in parts.
+    inside = jax.tree.leaves(
+        jax.tree.map(lambda _: True, x)._replace(epilogue=jax.tree.map(lambda _: False, x.epilogue))
+    )
     given = [
-        h if _gathers(axes_of(h, leaf.ndim), axes_of(n, leaf.ndim), found.summed) else n
-        for leaf, h, n in zip(leaves, have, need, strict=True)
+        h if may and _gathers(axes_of(h, leaf.ndim), axes_of(n, leaf.ndim), found.summed) else n
+        for leaf, h, n, may in zip(leaves, have, need, inside, strict=True)
     ]
 
     def of_device(*leaves: Array) -> Array:
@@ -280,6 +283,18 @@ def mapped(
     out = run(*(resharded(leaf, mesh, spec) for leaf, spec in zip(leaves, given, strict=True)))
     asked = PartitionSpec(*_spec(axes_of(wanted, out.ndim)), unreduced=wanted.unreduced)
     return resharded(out, mesh, asked) if is_asked and asked != out_spec else out
+
+
+def planned(x: Operands, call: Call, specs: Operands, mesh: Any) -> tuple[PartitionSpec, bool, Sharding]:
+    """The result's spec over explicit axes, whether it was asked for, and how it comes about."""
+    wanted = _wanted(x, call, specs)
+    return wanted, call.out_spec is not None, resolve(x, call, specs, wanted, mesh.shape)
+
+
+def type_of(x: Operands, call: Call, specs: Operands, mesh: Any) -> PartitionSpec:
+    """The spec in the result's type."""
+    wanted, is_asked, found = planned(x, call, specs, mesh)
+    return wanted if is_asked else _spec(found.out)
 
 
 def _wanted(x: Operands, call: Call, specs: Operands) -> PartitionSpec:
