@@ -39,7 +39,12 @@ def refuse_explicit(call: str, **operands: Any) -> None:
 
 def _is_explicit(x: Any) -> bool:
     aval = jax.typeof(x) if isinstance(x, jax.Array) else x
-    return isinstance(aval, ShapedArray) and any(axis is not None for axis in aval.sharding.spec)
+    if not isinstance(aval, ShapedArray):
+        return False
+    if aval.sharding.spec.unreduced:
+        mend = "Sum it first: `jax.sharding.reshard(x, spec)`."
+        Site("ragged", {"x": aval}).fail(ValueError, "an operand is not yet summed over devices.", mend)
+    return any(axis is not None for axis in aval.sharding.spec.partitions)
 
 
 def explicit_spec(x: Any) -> PartitionSpec | None:
@@ -54,6 +59,12 @@ def explicit_mesh(leaves: Sequence[Any], asked: PartitionSpec | None = None) -> 
     if asked is None or not (any(asked.partitions) or asked.unreduced):
         avals = [aval for aval in avals if _is_explicit(aval)]
     return next((aval.sharding.mesh for aval in avals if aval.sharding.mesh.explicit_axes), None)
+
+
+def half_manual_mesh(leaves: Sequence[Any]) -> Any:
+    """The mesh of a `shard_map` over some of its axes, if XLA partitions the program over others."""
+    meshes = (jax.typeof(x).sharding.mesh for x in leaves)
+    return next((mesh for mesh in meshes if mesh.manual_axes and any(mesh.shape[a] > 1 for a in mesh.auto_axes)), None)
 
 
 def over_explicit_axes[F: Callable[..., Any]](function: F) -> F:

@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -274,6 +275,8 @@ OUT: list[tuple[P, P, Any, str]] = [  # of x and w; asked of the result; collect
     (P(None, "a"), P(None, "a"), P(None, None, unreduced=frozenset("a")), ""),
     (P(), P("a"), P("a", None), "reduce-scatter"),
     (P("a"), P(), P("a", "b"), ""),
+    (P("a"), P(), P("b", None), "collective-permute"),
+    (P("a"), P(), P(None, None), "all-gather"),
 ]
 
 
@@ -306,6 +309,14 @@ def test_out_sharding(x: P, w: P, asked: P, expected: str) -> None:
         (P("z"), ValueError, r"has no explicit axis 'z'.\nGot .*\nIts explicit axes are \('a', 'b'\)."),
         (P(None, None, "a"), ValueError, r"for a result of shape \(32, 24\).\nGot .*\nGive each axis"),
         (P(None, ("a", "b", "c")), ValueError, "has no explicit axis 'c'"),
+        (P("a", ("b", "a")), ValueError, "which names a mesh axis twice.\nGot .*\nName each at most once."),
+        (P(P.UNCONSTRAINED, "a"), ValueError, "`out_sharding` is .*\nGot .*\nGive each axis mesh axes or None"),
+        (
+            P(None, None, unreduced=frozenset("b")),
+            ValueError,
+            "leaves a sum over 'b', but nothing is summed over it.\n",
+        ),
+        (NamedSharding(mesh_of("explicit", a=4, b=2), P("a")), ValueError, "is over a mesh of {'a': 4, 'b': 2}"),
     ],
     ids=str,
 )
@@ -325,3 +336,88 @@ def test_out_sharding_that_does_not_divide() -> None:
 def test_out_sharding_without_explicit_axes() -> None:
     with pytest.raises(ValueError, match=r"no operand is sharded over an `Explicit` axis"):
         ragged.grouped_matmul(X, W, SIZES, out_sharding=P("a"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_summed_over_devices_in_float32(kind: str) -> None:
+    """D1, D2: 257 on one device and -256 on another are 1, in bfloat16 too."""
+    dout = jnp.array([256, 1, -256] + [0] * 13, jnp.bfloat16)[:, None]
+
+    def gradient(x: Array, w: Array, dout: Array) -> Array:
+        return jax.vjp(lambda w: ragged.grouped_matmul(x, w, jnp.array([16], jnp.int32)), w)[1](dout)[0]
+
+    ones = jnp.ones((16, 1), jnp.bfloat16), jnp.ones((1, 1, 1), jnp.bfloat16)
+    got, want = over(kind, gradient, [*ones, dout], [P("a"), P(), P("a")], a=8)
+    assert np.asarray(got).item() == np.asarray(want).item() == 1
+
+
+WHERE = [(P("a"), P("a")), (P(None, "b"), P()), (P(), P(None, "b")), (P("a"), P(None, None, "a"))]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("recipe", [None, "rowwise"])
+@pytest.mark.parametrize("x, w", WHERE, ids=str)
+def test_cotangents_are_sharded_as_their_operands(x: P, w: P, recipe: str | None) -> None:
+    """D2: whatever the product that they come from has; those of `existing_out` too."""
+
+    def step(x: Array, w: Array, old: Array) -> Any:
+        product = partial(ragged.matmul, recipe=recipe)
+        out, pull = jax.vjp(lambda x, w, old: product(GroupedTensor(x, SIZES), w, existing_out=old).data, x, w, old)
+        return out, *pull(jnp.cos(out))
+
+    for old in (P("a"), P(None, "b"), P()):
+        got, want = over("explicit", step, [X, W, DOUT], [x, w, old], a=2, b=2)
+        same(got, want, 1e-4)
+        for each, spec in zip(got[1:], (x, w, old), strict=True):
+            expected = [*spec] + [None] * (each.ndim - len(spec))
+            assert [*jax.typeof(each).sharding.spec] == expected
+
+
+def test_an_axis_that_xla_splits() -> None:
+    """D1: rows over four devices, then seen as two times two."""
+    x = jnp.ones((32, 16))
+
+    def product(x: Array) -> Array:
+        return jax.vmap(lambda x: ragged.grouped_matmul(x, W, SIZES // 2))(x.reshape(2, 16, 16))
+
+    same(*over("auto", product, [x], [P("a")], a=4))
+
+
+def test_eager_over_explicit_axes() -> None:
+    """D2: without `jit` and without a mesh in context, beside operands that are nowhere in particular."""
+    x = GroupedTensor(jax.device_put(X, NamedSharding(mesh_of("explicit", a=2), P("a"))), SIZES)
+    for call in (lambda x: ragged.matmul(x, W), lambda x: x + 1, lambda x: x.softmax()):
+        got, want = call(x), call(GroupedTensor(X, SIZES))
+        assert jax.typeof(got.data).sharding.spec == P("a", None)
+        np.testing.assert_allclose(got.data, want.data, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu", "cuda"])
+def test_lowered_over_an_abstract_mesh(platform: str) -> None:
+    """Whoever has only a program's text can't partition it: XLA does."""
+    mesh = jax.sharding.AbstractMesh((2,), ("a",), axis_types=(AxisType.Auto,))
+    avals = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P("a"))) for x in (X, W, SIZES)]
+    text = jax.jit(ragged.grouped_matmul).trace(*avals).lower(lowering_platforms=(platform,)).as_text()
+    assert "CustomSPMDPartitioning" not in text
+
+
+@pytest.mark.parametrize("kinds", ["manual and auto", "explicit and auto"])
+def test_loops_of_different_lengths(kinds: str) -> None:
+    """D3: devices whose loops differ in length don't wait for each other inside of them."""
+    types = tuple(KINDS[kind] for kind in (("auto", "auto") if kinds[0] == "m" else ("explicit", "auto")))
+    mesh = jax.make_mesh((2, 2), ("b", "c"), axis_types=types)
+    sizes = jnp.array([[12, 0, 0, 0], [0, 0, 0, 0]], jnp.int32)
+    x, w = X[:24], jax.device_put(W, NamedSharding(mesh, P(None, None, "c")))
+
+    def local(x: Array, w: Array, sizes: Array) -> Array:
+        return ragged.grouped_matmul(x, w, sizes[0])
+
+    if kinds[0] == "m":
+        specs: Any = {"in_specs": (P("b"), P(), P("b")), "out_specs": P("b"), "axis_names": {"b"}}
+        got = jax.jit(jax.shard_map(local, mesh=mesh, **specs))(x, w, sizes)
+        want = jnp.concatenate([local(part, W, each[None]) for part, each in zip((x[:12], x[12:]), sizes, strict=True)])
+    else:
+        with jax.set_mesh(mesh):
+            got = jax.jit(local)(jax.device_put(x, P("b")), w, sizes)
+        want = local(x, W, sizes)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)

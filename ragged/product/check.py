@@ -212,8 +212,16 @@ def check_out_sharding(site: Site, out_sharding: Any, operands: Operands, shape:
     if mesh is None:
         mend = "Shard an operand over one; over `Auto` axes, `jax.lax.with_sharding_constraint` the result."
         site.fail(ValueError, "`out_sharding`, but no operand is sharded over an `Explicit` axis.", mend)
+    if PartitionSpec.UNCONSTRAINED in spec.partitions or spec.reduced:
+        site.fail(ValueError, f"`out_sharding` is {spec}.", "Give each axis mesh axes or None; unreduced ones too.")
+    of_mesh = getattr(getattr(out_sharding, "mesh", None), "shape", None)
+    if of_mesh is not None and dict(of_mesh) != dict(mesh.shape):
+        problem = f"`out_sharding` is over a mesh of {dict(of_mesh)}, the operands over one of {dict(mesh.shape)}."
+        site.fail(ValueError, problem, "Shard both over one mesh.")
     axes = axes_of(spec, len(shape))
     names = [name for each in axes for name in each] + [*spec.unreduced]
+    if len({*names}) < len(names):
+        site.fail(ValueError, f"`out_sharding` is {spec}, which names a mesh axis twice.", "Name each at most once.")
     if unknown := [name for name in names if name not in mesh.explicit_axes]:
         problem = f"`out_sharding` is {spec}, but the operands' mesh has no explicit axis {unknown[0]!r}."
         site.fail(ValueError, problem, f"Its explicit axes are {tuple(mesh.explicit_axes)}.")

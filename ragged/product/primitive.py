@@ -12,7 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax._src.dispatch import prim_requires_devices_during_lowering  # it has no public name
+from jax._src.dispatch import prim_requires_devices_during_lowering  # it has no public name, nor has the next
+from jax._src.sharding_impls import parse_flatten_op_sharding
 from jax.core import ShapedArray
 from jax.experimental import io_callback
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -21,7 +22,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ragged._errors import Site
-from ragged._mesh import explicit_mesh, vary_together
+from ragged._mesh import explicit_mesh, explicit_spec, half_manual_mesh, resharded, vary_together
 from ragged.backends.base import Target
 from ragged.product import lowering, sharding
 from ragged.product.operands import Call, Epilogue, Operand, Operands
@@ -35,6 +36,16 @@ def bind(x: Operands, call: Call) -> Array:
         return _mapped(leaves, tree, call)
     x, call, restore = folded(x, call)
     leaves, tree = jax.tree.flatten(x)
+    if (mesh := half_manual_mesh(leaves)) is not None and not call.options.calls_back:
+        # XLA would put collectives in loops whose lengths differ between devices. So each has all over the other axes.
+        whole = jax.shard_map(
+            lambda *leaves: bind(tree.unflatten(leaves), call),
+            mesh=mesh,
+            in_specs=PartitionSpec(),
+            out_specs=PartitionSpec(),
+            axis_names={*mesh.auto_axes},
+        )
+        return restore(whole(*vary_together(leaves)))
     primitive = partitioned_matmul_p if _is_partitioned(leaves, call) else ragged_matmul_p
     return restore(primitive.bind(*vary_together(leaves), tree=tree, call=call))
 
@@ -107,15 +118,19 @@ def cotangents(ct: Array, x: Operands, call: Call, of: Operands, product: Callab
             data = product(wrt, *derivative(wrt, ct, x, call, like))
             cts = cts._replace(**{wrt: getattr(cts, wrt)._replace(data=data)})
     if jax.tree.leaves(of.epilogue):
-        (epilogue,) = jax.linear_transpose(lambda epilogue: _sum(_added(epilogue, x, call)), of.epilogue)(ct)
+        (epilogue,) = jax.linear_transpose(lambda epilogue: _sum(_added(epilogue, x, call, ct)), of.epilogue)(ct)
         cts = cts._replace(epilogue=epilogue)
     return cts
 
 
-def _added(epilogue: Epilogue, x: Operands, call: Call) -> list[Array]:
-    """What a product's epilogue adds to its result, linear in the epilogue."""
+def _added(epilogue: Epilogue, x: Operands, call: Call, out: Array) -> list[Array]:
+    """What a product's epilogue adds to its result, linear in the epilogue. Sharded as `out`, where types say so."""
     (existing,) = epilogue  # what is added to it has to be added here
-    return [] if existing is None else [lowering.zero_tail(existing, x, call)]
+    if existing is None:
+        return []
+    if (spec := explicit_spec(out)) is not None:
+        existing = resharded(existing, jax.typeof(out).sharding.mesh, spec)
+    return [lowering.zero_tail(existing, x, call)]
 
 
 def _sum(terms: list[Array]) -> Array:
@@ -142,7 +157,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, tree: Any, call: Ca
         if not isinstance(tangent, ad.Zero):
             operand = getattr(x, wrt)._replace(data=tangent)
             terms.append(bind(x._replace(**{wrt: operand}, epilogue=Epilogue()), call))
-    terms += _added(Epilogue(*(None if isinstance(each, ad.Zero) else each for each in dx.epilogue)), x, call)
+    terms += _added(Epilogue(*(None if isinstance(each, ad.Zero) else each for each in dx.epilogue)), x, call, out)
     if not terms:
         return out, ad.Zero(jax.typeof(out).to_tangent_aval())
     return out, _sum(terms)
@@ -260,12 +275,16 @@ def _partitioned(tree: Any, call: Call) -> Callable[..., Array]:
     def partitioned(*leaves: Array) -> Array:
         return product(tree.unflatten(leaves), call)
 
-    def spec(array: Any) -> PartitionSpec:
-        return array.sharding.spec if isinstance(array.sharding, NamedSharding) else PartitionSpec()
+    def spec(mesh: Any, array: Any) -> PartitionSpec:
+        """Nowhere, where no axes of the mesh say it: XLA may have split one in two."""
+        try:
+            return PartitionSpec(*parse_flatten_op_sharding(array.sharding._hlo_sharding, mesh)[0])
+        except (AssertionError, ValueError, IndexError, KeyError):
+            return PartitionSpec()
 
     def partition(mesh: Any, arrays: Any, result: Any) -> Any:
         x = tree.unflatten(arrays)
-        found = sharding.resolve(x, call, jax.tree.map(spec, x), spec(result), mesh.shape)
+        found = sharding.resolve(x, call, jax.tree.map(partial(spec, mesh), x), spec(mesh, result), mesh.shape)
         operands, out = sharding.specs_of(x, found, mesh.shape)
 
         def of_device(*leaves: Array) -> Array:
@@ -280,7 +299,7 @@ def _partitioned(tree: Any, call: Call) -> Callable[..., Array]:
         )
         return sharding.rule(x, call)
 
-    partitioned.def_partition(partition, sharding_rule=rule)
+    partitioned.def_partition(partition, sharding_rule=rule, decode_shardings=False)
     return partitioned
 
 

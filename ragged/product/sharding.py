@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
+from ragged._errors import Site
 from ragged._mesh import resharded
 from ragged.backends import schedule
 from ragged.product import lowering
@@ -252,6 +253,9 @@ def mapped(
     call = call._replace(out_spec=None)
     needed, _ = specs_of(x, found, mesh.shape)
     left = tuple(name for name in found.summed if name in wanted.unreduced)
+    if missing := sorted(wanted.unreduced - {*left}):
+        problem = f"`out_sharding` leaves a sum over {missing[0]!r}, but nothing is summed over it."
+        Site("ragged.matmul").fail(ValueError, problem, f"The product is summed over {found.summed}.")
     found = found._replace(summed=tuple(name for name in found.summed if name not in left))
     leaves, tree = jax.tree.flatten(x)
     have, need = jax.tree.leaves(specs), jax.tree.leaves(needed)
