@@ -1,0 +1,139 @@
+"""The examples: their layers against references that know nothing of `ragged`, and each script from end to end."""
+
+import importlib
+import inspect
+import os
+import subprocess
+import sys
+import tokenize
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import install_import_hook
+
+from . import oracle
+
+FOLDER = Path(__file__).parent.parent / "examples"
+# A few sums of at most some hundred products: some roundings of 2⁻²⁴ of the largest element.
+CLOSE = {"max": 2e-6, "rms": 3e-7}
+
+
+def example(name: str) -> ModuleType:
+    """The example as a module, whose annotations are checked at run time."""
+    sys.path.insert(0, str(FOLDER))
+    try:
+        with install_import_hook(name, "beartype.beartype"):
+            return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(FOLDER))
+
+
+def quick(fn: Callable, *args: Any) -> Any:
+    """`fn(*args)` as one program; to optimise it takes longer than to run it."""
+    program = jax.jit(fn).lower(*args).compile({"xla_backend_optimization_level": 0})
+    return jax.tree.map(np.asarray, program(*args))
+
+
+def float64(fn: Callable, *args: Any) -> Any:
+    """`fn(*args)` in double precision."""
+
+    def widened(x: Any) -> np.ndarray:
+        x = np.asarray(x)
+        return x.astype(np.float64) if np.issubdtype(x.dtype, np.floating) else x
+
+    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
+        return quick(fn, *jax.tree.map(widened, args))
+
+
+def assert_close(got: Any, want: Any) -> None:
+    """Leaf by leaf, each relative to its own largest element."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert g.shape == w.shape
+        oracle.assert_close([g], [w], **CLOSE)
+
+
+def lines_of_code(*objects: Any) -> int:
+    """Lines that hold more than white space and comments; docstrings count."""
+    skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    count = 0
+    for thing in objects:
+        tokens = tokenize.generate_tokens(StringIO(inspect.getsource(thing)).readline)
+        count += len({row for t in tokens if t.type not in skipped for row in range(t.start[0], t.end[0] + 1)})
+    return count
+
+
+class TestMoE:
+    experts, top_k, d, hidden, tokens = 6, 2, 8, 16, 64
+
+    def inputs(self) -> tuple[dict[str, jax.Array], jax.Array]:
+        """Most tokens like expert 1 best, and none goes to experts 2 and 5."""
+        moe = example("moe_layer")
+        model = moe.MoE(self.d, self.hidden, self.experts, self.top_k, jax.random.key(0))
+        x = jax.random.normal(jax.random.key(1), (self.tokens, self.d)).at[:, 0].set(1)
+        router = model.router.at[0].set(jnp.array([0, 2, -20, 0, 0, -20.0]))
+        return {"router": router, "up": model.up, "down": model.down}, x
+
+    def layer(self, weights: dict[str, jax.Array], x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        moe = example("moe_layer")
+        model = object.__new__(moe.MoE)
+        for name, value in {**weights, "top_k": self.top_k}.items():
+            object.__setattr__(model, name, value)
+        return model(x)
+
+    def reference(self, weights: dict[str, jax.Array], x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Each token multiplies the matrices of its experts itself."""
+        odds = jnp.exp(x @ weights["router"])  # [tokens, experts]
+        chosen = jnp.argsort(-odds, axis=1)[:, : self.top_k]
+        picked = jnp.take_along_axis(odds, chosen, axis=1)
+        y = jnp.zeros_like(x)
+        for j in range(self.top_k):
+            rows = jnp.einsum("td,tdh->th", x, weights["up"][chosen[:, j]])
+            gate, value = rows[:, : self.hidden], rows[:, self.hidden :]
+            hidden = gate / (1 + jnp.exp(-gate)) * value
+            share = picked[:, j] / jnp.sum(picked, axis=1)
+            y += share[:, None] * jnp.einsum("th,thd->td", hidden, weights["down"][chosen[:, j]])
+        count = jnp.sum(chosen[..., None] == jnp.arange(self.experts)[None, None], axis=(0, 1))
+        mean = jnp.mean(odds / jnp.sum(odds, axis=1, keepdims=True), axis=0)
+        balance = self.experts * jnp.sum(jax.lax.stop_gradient(count / chosen.size) * mean)
+        return y, balance, count
+
+    def test_forward_and_gradients(self) -> None:
+        """As the reference, with skewed routing and idle experts."""
+        weights, x = self.inputs()
+        dy = jax.random.normal(jax.random.key(2), x.shape)
+
+        def with_gradients(layer: Callable, weights: Any, x: Any, dy: Any) -> Any:
+            def loss(weights: Any, x: Any) -> Any:
+                y, balance, count = layer(weights, x)
+                return jnp.sum(y * dy) + 10 * balance, (y, balance, count)
+
+            return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(weights, x)
+
+        (_, (*got, count)), got_grads = quick(lambda *args: with_gradients(self.layer, *args), weights, x, dy)
+        (_, (*want, count64)), want_grads = float64(lambda *a: with_gradients(self.reference, *a), weights, x, dy)
+        assert count.tolist() == count64.tolist()
+        assert count[1] > 0.4 * count.sum() and count[2] == count[5] == 0
+        assert_close((got, got_grads), (want, want_grads))
+        for idle in (2, 5):
+            assert not got_grads[0]["up"][idle].any() and not got_grads[0]["down"][idle].any()
+
+    def test_the_layer_is_short(self) -> None:
+        moe = example("moe_layer")
+        assert lines_of_code(moe.MoE, moe.swiglu) <= 25
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["moe_layer"])
+def test_the_script_runs(name: str) -> None:
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    run = [sys.executable, str(FOLDER / f"{name}.py")]
+    printed = subprocess.run(run, env=environment, capture_output=True, text=True, check=True).stdout
+    assert "nan" not in printed and len(printed.splitlines()) > 2
