@@ -18,6 +18,8 @@ import numpy as np
 import pytest
 from jaxtyping import install_import_hook
 
+import ragged
+
 from . import oracle
 
 FOLDER = Path(__file__).parent.parent / "examples"
@@ -130,8 +132,30 @@ class TestMoE:
         assert lines_of_code(moe.MoE, moe.swiglu) <= 25
 
 
+def test_lora_adapters() -> None:
+    """Ragged and padded ranks, against each token's own product; one adapter has rank 0, one has no token."""
+    lora = example("lora_serving")
+    ranks, d, d_out, room, tokens = (3, 0, 5, 1, 2), 8, 6, 16, 20
+    rng = np.random.default_rng(0)
+    packed = lora.random_adapters(ranks, d, d_out, room, rng)
+    padded = lora.padded(packed, max(ranks))
+    x = rng.normal(size=(tokens, d)).astype(np.float32)
+    adapter = rng.choice([-1, 0, 1, 2, 4], size=tokens).astype(np.int32)
+    want = np.zeros((tokens, d_out))
+    offsets = np.cumsum([0, *ranks])
+    for token, i in enumerate(adapter):
+        if i >= 0:
+            at, b = (np.asarray(w.data, np.float64)[offsets[i] : offsets[i + 1]] for w in (packed.at, packed.b))
+            want[token] = x[token].astype(np.float64) @ at.T @ b
+    left = jnp.full((room, 1), jnp.nan).at[: sum(ranks)].set(0)  # of adapters that were here before
+    packed = lora.Adapters(*(ragged.GroupedTensor(w.data + left, w.first_dims) for w in (packed.at, packed.b)))
+    got = quick(lambda p, q, x, ids: (p(x, ids, max_rank=max(ranks)), q(x, ids)), packed, padded, x, adapter)
+    assert (adapter < 0).any() and (adapter == 1).any()
+    assert_close(got, (want, want))
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["moe_layer"])
+@pytest.mark.parametrize("name", ["moe_layer", "lora_serving"])
 def test_the_script_runs(name: str) -> None:
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     run = [sys.executable, str(FOLDER / f"{name}.py")]
