@@ -91,7 +91,7 @@ class RGCNLayer(eqx.Module):
         route = ragged.route(relation, num_groups=relations)
         messages = ragged.matmul(route.dispatch(x[source]), self.relations)  # ragged rows [edges, d_out]
         alike = target * relations + relation  # (edges,): of one target and one relation
-        count = jnp.zeros(nodes * relations).at[alike].add(1.0, mode="drop")
+        count = jnp.zeros(nodes * relations).at[alike].add(jnp.where(relation < 0, 0.0, 1.0))
         messages = route.combine(messages, 1 / jnp.maximum(count[alike], 1))  # [edges, d_out], as the edges were
         return x @ self.own + jnp.zeros((nodes, messages.shape[1])).at[target].add(messages)
 

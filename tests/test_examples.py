@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,6 +61,16 @@ def assert_close(got: Any, want: Any) -> None:
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert g.shape == w.shape
         oracle.assert_close([g], [w], **CLOSE)
+
+
+def with_gradients(fn: Callable) -> Callable:
+    """`(dy, *args) -> y, gradients by args`, of one array `y = fn(*args)`."""
+
+    def both(dy: Any, *args: Any) -> Any:
+        y, pullback = jax.vjp(fn, *args)
+        return y, pullback(dy)
+
+    return both
 
 
 def lines_of_code(*objects: Any) -> int:
@@ -154,8 +165,73 @@ def test_lora_adapters() -> None:
     assert_close(got, (want, want))
 
 
+def test_rgcn_layer() -> None:
+    """Forward and gradients as edge by edge; some edges are none, a relation has none, and a node is no target."""
+    rgcn = example("rgcn")
+    nodes, relations, edges, d, d_out = 7, 4, 30, 5, 3
+    rng = np.random.default_rng(0)
+    layer = rgcn.RGCNLayer(relations, d, d_out, jax.random.key(0))
+    x, dy = (rng.normal(size=(nodes, width)).astype(np.float32) for width in (d, d_out))
+    source, target = rng.integers(nodes, size=edges), rng.integers(nodes - 1, size=edges)
+    relation = rng.choice([-1, 0, 1, 3], size=edges)
+
+    def reference(own: Any, matrices: Any, x: Any) -> Any:
+        out = list(x @ own)
+        for s, r, t in zip(source, relation, target, strict=True):
+            if r >= 0:
+                alike = int(np.sum((relation == r) & (target == t)))
+                out[t] += x[s] @ matrices[r] / alike
+        return jnp.stack(out)
+
+    def layer_of(own: Any, matrices: Any, x: Any) -> Any:
+        ids = (i.astype(np.int32) for i in (source, relation, target))
+        return eqx.tree_at(lambda m: (m.own, m.relations), layer, (own, matrices))(x, *map(jnp.asarray, ids))
+
+    args = (layer.own, layer.relations, x)
+    got = quick(with_gradients(layer_of), dy, *args)
+    assert (relation < 0).any() and not got[1][1][2].any()
+    assert_close(got, float64(with_gradients(reference), dy, *args))
+
+
+def test_import_graph(tmp_path: Path) -> None:
+    """Each kind of import; of two of one module the stronger, and none of what is unknown."""
+    rgcn = example("rgcn")
+    sources = {
+        "a": "import os, missing\nif x:\n    import b.c\ndef f():\n    import sys, os",
+        "b.__init__": "from . import c\nfrom .c import name\nimport b",
+        "b.c": "from b import d\nclass C:\n    def f(self):\n        from os import path",
+        "b.d": "from .c import C",
+        "b.e.f": "from ..d import C",
+    }
+    files = {}
+    for name, code in sources.items():
+        path = tmp_path.joinpath(*name.split(".")).with_suffix(".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(code)
+        files[name.removesuffix(".__init__")] = path
+    names, imports = rgcn.import_graph(files)
+    assert {(names[a], rgcn.KINDS[kind], names[b]) for a, kind, b in imports} == {
+        ("a", "top level", "os"),
+        ("a", "top level", "b.c"),
+        ("a", "in a function", "sys"),
+        ("b", "own package", "b.c"),
+        ("b.c", "own package", "b.d"),
+        ("b.c", "in a function", "os"),
+        ("b.d", "own package", "b.c"),
+        ("b.e.f", "own package", "b.d"),
+    }
+
+
+def test_ranks_of_held_out_imports() -> None:
+    """Known imports and the module itself don't count; of equal scores a place is in the middle."""
+    rgcn = example("rgcn")
+    scores = np.array([[9, 8, 1, 2, 1, 1], [0, 5, 0, 4, 3, 0]] + [[0] * 6] * 4, np.float32)
+    known, held_out = (np.array(rows, np.int32) for rows in ([[0, 0, 1], [1, 0, 3]], [[0, 0, 4], [1, 1, 4]]))
+    assert rgcn.ranks(scores, known, held_out).tolist() == [3, 1]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["moe_layer", "lora_serving"])
+@pytest.mark.parametrize("name", ["moe_layer", "lora_serving", "rgcn"])
 def test_the_script_runs(name: str) -> None:
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     run = [sys.executable, str(FOLDER / f"{name}.py")]
