@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tokenize
 from collections.abc import Callable
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from types import ModuleType
@@ -230,8 +231,34 @@ def test_ranks_of_held_out_imports() -> None:
     assert rgcn.ranks(scores, known, held_out).tolist() == [3, 1]
 
 
+def test_varlen_attention() -> None:
+    """Forward and gradients, packed and padded, as of each sequence and head alone; one sequence is empty."""
+    varlen = example("varlen_attention")
+    lengths, rows, heads, head_dim = (5, 0, 1, 8, 3), 20, 2, 4
+    rng = np.random.default_rng(0)
+    q, k, v, dy = rng.normal(size=(4, rows, heads, head_dim)).astype(np.float32)
+    total = sum(lengths)
+
+    def reference(q: Any, k: Any, v: Any) -> Any:
+        out, start = [], 0
+        for n in lengths:
+            mine = slice(start, start + n)
+            weights = jnp.tril(jnp.ones((n, n)))[None] * jnp.exp(jnp.einsum("ihd,jhd->hij", q[mine], k[mine]) / 2)
+            out.append(jnp.einsum("hij,jhd->ihd", weights / jnp.sum(weights, axis=2, keepdims=True), v[mine]))
+            start += n
+        return jnp.concatenate([*out, jnp.zeros((rows - total, heads, head_dim))])
+
+    want = float64(with_gradients(reference), dy, q, k, v)
+    padded = partial(varlen.padded_attention, lengths=jnp.array(lengths, jnp.int32), longest=max(lengths))
+    assert_close(quick(with_gradients(padded), dy, q, k, v), want)
+    for x in (q, k, v, dy):
+        x[total:] = np.nan  # what lies behind the last sequence
+    packed = partial(varlen.attention, lengths=jnp.array(lengths, jnp.int32), longest=max(lengths))
+    assert_close(quick(with_gradients(packed), dy, q, k, v), want)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["moe_layer", "lora_serving", "rgcn"])
+@pytest.mark.parametrize("name", ["moe_layer", "lora_serving", "rgcn", "varlen_attention"])
 def test_the_script_runs(name: str) -> None:
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     run = [sys.executable, str(FOLDER / f"{name}.py")]
