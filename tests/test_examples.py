@@ -180,7 +180,7 @@ def test_import_graph(tmp_path: Path) -> None:
     """Each kind of import; of two of one module the stronger, and none of what is unknown."""
     rgcn = example("rgcn")
     sources = {
-        "a": "import os, missing\nif x:\n    import b.c\ndef f():\n    import sys, os",
+        "a": "def f():\n    if x:\n        import sys, os\nimport os, missing\nif x:\n    import b.c",
         "b.__init__": "from . import c\nfrom .c import name\nimport b",
         "b.c": "from b import d\nclass C:\n    def f(self):\n        from os import path",
         "b.d": "from .c import C",
