@@ -1,9 +1,9 @@
 """A mixture-of-experts layer in 25 lines: router, SwiGLU experts, load balancing. No token is padded or dropped.
 
-    uv run --with optax examples/moe_layer.py    about ten seconds on two CPU cores
+    uv run --with optax examples/moe_layer.py    about twenty seconds on two CPU cores
 
 The layer learns a function that has another linear map in each of 16 regions. Beside it learns one dense SwiGLU layer
-that does the same FLOPs for a token: what the mixture has more is parameters, of which each token meets two experts'.
+that does the same FLOPs for a token, but for the router's: the mixture only has more parameters to choose from.
 """
 
 import time
@@ -17,6 +17,11 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 import ragged
 
 D, HIDDEN, EXPERTS, TOP_K, BATCH, STEPS = 32, 64, 16, 2, 1024, 400
+
+
+def swiglu(rows: Float[Array, "rows two_hidden"]) -> Float[Array, "rows hidden"]:
+    gate, value = jnp.split(rows, 2, axis=-1)
+    return jax.nn.silu(gate) * value
 
 
 class MoE(eqx.Module):
@@ -58,11 +63,6 @@ class Dense(eqx.Module):
 
     def __call__(self, x: Float[Array, "tokens d"]) -> tuple[Array, Array, Int[Array, " one"]]:
         return swiglu(x @ self.up) @ self.down, jnp.ones(()), jnp.array([len(x)])
-
-
-def swiglu(rows: Float[Array, "rows two_hidden"]) -> Float[Array, "rows hidden"]:
-    gate, value = jnp.split(rows, 2, axis=-1)
-    return jax.nn.silu(gate) * value
 
 
 def batch(key: PRNGKeyArray, tokens: int = BATCH) -> tuple[Float[Array, "tokens d"], Float[Array, "tokens d"]]:

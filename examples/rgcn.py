@@ -31,10 +31,11 @@ KINDS = ("top level", "in a function", "own package")
 def sources() -> dict[str, Path]:
     """The files of the standard library's modules, tests left out."""
     folder, modules = Path(sysconfig.get_paths()["stdlib"]), {}
-    for path in sorted(folder.rglob("*.py")):
-        parts = path.relative_to(folder).with_suffix("").parts
-        if parts[0] in sys.stdlib_module_names and not any("test" in part for part in parts[1:]):
-            modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    for name in sorted(sys.stdlib_module_names):
+        for path in [folder / f"{name}.py", *sorted((folder / name).rglob("*.py"))]:
+            parts = path.relative_to(folder).with_suffix("").parts
+            if path.exists() and not any("test" in part for part in parts[1:]):
+                modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return modules
 
 
