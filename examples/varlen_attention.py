@@ -1,0 +1,118 @@
+"""Causal attention over sequences of different lengths, packed one after another: no sequence is padded.
+
+    uv run examples/varlen_attention.py    about fifteen seconds on two CPU cores
+
+The scores of a head are one product of each sequence's queries with its own keys, ragged in both dims; the weighted sum
+of the values is another. Beside it runs what one does without ragged products: pad to the longest sequence, and attend
+there. Half of the scores, those of the future, are computed and masked in both.
+"""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+import ragged
+from ragged import GroupedTensor
+
+SEQUENCES, LONGEST, HEADS, HEAD_DIM = 32, 512, 4, 64
+
+
+def attention(
+    q: Float[Array, "rows heads head_dim"],
+    k: Float[Array, "rows heads head_dim"],
+    v: Float[Array, "rows heads head_dim"],
+    lengths: Int[Array, " sequences"],
+    longest: int,
+) -> Float[Array, "rows heads head_dim"]:
+    """Sequence `i` is `lengths[i]` rows; no length is above `longest`. Rows after the last sequence get zeros."""
+
+    def one_head(q: Array, k: Array, v: Array) -> Float[Array, "rows head_dim"]:
+        queries, keys, values = (GroupedTensor(x, first_dims=lengths) for x in (q, k, v))
+        scores = ragged.matmul(queries * q.shape[1] ** -0.5, keys.mT, max_last=longest)  # ragged both [rows, longest]
+        return ragged.matmul(causal(scores).softmax(), values).data
+
+    return jax.vmap(one_head, in_axes=1, out_axes=1)(q, k, v)
+
+
+def causal(scores: Float[GroupedTensor, "rows longest"]) -> Float[GroupedTensor, "rows longest"]:
+    """Minus infinity where the column, a key's place in its sequence, is behind the row's place."""
+    place = jnp.arange(scores.capacity) - scores.offsets[scores.group_ids]  # (rows,)
+    past = jnp.arange(scores.shape[1])[None] <= place[:, None]  # [rows, longest]
+    return scores.map(lambda s: jnp.where(past, s, -jnp.inf))
+
+
+def padded_attention(
+    q: Float[Array, "rows heads head_dim"],
+    k: Float[Array, "rows heads head_dim"],
+    v: Float[Array, "rows heads head_dim"],
+    lengths: Int[Array, " sequences"],
+    longest: int,
+) -> Float[Array, "rows heads head_dim"]:
+    """The same, in sequences padded to `longest`. What is behind a sequence is in the future of all of it."""
+
+    def padded(x: Array) -> Float[Array, "sequences longest heads head_dim"]:
+        flat = GroupedTensor(x.reshape(len(x), -1), first_dims=lengths)
+        return flat.to_padded(longest).reshape(len(lengths), longest, *x.shape[1:])
+
+    out = jax.nn.dot_product_attention(padded(q), padded(k), padded(v), is_causal=True)
+    flat = out.reshape(*out.shape[:2], -1)  # [sequences, longest, heads * head_dim]
+    return GroupedTensor.from_padded(flat, lengths, capacity=len(q)).data.reshape(q.shape)
+
+
+def with_gradients(attend: Callable[..., Array]) -> Callable[..., tuple]:
+    """`attend`'s result, and the gradients by `q`, `k` and `v` of `sum(result * dy)`."""
+
+    def both(dy: Array, q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array, Array]]:
+        out, pullback = jax.vjp(attend, q, k, v)
+        return out, pullback(dy)
+
+    return both
+
+
+def median_seconds(calls: dict[str, Callable[[], tuple]], runs: int = 9) -> dict[str, float]:
+    """Of each call; they take turns."""
+    seconds = {name: [] for name in calls}
+    for _ in range(runs):
+        for name, call in calls.items():
+            began = time.perf_counter()
+            jax.block_until_ready(call())
+            seconds[name].append(time.perf_counter() - began)
+    return {name: median(taken) for name, taken in seconds.items()}
+
+
+def main() -> None:
+    rng = np.random.default_rng(0)
+    lengths = np.minimum(rng.lognormal(mean=4.5, sigma=0.8, size=SEQUENCES).astype(np.int32) + 1, LONGEST)
+    lengths[0] = LONGEST
+    rows = -(-int(sum(lengths)) // 256) * 256  # room for them, and a tail
+    q, k, v, dy = jnp.asarray(rng.normal(size=(4, rows, HEADS, HEAD_DIM)), jnp.float32)
+    print(f"{SEQUENCES} sequences of {min(lengths)} to {max(lengths)} rows, {sum(lengths)} rows in all")
+    print(f"{HEADS} heads of {HEAD_DIM}; forward and backward\n")
+
+    programs, results = {}, {}
+    for name, attend in (("padded", padded_attention), ("ragged", attention)):
+        fn = with_gradients(partial(attend, lengths=jnp.asarray(lengths), longest=LONGEST))
+        programs[name] = jax.jit(fn).lower(dy, q, k, v).compile()
+        results[name] = programs[name](dy, q, k, v)
+    seconds = median_seconds({name: partial(program, dy, q, k, v) for name, program in programs.items()})
+
+    scores = {"padded": SEQUENCES * LONGEST**2, "ragged": sum(n**2 for n in lengths.tolist())}  # of a head
+    held = {"padded": SEQUENCES * LONGEST**2, "ragged": rows * LONGEST}  # the elements of their buffer
+    print(f"{'':8}{'ms':>8}{'GFLOP':>9}{'MiB of scores':>16}{'MiB of buffers in all':>24}")
+    for name, program in programs.items():
+        flops = 6 * 2 * HEADS * HEAD_DIM * scores[name]  # two products forward, four backward
+        buffers = program.memory_analysis().temp_size_in_bytes
+        mib = (4 * HEADS * held[name] / 2**20, buffers / 2**20)
+        print(f"{name:8}{1e3 * seconds[name]:8.0f}{flops / 1e9:9.1f}{mib[0]:16.1f}{mib[1]:24.1f}")
+    pairs = zip(*map(jax.tree.leaves, results.values()), strict=True)
+    print(f"largest difference, of results and gradients: {max(float(jnp.max(jnp.abs(a - b))) for a, b in pairs):.1e}")
+
+
+if __name__ == "__main__":
+    main()
