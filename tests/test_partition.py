@@ -249,10 +249,8 @@ def test_maps(kind: str) -> None:
 
     both = [P("a", None, "b"), P(None, "b", None)]
     for axes in ([P("a"), P()], [P(None, "a", None), P(None, None, "b")], both):
-        # Of a `shard_map` in a map over an explicit axis, JAX can't lower the derivative by what isn't mapped.
-        function = (lambda *args: step(*args)[0]) if kind == "explicit" and axes is both else step
-        mapped = P(axes[0][0])  # it wants one sharding of the mapped axis
-        same(*over(kind, function, [x, W, sizes], [*axes, mapped], a=2, b=2), tolerance=3e-5)
+        mapped = P(axes[0][0])  # JAX wants one sharding of the mapped axis
+        same(*over(kind, step, [x, W, sizes], [*axes, mapped], a=2, b=2), tolerance=3e-5)
 
 
 def test_derivatives_of_second_order() -> None:
@@ -421,3 +419,11 @@ def test_loops_of_different_lengths(kinds: str) -> None:
             got = jax.jit(local)(jax.device_put(x, P("b")), w, sizes)
         want = local(x, W, sizes)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_warning_for_tpus_over_auto_axes() -> None:
+    """B9: nothing is slow in silence."""
+    args = [jax.device_put(x, NamedSharding(mesh_of("auto", a=2), P("a"))) for x in (X, W)]
+    traced = jax.jit(lambda x, w: ragged.grouped_matmul(x, w, SIZES)).trace(*args)
+    with pytest.warns(UserWarning, match="over `Auto` mesh axes, XLA for TPUs .*\nMake the mesh's axes `Explicit`, or"):
+        traced.lower(lowering_platforms=("tpu",))

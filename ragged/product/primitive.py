@@ -5,6 +5,7 @@ It binds the leaves of `Operands`, with their tree and the `Call` as parameters.
     out[i] = existing[i] + lhs[i] @ rhs[i]        (bilinear in lhs and rhs, affine in existing)
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -256,12 +257,20 @@ def _partitioned_rule(platform: str) -> Callable[..., Any]:
     unpartitioned = _rule(platform)
 
     def rule(ctx: Any, *args: Any, tree: Any, call: Call) -> Any:
-        # What is written down can't call back, and TPUs' XLA doesn't.
-        if platform == "tpu" or ctx.module_context.lowering_parameters.for_export:
+        is_export = ctx.module_context.lowering_parameters.for_export  # which can't call back
+        if platform == "tpu" and not is_export:
+            warnings.warn(_NOT_ON_TPUS, stacklevel=2)
+        if platform == "tpu" or is_export:
             return unpartitioned(ctx, *args, tree=tree, call=call)
         return mlir.lower_fun(_partitioned(tree, call), multiple_results=False)(ctx, *args)
 
     return rule
+
+
+_NOT_ON_TPUS = (
+    "`ragged.matmul`: over `Auto` mesh axes, XLA for TPUs asks no product what each device does: it partitions its own, "
+    "which is slow and gathers its operands.\nMake the mesh's axes `Explicit`, or call `ragged.sharded_matmul`."
+)
 
 
 def _partitioned(tree: Any, call: Call) -> Callable[..., Array]:
