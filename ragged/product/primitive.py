@@ -268,8 +268,8 @@ def _partitioned_rule(platform: str) -> Callable[..., Any]:
 
 
 _NOT_ON_TPUS = (
-    "`ragged.matmul`: over `Auto` mesh axes, XLA for TPUs asks no product what each device does: it partitions its own, "
-    "which is slow and gathers its operands.\nMake the mesh's axes `Explicit`, or call `ragged.sharded_matmul`."
+    "`ragged.matmul`: over `Auto` mesh axes, XLA for TPUs asks no product what each device does: it partitions its "
+    "own, which is slow and gathers its operands.\nMake the mesh's axes `Explicit`, or call `ragged.sharded_matmul`."
 )
 
 
