@@ -7,10 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import Array
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ragged
@@ -352,6 +353,40 @@ def test_programs_for_several_devices() -> None:
         program = jax.jit(function, in_shardings=shardings).trace(*avals).lower(lowering_platforms=("tpu",))
         assert program.as_text().count(CALL) == kernels
         program.compile()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("topology, axes", [("v5e:2x4", (2, 4)), ("v5p:2x2x2", (2, 4)), ("v5p:2x2x2", (8, 1))], ids=str)
+@pytest.mark.parametrize(
+    "x, w, expected",
+    [
+        (P("a"), P(None, None, "b"), {"all-reduce"}),
+        (P("a"), P("b"), {"all-reduce"}),
+        (P(("a", "b")), P(), {"all-reduce"}),
+        (P("b"), P("b"), {"all-gather", "all-reduce", "reduce-scatter", "collective-permute"}),
+    ],
+    ids=str,
+)
+def test_gradients_over_a_slice(topology: str, axes: tuple[int, int], x: P, w: P, expected: set[str]) -> None:
+    """D2: three kernels over `Explicit` axes of eight TPUs; no whole matrix is gathered."""
+    tpu.device("v5e")
+    devices = np.array(topologies.get_topology_desc(topology, platform="tpu").devices).reshape(axes)
+    mesh = Mesh(devices, ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+    m, k, n, g = 8192, 2048, 1024, 16
+    shapes = ((m, k), x, jnp.bfloat16), ((g, k, n), w, jnp.bfloat16), ((g,), P(), jnp.int32)
+    avals = [Aval(shape, dtype, sharding=NamedSharding(mesh, spec)) for shape, spec, dtype in shapes]
+
+    def loss(x: Array, w: Array, sizes: Array) -> Array:
+        return jnp.sum(jnp.sin(ragged.grouped_matmul(x, w, sizes).astype(jnp.float32)))
+
+    program = jax.jit(jax.grad(loss, (0, 1))).trace(*avals).lower(lowering_platforms=("tpu",)).compile()
+    text = program.as_text() or ""
+    assert len(re.findall(r'custom_call_target="tpu_custom_call"', text)) == 3
+    pattern = r"= [^=\n]*? (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\("
+    assert {*re.findall(pattern, text)} <= expected
+    assert not re.search(rf"\[{g},{k},{n}\]\S* all-gather", text)
+    memory: Any = program.memory_analysis()
+    assert memory.temp_size_in_bytes < 256 << 20
 
 
 def test_more_groups_than_scalar_memory_can_list() -> None:
