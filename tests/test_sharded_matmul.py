@@ -46,6 +46,7 @@ def test_every_layout(layout: str, check_vma: bool, kind: str) -> None:
         case.assert_tail_zero(out)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rows", [32, 29, 3])
 def test_rows_that_devices_do_not_divide(rows: int) -> None:
     """O12: forward and gradients; the result has the rows of its operand."""
@@ -89,6 +90,7 @@ def test_the_callback_sees_each_part() -> None:
         np.testing.assert_allclose(g, w, rtol=2**-6, atol=2**-6)
 
 
+@pytest.mark.long
 def test_the_result_is_where_it_is_asked_to_be() -> None:
     """Also where neither the operands nor the sum put it."""
     mesh = mesh_of("auto", a=2, b=2)
