@@ -14,6 +14,7 @@ from ragged._errors import Site, is_concrete
 from ragged._matmul import product_of
 from ragged.product.operands import Call, Epilogue, Operand, Operands
 from ragged.product.primitive import bind, derivative
+from ragged.product.shared import folded
 from ragged.quant.formats import LARGEST
 from ragged.quant.recipe import PRESETS, Cast, Pair, Recipe
 from ragged.quant.training import as_tensor, casts_of, past_of, quantize_operand
@@ -139,7 +140,7 @@ def error_table(
     product = product_of(
         x, w, preferred_element_type=jnp.float32, precision="highest", existing_out=dy, recipe=recipes[0]
     )
-    operands, call = product.operands, product.call
+    operands, call, _ = folded(product.operands, product.call)
     ct = jax.random.normal(jax.random.key(0), call.shape) if dy is None else operands.epilogue.existing
     operands = operands._replace(epilogue=Epilogue())
     left = call.product.ragged == "n"  # then `lhs` is the weight
