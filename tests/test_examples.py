@@ -127,6 +127,7 @@ def test_the_moe_layer_is_short() -> None:
     assert 10 < lines_of_code(moe.MoE, moe.swiglu) <= 25
 
 
+@pytest.mark.long
 def test_lora_adapters() -> None:
     """Ragged and padded ranks, against each token's own product; one adapter has rank 0, one has no token."""
     lora = example("lora_serving")
@@ -149,6 +150,7 @@ def test_lora_adapters() -> None:
     assert_close(got, (want, want))
 
 
+@pytest.mark.long
 def test_rgcn_layer() -> None:
     """Forward and gradients as edge by edge; some edges are none, a relation has none, and a node is no target."""
     rgcn = example("rgcn")
@@ -214,6 +216,7 @@ def test_ranks_of_held_out_imports() -> None:
     assert rgcn.ranks(scores, known, held_out).tolist() == [3, 1]
 
 
+@pytest.mark.long
 def test_varlen_attention() -> None:
     """Forward and gradients, packed and padded, as of each sequence and head alone; one sequence is empty."""
     varlen = example("varlen_attention")

@@ -211,6 +211,7 @@ def test_ragged_is_lowered(platform: str) -> None:
     assert all("-> tensor<4xi32>" in line for line in text.splitlines() if '"stablehlo.all_to_all"' in line)
 
 
+@pytest.mark.long
 def test_collectives() -> None:
     """No matrix is gathered, and sizes are one small collective."""
     given = arrays(inputs())

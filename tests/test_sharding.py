@@ -292,7 +292,7 @@ CALLS: dict[str, tuple[Callable[[Array], Any], P]] = {
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("case", CALLS.values(), ids=CALLS.keys())
 def test_explicit_axes(case: tuple[Callable[[Array], Any], P], jit: bool) -> None:
