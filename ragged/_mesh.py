@@ -1,4 +1,4 @@
-"""What a mesh asks of values: to vary over the same manual axes, and, so far, not to be sharded over explicit ones."""
+"""What a mesh asks of values: to vary over the same manual axes; and what explicit axes ask of results."""
 
 from collections.abc import Callable, Sequence
 from functools import wraps

@@ -437,3 +437,14 @@ def test_a_warning_for_tpus_over_auto_axes() -> None:
     traced = jax.jit(lambda x, w: ragged.grouped_matmul(x, w, SIZES)).trace(*args)
     with pytest.warns(UserWarning, match="over `Auto` mesh axes, XLA for TPUs .*\nMake the mesh's axes `Explicit`, or"):
         traced.lower(lowering_platforms=("tpu",))
+
+
+def test_out_sharding_beside_a_shared_matrix() -> None:
+    """D2: the groups' rows are multiplied as those of one; the result is where it is asked to be all the same."""
+    mesh = mesh_of("explicit", a=2, b=2)
+    with jax.set_mesh(mesh):
+        w = jax.device_put(W, P("a"))
+        for asked in (P("b", None, None), P(None, "a", None), P(None, None, "b")):
+            got = jax.jit(lambda w, asked=asked: ragged.matmul(w, DOUT[:24], out_sharding=asked).data)(w)
+            assert jax.typeof(got).sharding.spec == asked
+            np.testing.assert_allclose(got, ragged.matmul(W, DOUT[:24]).data, rtol=1e-4, atol=1e-4)

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ragged._mesh import over_explicit_axes
+from ragged._mesh import over_explicit_axes, resharded
 from ragged.backends import schedule
 from ragged.product.operands import Call, Operand, Operands, Scales
 from ragged.quant.scales import by_row, spread
@@ -38,15 +39,16 @@ def folded(x: Operands, call: Call) -> Folded:
         p, shape = p._replace(out=p.out[::-1]), shape[::-1]
         existing = None if existing is None else existing.mT
     g, kept = groups.data.shape[:2]
-    whole = (1, g * kept, shape[1])
+    whole, asked = (1, g * kept, shape[1]), call.out_spec
     epilogue = x.epilogue._replace(existing=None if existing is None else _reshaped(existing, whole))
     x = x._replace(epilogue=epilogue, **{name: _one(groups)})
 
     def restore(out: Array) -> Array:
         out = _reshaped(out, (g, *shape))
-        return out.mT if turned else out
+        out = out.mT if turned else out
+        return out if asked is None else resharded(out, jax.typeof(out).sharding.mesh, asked)
 
-    return x, call._replace(product=p._replace(**{name: letters}), shape=whole), restore
+    return x, call._replace(product=p._replace(**{name: letters}), shape=whole, out_spec=None), restore
 
 
 @over_explicit_axes
