@@ -360,14 +360,14 @@ def test_programs_for_several_devices() -> None:
 @pytest.mark.parametrize(
     "x, w, expected",
     [
-        (P("a"), P(None, None, "b"), {"all-reduce"}),
-        (P("a"), P("b"), {"all-reduce"}),
-        (P(("a", "b")), P(), {"all-reduce"}),
-        (P("b"), P("b"), {"all-gather", "all-reduce", "reduce-scatter", "collective-permute"}),
+        (P("a"), P(None, None, "b"), "all-reduce"),
+        (P("a"), P("b"), "all-reduce"),
+        (P(("a", "b")), P(), "all-reduce"),
+        (P("b"), P("b"), "all-gather all-reduce collective-permute reduce-scatter"),
     ],
     ids=str,
 )
-def test_gradients_over_a_slice(topology: str, axes: tuple[int, int], x: P, w: P, expected: set[str]) -> None:
+def test_gradients_over_a_slice(topology: str, axes: tuple[int, int], x: P, w: P, expected: str) -> None:
     """D2: three kernels over `Explicit` axes of eight TPUs; no whole matrix is gathered."""
     tpu.device("v5e")
     devices = np.array(topologies.get_topology_desc(topology, platform="tpu").devices).reshape(axes)
@@ -383,7 +383,7 @@ def test_gradients_over_a_slice(topology: str, axes: tuple[int, int], x: P, w: P
     text = program.as_text() or ""
     assert len(re.findall(r'custom_call_target="tpu_custom_call"', text)) == 3
     pattern = r"= [^=\n]*? (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\("
-    assert {*re.findall(pattern, text)} <= expected
+    assert {*re.findall(pattern, text)} <= {*expected.split()}
     assert not re.search(rf"\[{g},{k},{n}\]\S* all-gather", text)
     memory: Any = program.memory_analysis()
     assert memory.temp_size_in_bytes < 256 << 20
