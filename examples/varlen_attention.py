@@ -42,8 +42,7 @@ def attention(
 
 def causal(scores: Float[GroupedTensor, "rows longest"]) -> Float[GroupedTensor, "rows longest"]:
     """Minus infinity where the column, a key's place in its sequence, is behind the row's place."""
-    place = jnp.arange(scores.capacity) - scores.offsets[scores.group_ids]  # (rows,)
-    past = jnp.arange(scores.shape[1])[None] <= place[:, None]  # [rows, longest]
+    past = jnp.arange(scores.shape[1])[None] <= scores.positions[:, None]  # [rows, longest]
     return scores.map(lambda s: jnp.where(past, s, -jnp.inf))
 
 

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import ragged
 from ragged import Route, route
+from ragged.tensor.route import _by_count, _by_sort
 
 pytestmark = pytest.mark.sampled
 
@@ -93,6 +94,20 @@ def test_order_and_place_are_inverses(ids):
     assert routing.place.shape == as_ids(ids).shape
     np.testing.assert_array_equal(routing.place.reshape(-1)[routing.order], rows)
     np.testing.assert_array_equal(routing.order[routing.place.reshape(-1)], rows)
+
+
+@pytest.mark.sampled(2)
+@cases
+@pytest.mark.parametrize("sort", [_by_count, _by_sort])
+def test_both_sorts(ids, sort):
+    """One runs on CPUs, the other elsewhere."""
+    group_ids = np.asarray(ids, np.int64).reshape(-1)
+    group_ids = np.where((group_ids < 0) | (group_ids >= NUM_GROUPS), NUM_GROUPS, group_ids)
+    order = np.argsort(group_ids, kind="stable")
+    offsets = np.searchsorted(group_ids[order], np.arange(NUM_GROUPS + 1))
+    for got, want in zip(sort(as_ids(group_ids), NUM_GROUPS), (order, np.argsort(order), offsets), strict=True):
+        assert got.dtype == jnp.int32
+        np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int16, jnp.uint32, np.int64])

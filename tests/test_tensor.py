@@ -124,7 +124,7 @@ def test_what_it_is(kind: str) -> None:
     packed = {"uniform": None, "ragged rows": -2, "ragged columns": -1, "ragged both": -2, KINDS[4]: -1}[kind]
     assert x.packed_axis == packed
     if packed is None:
-        for name in ("capacity", "offsets", "group_ids", "packed_dims"):
+        for name in ("capacity", "offsets", "group_ids", "positions", "packed_dims"):
             with pytest.raises(ValueError) as error:
                 getattr(x, name)
             assert str(error.value) == (
@@ -136,7 +136,8 @@ def test_what_it_is(kind: str) -> None:
         assert x.packed_dims.tolist() == list(SIZES)
         assert x.offsets.tolist() == [0, 3, 3, 7, 8]
         assert x.group_ids.tolist() == [0, 0, 0, 2, 2, 2, 2, 3, 4, 4, 4]
-        assert x.offsets.dtype == x.group_ids.dtype == jnp.int32
+        assert x.positions.tolist() == [0, 1, 2, 0, 1, 2, 3, 0, 0, 1, 2]
+        assert x.offsets.dtype == x.group_ids.dtype == x.positions.dtype == jnp.int32
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -197,7 +198,7 @@ def test_under_x64() -> None:
         assert_groups(ragged.concat([x, x]), 2 * e.groups)
         assert_groups(eqx.filter_jit(lambda t: t.validate())(x), e.groups)
         assert x.to_padded(5).dtype == jnp.float32
-        assert x.offsets.dtype == x.group_ids.dtype == jnp.int32
+        assert x.offsets.dtype == x.group_ids.dtype == x.positions.dtype == jnp.int32
         wide = x.astype(jnp.float64)
         assert wide.dtype == wide.sum().dtype == wide.mean().dtype == wide.softmax().dtype == jnp.float64
 
@@ -726,6 +727,7 @@ NEED_GROUPS: dict[str, Callable[[GroupedTensor], Any]] = {
     "mask": lambda t: t.mask,
     "offsets": lambda t: t.offsets,
     "group_ids": lambda t: t.group_ids,
+    "positions": lambda t: t.positions,
     "packed_dims": lambda t: t.packed_dims,
     "capacity": lambda t: t.capacity,
     "sum": lambda t: t.sum(),

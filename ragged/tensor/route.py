@@ -8,16 +8,18 @@ With `group_ids=[2, 0, 2, 0]` for four tokens `a b c d` and three groups:
     dispatch     b d | | a c       combine puts them back: a b c d
 """
 
+from functools import partial
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int, Shaped
 
 from ragged._errors import Site, is_arraylike, is_concrete, is_count
-from ragged._mesh import over_explicit_axes
+from ragged._mesh import over_explicit_axes, vary_together
 from ragged.backends.schedule import as_int32, count_up_to
 from ragged.quant.formats import accumulator_dtype
 from ragged.tensor.rows import collect_rows, spread_rows
@@ -157,8 +159,36 @@ def route(group_ids: Int[Array, "tokens *top_k"] | Any, num_groups: int | Any) -
 def _sorted(group_ids: Int[Array, "tokens *top_k"], num_groups: int) -> Route:
     ids = group_ids.reshape(-1)
     ids = jnp.where((ids >= 0) & (ids < num_groups), ids, num_groups)
+    order, place, offsets = _placed(ids, num_groups)
+    return Route(order, place.reshape(group_ids.shape), jnp.diff(offsets))
+
+
+@partial(jax.jit, static_argnums=1)
+def _placed(ids: Int[Array, " rows"], groups: int) -> tuple[Array, Array, Array]:
+    """Which of `ids` (0 .. groups) stands in each row, the row of each, and where the groups begin: `(groups + 1,)`."""
+    by_count, by_sort = (partial(f, groups=groups) for f in (_by_count, _by_sort))
+    return lax.platform_dependent(ids, cpu=by_count, default=by_sort)
+
+
+def _by_count(ids: Int[Array, " rows"], groups: int) -> tuple[Array, Array, Array]:
+    """A counting sort, one row after another: on a CPU two to four times as fast as `lax.sort`."""
+    row = jnp.arange(ids.shape[0], dtype=jnp.int32)
+    counts = jnp.zeros(groups, jnp.int32).at[ids].add(1, mode="drop")
+    offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
+
+    def step(free: Int[Array, " all_groups"], group: Int[Array, ""]) -> tuple[Array, Array]:
+        return free.at[group].add(1), free[group]
+
+    _, place = lax.scan(step, vary_together([offsets], [ids])[0], ids)
+    return _inverse(place, row), place, offsets
+
+
+def _by_sort(ids: Int[Array, " rows"], groups: int) -> tuple[Array, Array, Array]:
     row = jnp.arange(ids.shape[0], dtype=jnp.int32)
     ids, order = lax.sort((ids, row), num_keys=1, is_stable=True)
-    place = jnp.zeros_like(order).at[order].set(row, unique_indices=True, mode="promise_in_bounds")
-    offsets = count_up_to(ids, jnp.arange(-1, num_groups, dtype=jnp.int32))
-    return Route(order, place.reshape(group_ids.shape), jnp.diff(offsets))
+    return order, _inverse(order, row), count_up_to(ids, jnp.arange(-1, groups, dtype=jnp.int32))
+
+
+def _inverse(permutation: Int[Array, " rows"], row: Int[Array, " rows"]) -> Int[Array, " rows"]:
+    """`out[permutation[i]] = i`."""
+    return jnp.zeros_like(permutation).at[permutation].set(row, unique_indices=True, mode="promise_in_bounds")

@@ -250,6 +250,12 @@ class GroupedTensor(Arithmetic):
         return schedule.group_ids(self.offsets, self.capacity)
 
     @property
+    def positions(self) -> Int[Array, " capacity"]:
+        """`(capacity,)` int32: the place of each row (or column) within its group, from 0; within the tail too."""
+        self._require_packed("positions")
+        return jnp.arange(self.capacity, dtype=jnp.int32) - self.offsets[self.group_ids]
+
+    @property
     def mask(self) -> Bool[Array, "..."]:
         """True where the buffer holds an element of a group. The buffer's shape."""
         refuse_explicit("GroupedTensor.mask", first_dims=self.first_dims, last_dims=self.last_dims)
