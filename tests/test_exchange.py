@@ -1,5 +1,6 @@
 """`exchange`: a mixture of experts over devices equals the one of all tokens on one device."""
 
+import re
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import ragged
+from ragged import GroupedTensor
 
 from .test_partition import collectives
 
@@ -58,9 +60,13 @@ def dense(x: Array, up: Array, down: Array, ids: Array, weights: Array) -> Array
 
 def layer(transport: str, **options: Any) -> Any:
     def local(x: Array, up: Array, down: Array, ids: Array, weights: Array) -> Array:
+        def experts(rows: GroupedTensor) -> GroupedTensor:
+            return ragged.matmul(ragged.matmul(rows, up).map(jnp.tanh), down)
+
         ex = ragged.exchange(ragged.route(ids, GROUPS), transport=transport, **options)
-        hidden = ragged.matmul(ex.dispatch(x), up).map(jnp.tanh)
-        return ex.combine(ragged.matmul(hidden, down), weights)
+        if ex._chunks:
+            return ex.map(experts, x, weights)
+        return ex.combine(experts(ex.dispatch(x)), weights)
 
     return local
 
@@ -74,6 +80,15 @@ def arrays(given: dict[str, Any]) -> list[Array]:
     return [jnp.asarray(x, jnp.int32 if name == "ids" else jnp.float32) for name, x in given.items()]
 
 
+def gradients(f: Any) -> Any:
+    """By rows, matrices and weights."""
+
+    def loss(x: Array, up: Array, down: Array, ids: Array, weights: Array) -> Array:
+        return jnp.sum(jnp.sin(f(x, up, down, ids, weights)))
+
+    return jax.jit(jax.grad(loss, (0, 1, 2, 4)))
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("transport", ["dense", "ring"])
@@ -83,12 +98,7 @@ def test_values_and_gradients(transport: str, check_vma: bool) -> None:
     run = mapped(layer(transport), check_vma=check_vma)
     np.testing.assert_allclose(jax.jit(run)(*arrays(given)), oracle(**given), rtol=1e-4, atol=1e-5)
 
-    def loss(f: Any) -> Any:
-        return jax.jit(
-            jax.grad(lambda x, up, down, ids, weights: jnp.sum(jnp.sin(f(x, up, down, ids, weights))), (0, 1, 2, 4))
-        )
-
-    for g, w in zip(loss(run)(*arrays(given)), loss(dense)(*arrays(given)), strict=True):
+    for g, w in zip(gradients(run)(*arrays(given)), gradients(dense)(*arrays(given)), strict=True):
         assert np.isfinite(g).all() and np.abs(w).max() > 0.1
         np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)
 
@@ -118,12 +128,86 @@ def test_transformations(transport: str) -> None:
         np.testing.assert_allclose(g, w, rtol=1e-3, atol=2e-4)
 
 
-def kept(ids: np.ndarray, each: int) -> np.ndarray:
-    """The rule: of a device's rows to another one, its first tokens'."""
+@pytest.mark.long
+@pytest.mark.parametrize("chunks", [3, 5])
+@pytest.mark.parametrize("transport", ["dense", "ring"])
+def test_chunks(transport: str, chunks: int) -> None:
+    """D4: the numbers of one chunk, from as many exchanges; also where they don't divide the tokens."""
+    given = arrays(inputs(6))
+    one, several = (mapped(layer(transport, chunks=n)) for n in (1, chunks))
+    np.testing.assert_allclose(jax.jit(several)(*given), jax.jit(one)(*given), rtol=1e-5, atol=1e-6)
+    for g, w in zip(gradients(several)(*given), gradients(one)(*given), strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-6)
+    sent = {"dense": "all_to_all", "ring": "reduce_scatter"}[transport]
+    counts = [jax.jit(run).lower(*given).as_text().count(f"stablehlo.{sent}") for run in (one, several)]
+    assert counts[1] == chunks * counts[0] > 0
+
+
+@pytest.mark.long
+def test_chunks_on_one_device() -> None:
+    """D4: the same bits, gradients too."""
+    given = arrays(inputs(7))
+    runs = [mapped(layer("dense", chunks=chunks), mesh_of(expert=1)) for chunks in (1, 3)]
+    for one, several in zip(*((jax.jit(run)(*given), *gradients(run)(*given)) for run in runs), strict=True):
+        np.testing.assert_array_equal(one, several)
+
+
+def rounded(x: np.ndarray, scaling: str) -> np.ndarray:
+    """Rows in float8_e4m3fn and back, in NumPy, by scales that are powers of two: of each 32 elements, or of a row."""
+    out = np.zeros_like(x)
+    for row, values in enumerate(x):
+        block = 32 if scaling == "mx" else len(values)
+        for i in range(0, len(values), block):
+            part = values[i : i + block]
+            scale = 2.0 ** np.ceil(np.log2(np.abs(part).max() / 448))
+            out[row, i : i + block] = (part / scale).astype(jnp.float8_e4m3fn).astype(x.dtype) * scale
+    return out
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("wire, width", [("mxfp8", 80 + 3), ("rowwise", 80 + 4)])
+@pytest.mark.parametrize("transport", ["dense", "ring"])
+def test_wire(transport: str, wire: str, width: int, dtype: Any) -> None:
+    """D4: rows travel in bytes, one an element and the scales'; derivatives are those of rows that don't."""
+    given = inputs(8)
+    x = jnp.asarray(np.random.default_rng(9).normal(size=(N * TOKENS, 80)), dtype)
+
+    def local(x: Array, ids: Array, wire: Any) -> Array:
+        return ragged.exchange(ragged.route(ids, GROUPS), transport=transport, wire=wire).dispatch(x).data
+
+    def dispatched(wire: Any) -> Any:
+        specs, run = (P("expert"), P("expert")), lambda x, ids: local(x, ids, wire)
+        return lambda x: jax.shard_map(run, mesh=mesh_of(expert=N), in_specs=specs, out_specs=P("expert"))(x, ids)
+
+    ids = arrays(given)[3]
+    want = rounded(np.asarray(x, np.float32), "mx" if wire == "mxfp8" else "row")
+    full, run = dispatched(None), dispatched(wire)
+    np.testing.assert_array_equal(jax.jit(run)(x), jax.jit(full)(jnp.asarray(want, dtype)))
+    names = {"dense": "all_to_all", "ring": "all_gather"}
+    found = re.findall(rf"stablehlo.{names[transport]}.*-> tensor<\d+x(\d+)xui8>", jax.jit(run).lower(x).as_text())
+    assert found == [str(width)]
+
+    def derivatives(x: Array) -> Any:
+        pull = jax.grad(lambda x: jnp.sum(run(x).astype(jnp.float32) ** 2 / 2))
+        return jax.jvp(run, (x,), (x,))[1], jax.jvp(pull, (x,), (x,)), jax.vmap(run)(jnp.stack([x, -x]))
+
+    def expected(x: Array) -> Any:
+        there, transpose = jax.vjp(full, x)
+        rounded = run(x)
+        return there, (transpose(rounded)[0], transpose(there)[0]), jnp.stack([rounded, -rounded])
+
+    for got, want in zip(*map(jax.tree.leaves, (jax.jit(derivatives)(x), jax.jit(expected)(x))), strict=True):
+        np.testing.assert_allclose(got.astype(jnp.float32), want.astype(jnp.float32), rtol=1e-2)
+
+
+def kept(ids: np.ndarray, each: int, chunks: int = 1) -> np.ndarray:
+    """The rule: of a device's rows to another one, in each chunk, its first tokens'."""
     keep = np.zeros(ids.shape, bool)
     for device in range(N):
-        seen = dict.fromkeys(range(N), 0)
         for t in range(device * TOKENS, (device + 1) * TOKENS):
+            if (t - device * TOKENS) % (TOKENS // chunks) == 0:
+                seen = dict.fromkeys(range(N), 0)
             for j, group in enumerate(ids[t]):
                 if 0 <= group < GROUPS:
                     to = group // (GROUPS // N)
@@ -132,22 +216,28 @@ def kept(ids: np.ndarray, each: int) -> np.ndarray:
     return keep
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("chunks, each", [(1, 5), (3, 2)])
 @pytest.mark.parametrize("transport", ["dense", "ring"])
-def test_capacity(transport: str) -> None:
+def test_capacity(transport: str, chunks: int, each: int) -> None:
     """D4: what has no room is counted and is zero; the first tokens have it."""
-    given, each = inputs(2), 5
-    keep = kept(given["ids"], each)
+    given = inputs(2)
+    keep, options = kept(given["ids"], each, chunks), {"capacity": N * chunks * each + 3, "chunks": chunks}
 
     def local(*args: Array) -> tuple[Array, Array]:
-        ex = ragged.exchange(ragged.route(args[3], GROUPS), transport=transport, capacity=N * each + 3)
-        assert ex.capacity == N * each
-        return layer(transport, capacity=N * each + 3)(*args), ex.dropped[None]
+        ex = ragged.exchange(ragged.route(args[3], GROUPS), transport=transport, **options)
+        assert ex.capacity == N * chunks * each
+        whole, experts = layer(transport, **options)(*args), args[1:3]
+        at_once = ex.combine(
+            ragged.matmul(ragged.matmul(ex.dispatch(args[0]), experts[0]).map(jnp.tanh), experts[1]), args[4]
+        )
+        return jnp.stack([whole, at_once], 1), ex.dropped[None]
 
     specs = P("expert"), P("expert"), P("expert"), P("expert"), P("expert")
     run = jax.shard_map(local, mesh=mesh_of(expert=N), in_specs=specs, out_specs=(P("expert"), P("expert")))
     out, dropped = jax.jit(run)(*arrays(given))
-    np.testing.assert_allclose(out, oracle(**given, keep=keep), rtol=1e-4, atol=1e-5)
+    for each_way in (out[:, 0], out[:, 1]):
+        np.testing.assert_allclose(each_way, oracle(**given, keep=keep), rtol=1e-4, atol=1e-5)
     real = (given["ids"] >= 0) & (given["ids"] < GROUPS)
     lost = (real & ~keep).reshape(N, -1).sum(1)
     assert dropped.tolist() == lost.tolist() and lost.max() > 0
@@ -254,8 +344,28 @@ def test_data_and_expert_axes() -> None:
             ValueError,
             "96 of them in 2 groups.",
         ),
+        (
+            lambda r: ragged.exchange(r, chunks=0),
+            ValueError,
+            "`chunks` is 0.\nGot .*\nPass a static int, at most the 12",
+        ),
+        (lambda r: ragged.exchange(r, chunks=13), ValueError, "`chunks` is 13."),
+        (
+            lambda r: ragged.exchange(r, chunks=4, capacity=15),
+            ValueError,
+            "15, with 4 chunks.\nGot .*\nPass at least 16",
+        ),
+        (lambda r: ragged.exchange(r, wire="tensorwise"), ValueError, "Each row must have scales of its own"),
+        (lambda r: ragged.exchange(r, wire=ragged.Cast(None)), ValueError, "`wire` has no dtype of 8 bits"),
+        (lambda r: ragged.exchange(r, wire="mxfp4"), ValueError, "'mxfp4' is no recipe"),
+        (lambda r: ragged.exchange(r).combine(3), TypeError, "`y` is not a `GroupedTensor`"),
+        (
+            lambda r: ragged.exchange(r).combine(ragged.exchange(r).dispatch(jnp.ones((12, 2))), jnp.ones(24)),
+            ValueError,
+            r"`weights` must have shape \(12, 2\), but has \(24,\)",
+        ),
     ],
-    ids=range(7),
+    ids=range(15),
 )
 def test_bad_input(call: Any, error: Any, text: str) -> None:
     """B9."""

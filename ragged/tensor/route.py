@@ -86,22 +86,12 @@ class Route(eqx.Module):
 
         **Raises:** `TypeError` if `y` is no `GroupedTensor`, or for dtypes; `ValueError` for shapes and sizes.
         """
-        site = Site("Route.combine(y, weights)", {"y": y} if weights is None else {"y": y, "weights": weights})
-        if not isinstance(y, GroupedTensor):
-            site.fail(TypeError, "`y` is not a `GroupedTensor`.", "Pass what became of `route.dispatch(x)`.")
-        want = (self.order.shape[0], self.first_dims.shape[0])
-        if y.kind != "ragged rows" or (y.capacity, y.num_groups) != want:
-            problem = f"`y` must have ragged rows, {want[0]} of them in {want[1]} groups."
-            site.fail(ValueError, problem, "Pass what became of `route.dispatch(x)`.")
+        sizes = self.order.shape[0], self.first_dims.shape[0]
+        check_combined("Route", y, weights, sizes, self.place.shape, "route.dispatch(x)")
         if is_concrete(y.first_dims, self.first_dims) and not np.array_equal(y.first_dims, self.first_dims):
             problem = f"the sizes of `y` are not the route's, {np.asarray(self.first_dims).tolist()}."
-            site.fail(ValueError, problem, "Pass what became of `route.dispatch(x)`.")
-        if weights is not None:
-            if not is_arraylike(weights) or not all(jnp.issubdtype(z.dtype, jnp.floating) for z in (weights, y)):
-                site.fail(TypeError, "`weights` and `y` must be floating arrays.", "Cast them, or leave `weights` out.")
-            if weights.shape != self.place.shape:
-                problem = f"`weights` must have shape {self.place.shape}, but has {weights.shape}."
-                site.fail(ValueError, problem, "It needs one weight for each of `group_ids`.")
+            mend = "Pass what became of `route.dispatch(x)`."
+            Site("Route.combine(y, weights)", {"y": y}).fail(ValueError, problem, mend)
         return self._combined(y, weights)
 
     @over_explicit_axes
@@ -115,6 +105,23 @@ class Route(eqx.Module):
         each = spread_rows(data, places.reshape(-1), back[:, None]).astype(wide)
         weights = jnp.where(places < rows, weights.astype(wide).reshape(places.shape), jnp.zeros((), wide))
         return jnp.sum(each.reshape(*places.shape, data.shape[1]) * weights[:, :, None], axis=1).astype(data.dtype)
+
+
+def check_combined(of: str, y: Any, weights: Any, sizes: tuple[int, int], shape: tuple[int, ...], made_by: str) -> None:
+    """Raises unless `y` has these many rows and groups, and `weights`, if any, one value for each of `shape`."""
+    site = Site(f"{of}.combine(y, weights)", {"y": y} if weights is None else {"y": y, "weights": weights})
+    mend = f"Pass what became of `{made_by}`."
+    if not isinstance(y, GroupedTensor):
+        site.fail(TypeError, "`y` is not a `GroupedTensor`.", mend)
+    if y.kind != "ragged rows" or (y.capacity, y.num_groups) != sizes:
+        site.fail(ValueError, f"`y` must have ragged rows, {sizes[0]} of them in {sizes[1]} groups.", mend)
+    if weights is None:
+        return
+    if not is_arraylike(weights) or not all(jnp.issubdtype(z.dtype, jnp.floating) for z in (weights, y)):
+        site.fail(TypeError, "`weights` and `y` must be floating arrays.", "Cast them, or leave `weights` out.")
+    if weights.shape != shape:
+        problem = f"`weights` must have shape {shape}, but has {weights.shape}."
+        site.fail(ValueError, problem, "It needs one weight for each of `group_ids`.")
 
 
 def route(group_ids: Int[Array, "tokens *top_k"] | Any, num_groups: int | Any) -> Route:

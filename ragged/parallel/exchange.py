@@ -13,11 +13,14 @@ Within a group the rows stand in the order of the devices that they came from, a
 Rows travel in slots: each device has as many for each other one as it may send, the first ones full.
 """
 
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int, Shaped
 
@@ -25,7 +28,9 @@ from ragged._errors import Site, is_arraylike, is_count
 from ragged._mesh import vary_together
 from ragged.backends import schedule
 from ragged.quant.formats import accumulator_dtype
-from ragged.tensor.route import Route, route
+from ragged.quant.quantize import quantize
+from ragged.quant.recipe import Cast, Recipe
+from ragged.tensor.route import Route, check_combined, route
 from ragged.tensor.rows import collect_rows, spread_rows
 from ragged.tensor.tensor import GroupedTensor
 
@@ -49,8 +54,11 @@ class Exchange(eqx.Module):
     _came: Int[Array, " n"]
     _places: Int[Array, " slots"]  # in the buffer, of what comes in each slot; past the last for none
     _order: Int[Array, " slots"]  # the slot of each row of the buffer
+    _chunks: tuple["Exchange", ...]  # of some of the tokens each, one after another; none: of all at once
+    _shape: tuple[int, ...] = eqx.field(static=True)  # of the group ids
     _axis: str = eqx.field(static=True)
     _transport: str = eqx.field(static=True)
+    _wire: Cast | None = eqx.field(static=True)
 
     @property
     def capacity(self) -> int:
@@ -81,11 +89,13 @@ class Exchange(eqx.Module):
         if x.ndim != 2 or x.shape[0] != tokens:
             site.fail(ValueError, f"`x` must be [{tokens}, d].", f"The route was made for {tokens} tokens.")
         x = jnp.asarray(x)
+        return GroupedTensor(self._sent_to(x) if self._wire is None else _quantized(x, self), self.sizes)
+
+    def _sent_to(self, x: Shaped[Array, "tokens d"]) -> Shaped[Array, "slots d"]:
+        """The rows of this device's groups, of any dtype."""
         if self._transport == "ring":
-            data = spread_rows(self._gathered(x), *self._of_all()[:2])
-        else:
-            data = spread_rows(self._moved(spread_rows(x, *self._tokens)), *self._arrangement)
-        return GroupedTensor(data, self.sizes)
+            return spread_rows(self._gathered(x), *self._of_all()[:2])
+        return spread_rows(self._moved(spread_rows(x, *self._tokens)), *self._arrangement)
 
     def combine(self, y: GroupedTensor | Any, weights: Float[Array, "tokens *top_k"] | Any = None) -> Array:
         """Sends rows back to where they came from and sums each token's: `[tokens, d]` of `y`'s dtype.
@@ -94,18 +104,8 @@ class Exchange(eqx.Module):
 
         **Raises:** `TypeError` if `y` is no `GroupedTensor`, or for dtypes; `ValueError` for shapes and sizes.
         """
-        site = Site("Exchange.combine(y, weights)", {"y": y} if weights is None else {"y": y, "weights": weights})
-        if not isinstance(y, GroupedTensor):
-            site.fail(TypeError, "`y` is not a `GroupedTensor`.", "Pass what became of `exchange.dispatch(x)`.")
-        if y.kind != "ragged rows" or (y.capacity, y.num_groups) != (self.capacity, self.sizes.shape[0]):
-            problem = f"`y` must have ragged rows, {self.capacity} of them in {self.sizes.shape[0]} groups."
-            site.fail(ValueError, problem, "Pass what became of `exchange.dispatch(x)`.")
-        if weights is not None:
-            if not is_arraylike(weights) or not all(jnp.issubdtype(z.dtype, jnp.floating) for z in (weights, y)):
-                site.fail(TypeError, "`weights` and `y` must be floating arrays.", "Cast them, or leave `weights` out.")
-            if weights.size != self._slots.size or weights.shape[:1] != self._slots.shape[:1]:
-                problem = f"`weights` must have shape {self._slots.shape}, but has {weights.shape}."
-                site.fail(ValueError, problem, "It needs one weight for each of the route's group ids.")
+        groups, made_by = self.sizes.shape[0], "exchange.dispatch(x)"
+        check_combined("Exchange", y, weights, (self.capacity, groups), self._shape, made_by)
         data = jnp.asarray(y.data)
         wide = accumulator_dtype(data.dtype)
         weights = None if weights is None else weights.astype(wide).reshape(-1, 1)  # [tokens * top_k, 1]
@@ -122,6 +122,31 @@ class Exchange(eqx.Module):
         # What went nowhere is zero; its weight may be anything.
         weights = jnp.where(self._slots.reshape(-1, 1) < self.capacity, weights, 0)
         return jnp.sum((each * weights).reshape(*self._slots.shape, -1), axis=1).astype(data.dtype)
+
+    def map(
+        self,
+        function: Callable[[GroupedTensor], GroupedTensor] | Any,
+        x: Shaped[Array, "tokens d"] | Any,
+        weights: Float[Array, "tokens *top_k"] | Any = None,
+    ) -> Array:
+        """`combine(function(dispatch(x)), weights)`, where `function` treats rows apart from each other.
+
+        With `chunks`, one chunk of the tokens after another: the rows of one travel while `function` is at another's.
+        The numbers are the same, but that the gradients of what `function` holds, such as matrices, are added up over
+        chunks. On one device nothing travels, and there is one chunk.
+
+        **Raises:** as `dispatch` and `combine` do.
+        """
+        if not self._chunks:
+            return self.combine(function(self.dispatch(x)), weights)
+        ends = [int(end) for end in np.cumsum([chunk._slots.shape[0] for chunk in self._chunks])]
+        parts = [slice(end - chunk._slots.shape[0], end) for chunk, end in zip(self._chunks, ends, strict=True)]
+        rows = [chunk.dispatch(x[part]) for chunk, part in zip(self._chunks, parts, strict=True)]
+        back = [
+            chunk.combine(function(each), None if weights is None else weights[part])
+            for chunk, part, each in zip(self._chunks, parts, rows, strict=True)
+        ]
+        return jnp.concatenate(back)
 
     def _moved(self, slots: Array, back: bool = False) -> Array:
         """What comes from each device, of what goes to each."""
@@ -157,11 +182,39 @@ class Exchange(eqx.Module):
         return rows // top_k, jnp.where(is_here, places, self.capacity), rows
 
 
+@jax.custom_jvp
+def _quantized(x: Shaped[Array, "tokens d"], exchange: Exchange) -> Shaped[Array, "slots d"]:
+    """As `exchange._sent_to(x)`, which is its derivative, of quantised rows: one byte an element, then the scales'."""
+    how: Any = exchange._wire
+    sent = quantize(x[None], how.dtype, how.scaling, power_of_two=how.power_of_two)
+    of_row = [_as_bytes(z[0]) for z in (sent.data, sent.scales)]
+    data, scales = jnp.split(exchange._sent_to(jnp.concatenate(of_row, axis=1)), [of_row[0].shape[1]], axis=1)
+    came = sent._with(data=_from_bytes(data, sent.data)[None], scales=_from_bytes(scales, sent.scales)[None])
+    return came.dequantize().data[0].astype(x.dtype)
+
+
+@_quantized.defjvp
+def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    x, exchange = primals
+    return _quantized(x, exchange), exchange._sent_to(tangents[0])
+
+
+def _as_bytes(x: Shaped[Array, "rows d"]) -> Shaped[Array, "rows bytes"]:
+    return lax.bitcast_convert_type(x, jnp.uint8).reshape(x.shape[0], -1)
+
+
+def _from_bytes(x: Shaped[Array, "rows bytes"], like: Any) -> Shaped[Array, "rows d"]:
+    size = like.dtype.itemsize
+    return lax.bitcast_convert_type(x if size == 1 else x.reshape(x.shape[0], -1, size), like.dtype)
+
+
 def exchange(
     route: Route | Any,
     axis: str | Any = "expert",
     transport: str | Any = None,
     capacity: int | Any = None,
+    chunks: int | Any = 1,
+    wire: str | Cast | Any = None,
 ) -> Exchange:
     """Prepares to send rows to the devices that hold their groups. Inside `jax.shard_map`, on every device of `axis`.
 
@@ -180,12 +233,18 @@ def exchange(
     - `capacity`: the rows that each device has room for, a static int. By default the worst case, `n` times a device's
       rows: then nothing is ever dropped. A device may send `capacity // n` rows to each other one; of more, those of
       its first tokens go, and `dropped` counts the rest, which count as zero when they are combined.
+    - `chunks`: into how many parts `ex.map` cuts this device's tokens, so that exchanges and products overlap. Each has
+      its share of the capacity: of each chunk's rows, `capacity // n // chunks` may go to each device.
+    - `wire`: how dispatched rows travel, if not as they are: a `Cast` with a scale a row or finer, or the name of a
+      recipe, `"mxfp8"`, `"blockwise"` or `"rowwise"`, for its cast of `x`. What comes is
+      `quantize(x, ...).dequantize()` in `x`'s dtype, with the error that `ragged.quantize` states. What is combined,
+      and derivatives, travel as they are.
 
     **Returns:** an `Exchange`: `ex.dispatch(x)` is this device's part of what `route.dispatch(x)` would be of all
     tokens, `ex.combine(y, weights)` sends it back.
 
     **Raises:** `TypeError` if `route` is no `Route`, `ValueError` outside of a `shard_map` over the axis, and for
-    groups, transports and capacities.
+    groups, transports, capacities, chunks and scalings.
     """
     site = Site("ragged.exchange(route, axis)", {"route": route, "axis": axis})
     if not isinstance(route, Route):
@@ -206,8 +265,33 @@ def exchange(
     if capacity is not None and (not is_count(capacity) or capacity < n):
         mend = f"Pass at least {n}, one row from each device, as a static int, or None for the worst case."
         site.fail(ValueError, f"`capacity` is {capacity!r}.", mend)
-    each = rows if capacity is None else min(rows, int(capacity) // n)
-    return _prepared(route, axis, n, transport, each)
+    tokens = route.place.shape[0]
+    if not is_count(chunks) or chunks > max(tokens, 1):
+        mend = f"Pass a static int, at most the {tokens} tokens of a device."
+        site.fail(ValueError, f"`chunks` is {chunks!r}.", mend)
+    chunks = 1 if n == 1 else int(chunks)
+    if capacity is not None and capacity < n * chunks:
+        mend = f"Pass at least {n * chunks}, one row from each device in each chunk."
+        site.fail(ValueError, f"`capacity` is {capacity!r}, with {chunks} chunks.", mend)
+    each = rows if capacity is None else int(capacity) // n // chunks  # of one chunk
+    ends = [tokens * i // chunks for i in range(chunks + 1)]
+    options = axis, n, transport, None if wire is None else _wire(site, wire)
+    kept = _with_room(route, n, each, ends) if each < rows else route
+    dropped, route = jnp.sum(route.first_dims - kept.first_dims, dtype=jnp.int32), kept
+    parts = [_of_tokens(route, slice(*pair)) for pair in itertools.pairwise(ends)] if chunks > 1 else []
+    none = jnp.zeros((), jnp.int32)
+    in_chunks = tuple(_prepared(part, min(each, part.order.shape[0]), none, (), *options) for part in parts)
+    return _prepared(route, min(each * chunks, rows), dropped, in_chunks, *options)
+
+
+def _wire(site: Site, wire: str | Cast | Any) -> Cast:
+    how = wire if isinstance(wire, Cast) else Recipe.of(wire).forward[0]
+    if how.dtype is None or jnp.dtype(how.dtype).itemsize != 1 or how.dtype == "int4":
+        site.fail(ValueError, f"`wire` has no dtype of 8 bits: {how!r}.", "Pass `ragged.Cast('float8_e4m3fn', 'row')`.")
+    if how.scaling.block is None or how.scaling.block[0] != 1:
+        mend = "Each row must have scales of its own: `(1, 128)`, `'row'`, `'mx'`."
+        site.fail(ValueError, f"`wire` has the scaling {how.scaling}.", mend)
+    return how
 
 
 def _platform() -> str:
@@ -215,14 +299,20 @@ def _platform() -> str:
     return (device.platform if device is not None and device.platform else None) or jax.default_backend()
 
 
-def _prepared(routed: Route, axis: str, n: int, transport: str, each: int) -> Exchange:
-    """`each`: slots of a device for each other one."""
+def _prepared(
+    routed: Route,
+    each: int,
+    dropped: Array,
+    chunks: tuple[Exchange, ...],
+    axis: str,
+    n: int,
+    transport: str,
+    wire: Cast | None,
+) -> Exchange:
+    """`each`: slots of a device for each other one, enough."""
     place = routed.place.reshape(routed.place.shape[0], routed.top_k)
     (tokens, top_k), groups = place.shape, routed.first_dims.shape[0]
-    (rows, held), asked = (tokens * top_k, groups // n), jnp.sum(routed.first_dims, dtype=jnp.int32)
-    if each < rows:
-        routed = _with_room(routed, held, each)
-        place = routed.place.reshape(tokens, top_k)
+    rows, held = tokens * top_k, groups // n
     me, counts = lax.axis_index(axis), routed.first_dims
     counts, _ = vary_together([counts, me])
 
@@ -253,23 +343,40 @@ def _prepared(routed: Route, axis: str, n: int, transport: str, each: int) -> Ex
     )
     return Exchange(
         sizes=sizes,
-        dropped=asked - jnp.sum(counts, dtype=jnp.int32),
+        dropped=dropped,
         _slots=slot[place] if rows else place,
         _rows=of_slot,
         _sent=sent,
         _came=jnp.sum(came, axis=1, dtype=jnp.int32),
         _places=place_of,
         _order=order,
+        _chunks=chunks,
+        _shape=routed.place.shape,
         _axis=axis,
         _transport=transport,
+        _wire=wire,
     )
 
 
-def _with_room(routed: Route, held: int, each: int) -> Route:
-    """The same without the rows that have no slot: of those to one device, all but the first tokens' `each`."""
-    groups, rows = routed.first_dims.shape[0], routed.order.shape[0]
-    ids = schedule.group_ids(schedule.group_offsets(routed.first_dims, rows), rows)[routed.place.reshape(-1)]
-    to_devices = route(ids // held, groups // held)  # in the order of tokens
-    first = schedule.group_offsets(to_devices.first_dims, rows)
-    rank = to_devices.place - first[ids // held]
-    return route(jnp.where(rank < each, ids, groups).reshape(routed.place.shape), groups)
+def _ids(routed: Route) -> Int[Array, "tokens *top_k"]:
+    """The groups that a route is of; as many as there are groups for none."""
+    rows = routed.order.shape[0]
+    return schedule.group_ids(schedule.group_offsets(routed.first_dims, rows), rows)[routed.place]
+
+
+def _of_tokens(routed: Route, tokens: slice) -> Route:
+    return route(_ids(routed)[tokens], routed.first_dims.shape[0])
+
+
+def _with_room(routed: Route, n: int, each: int, ends: Sequence[int]) -> Route:
+    """The same without the rows that have no slot: of a chunk's to one device, all but the first tokens' `each`.
+
+    `ends`: where chunks of tokens begin and end.
+    """
+    groups, rows, chunks, ids = routed.first_dims.shape[0], routed.order.shape[0], len(ends) - 1, _ids(routed)
+    chunk = jnp.asarray(np.repeat(np.arange(chunks, dtype=np.int32), np.diff(ends)))  # (tokens,)
+    chunk = chunk.reshape(-1, *[1] * (ids.ndim - 1))
+    to = jnp.where(ids < groups, chunk * n + ids // (groups // n), chunks * n)
+    in_order = route(to, chunks * n)  # of tokens
+    rank = in_order.place - schedule.group_offsets(in_order.first_dims, rows)[to]
+    return route(jnp.where(rank < each, ids, groups), groups)

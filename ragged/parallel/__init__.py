@@ -1,0 +1,1 @@
+"""Many devices: what a product alone can't say."""
