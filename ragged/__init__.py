@@ -1,6 +1,7 @@
 """Grouped arrays and grouped matrix products for JAX."""
 
 from ragged import _export as _export
+from ragged import nn as nn
 from ragged._explain import explain as explain
 from ragged._grouped import grouped_matmul as grouped_matmul
 from ragged._grouped import transposed_grouped_matmul as transposed_grouped_matmul

@@ -204,10 +204,9 @@ def test_wire(transport: str, wire: str, width: int, dtype: Any) -> None:
 def kept(ids: np.ndarray, each: int, chunks: int = 1) -> np.ndarray:
     """The rule: of a device's rows to another one, in each chunk, its first tokens'."""
     keep = np.zeros(ids.shape, bool)
-    for device in range(N):
-        for t in range(device * TOKENS, (device + 1) * TOKENS):
-            if (t - device * TOKENS) % (TOKENS // chunks) == 0:
-                seen = dict.fromkeys(range(N), 0)
+    for first in range(0, len(ids), TOKENS // chunks):  # of a chunk
+        seen = dict.fromkeys(range(N), 0)
+        for t in range(first, first + TOKENS // chunks):
             for j, group in enumerate(ids[t]):
                 if 0 <= group < GROUPS:
                     to = group // (GROUPS // N)

@@ -1,0 +1,58 @@
+"""`GroupedLinear`: a linear layer for each group."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+from jaxtyping import Float, PRNGKeyArray
+
+from ragged._errors import Site, is_count
+from ragged._matmul import matmul
+from ragged.quant.recipe import Recipe
+from ragged.tensor.arithmetic import per_group
+from ragged.tensor.tensor import GroupedTensor
+
+
+class GroupedLinear(eqx.Module):
+    """`y[i] = x[i] @ weight[g] + bias[g]`, where row `i` is of group `g`.
+
+    - `weight`: `[num_groups, in_features, out_features]`.
+    - `bias`: `[num_groups, out_features]`, or None.
+    - `recipe`: a `ragged.Recipe` by which the product and its derivatives are quantised, or None. One with a history
+      belongs to this product alone.
+    """
+
+    weight: Float[jax.Array, "g d_in d_out"] | Any
+    bias: Float[jax.Array, "g d_out"] | Any
+    recipe: Recipe | Any
+
+    def __init__(
+        self,
+        in_features: int | Any,
+        out_features: int | Any,
+        num_groups: int | Any,
+        use_bias: bool = True,
+        recipe: Recipe | str | Any = None,
+        dtype: Any = None,
+        *,
+        key: PRNGKeyArray,
+    ) -> None:
+        """Uniform random values within `in_features ** -0.5`, as in `eqx.nn.Linear`, of `dtype` (default float32)."""
+        site = Site("ragged.nn.GroupedLinear(in_features, out_features, num_groups)")
+        for name, n in (("in_features", in_features), ("out_features", out_features), ("num_groups", num_groups)):
+            if not is_count(n):
+                site.fail(ValueError, f"`{name}` is {n!r}.", "It must be a positive int.")
+        limit, keys = in_features**-0.5, jax.random.split(key)
+        dtype = jax.numpy.float32 if dtype is None else dtype
+        shapes = (num_groups, in_features, out_features), (num_groups, out_features)
+        weight, bias = (jax.random.uniform(k, s, dtype, -limit, limit) for k, s in zip(keys, shapes, strict=True))
+        self.weight, self.bias = weight, bias if use_bias else None
+        self.recipe = None if recipe is None else Recipe.of(recipe)
+
+    def __call__(self, x: GroupedTensor) -> GroupedTensor:
+        """Ragged rows `[rows, out_features]` of the dtype of `x` and `weight`, zeros in the tail.
+
+        **Raises:** as `ragged.matmul` does.
+        """
+        y = matmul(x, self.weight, recipe=self.recipe)
+        return y if self.bias is None else y + per_group(self.bias.astype(y.dtype))

@@ -1,0 +1,199 @@
+"""`MoE`: a mixture of experts, on one device or many."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Float, Int, PRNGKeyArray
+
+from ragged._errors import Site, is_count
+from ragged._mesh import resharded, vary_together
+from ragged.nn.linear import GroupedLinear
+from ragged.parallel.exchange import exchange
+from ragged.quant.recipe import Cast, Recipe
+from ragged.tensor.route import route
+from ragged.tensor.tensor import GroupedTensor
+
+
+class Experts(eqx.Module):
+    """An MLP for each group: `down(activation(gate(x)) * up(x))`, or `down(activation(up(x)))` without a gate."""
+
+    gate: GroupedLinear | Any
+    up: GroupedLinear
+    down: GroupedLinear
+    activation: Callable[[Array], Array] = eqx.field(static=True)
+
+    def __init__(
+        self, d: int, hidden: int, num_experts: int, gated: bool, activation: Any, *, key: PRNGKeyArray, **options: Any
+    ) -> None:
+        keys = jax.random.split(key, 3)
+        self.up, gate = (GroupedLinear(d, hidden, num_experts, False, key=k, **options) for k in keys[:2])
+        self.gate = gate if gated else None
+        self.down = GroupedLinear(hidden, d, num_experts, False, key=keys[2], **options)
+        self.activation = activation
+
+    def __call__(self, x: GroupedTensor) -> GroupedTensor:
+        """Ragged rows `[rows, d]`, as `x`."""
+        hidden = self.up(x)  # [rows, hidden]
+        hidden = hidden.map(self.activation) if self.gate is None else self.gate(x).map(self.activation) * hidden
+        return self.down(hidden)
+
+
+class MoEStats(eqx.Module):
+    """What a router did with the tokens of all devices.
+
+    - `load_balance`: `()` float32, `experts * sum_e share_e * mean_e` of the experts' shares of the rows and their mean
+      probabilities: 1 where all are the same (Switch Transformer, arXiv:2101.03961, eq. 4).
+    - `z`: `()` float32, the mean of `logsumexp(logits) ** 2` (ST-MoE, arXiv:2202.08906, eq. 5).
+    - `rows`: `(experts,)` int32, those that wanted each expert.
+    - `dropped`: `()` int32, those that had no room.
+    """
+
+    load_balance: Float[Array, ""]
+    z: Float[Array, ""]
+    rows: Int[Array, " experts"]
+    dropped: Int[Array, ""]
+
+
+class MoE(eqx.Module):
+    """Each token goes to the `top_k` experts that its router likes best; their results are summed, weighted.
+
+    Over a mesh, each device of `axis` has some of the experts, and rows travel to them; each of `data_axes` has other
+    tokens and the same experts; each of `tensor_axis` has a part of `hidden`. Tokens are cut over `data_axes` and
+    `axis`. Inside a `jax.shard_map` over these axes, the module and `x` are what a device has of them; elsewhere the
+    module maps itself, over the mesh in context. `specs` says who has what.
+
+    - `router`: `[d, num_experts]`. Logits and probabilities, a softmax, are float32.
+    - `experts`: those that tokens are routed to.
+    - `shared`: an expert that gets every token, `num_shared * hidden` wide, or None.
+    """
+
+    router: Float[Array, "d experts"] | Any
+    experts: Experts | Any
+    shared: Experts | Any
+    top_k: int = eqx.field(static=True)
+    normalize: bool = eqx.field(static=True)
+    axis: str | None = eqx.field(static=True)
+    data_axes: tuple[str, ...] = eqx.field(static=True)
+    tensor_axis: str | None = eqx.field(static=True)
+    transport: str | None = eqx.field(static=True)
+    capacity: int | None = eqx.field(static=True)
+    chunks: int = eqx.field(static=True)
+    wire: str | Cast | None = eqx.field(static=True)
+
+    def __init__(
+        self,
+        d: int | Any,
+        hidden: int | Any,
+        num_experts: int | Any,
+        top_k: int | Any,
+        *,
+        num_shared: int | Any = 0,
+        gated: bool = True,
+        activation: Callable[[Array], Array] = jax.nn.silu,
+        normalize: bool = True,
+        recipe: Recipe | str | None = None,
+        dtype: Any = None,
+        axis: str | None = None,
+        data_axes: tuple[str, ...] = (),
+        tensor_axis: str | None = None,
+        transport: str | None = None,
+        capacity: int | None = None,
+        chunks: int = 1,
+        wire: str | Cast | None = None,
+        key: PRNGKeyArray,
+    ) -> None:
+        """`normalize`: a token's weights are divided by their sum. `recipe`, `dtype`: as for `GroupedLinear`.
+        `transport`, `capacity`, `chunks`, `wire`: as for `ragged.exchange`, where there is an `axis`."""
+        if not is_count(top_k) or not is_count(num_experts) or top_k > num_experts:
+            site = Site("ragged.nn.MoE(d, hidden, num_experts, top_k)")
+            problem = f"`top_k` is {top_k!r} and `num_experts` is {num_experts!r}."
+            site.fail(ValueError, problem, "Both are positive ints, and a token goes to no expert twice.")
+        keys, how = jax.random.split(key, 3), {"recipe": recipe, "dtype": dtype}
+        router = GroupedLinear(d, num_experts, 1, False, dtype=dtype, key=keys[0])
+        self.router = router.weight[0]
+        self.experts = Experts(d, hidden, num_experts, gated, activation, key=keys[1], **how)
+        self.shared = Experts(d, num_shared * hidden, 1, gated, activation, key=keys[2], **how) if num_shared else None
+        self.top_k, self.normalize = top_k, normalize
+        self.axis, self.data_axes, self.tensor_axis = axis, data_axes, tensor_axis
+        self.transport, self.capacity, self.chunks, self.wire = transport, capacity, chunks, wire
+
+    def __call__(self, x: Float[Array, "tokens d"] | Any) -> tuple[Float[Array, "tokens d"], MoEStats]:
+        """The tokens' new rows, of `x`'s dtype, and what the router did.
+
+        **Raises:** `ValueError` without a mesh for the module's axes, and where they don't divide the tokens.
+        """
+        axes, mesh = {*self._token_axes, self.tensor_axis} - {None}, jax.sharding.get_abstract_mesh()
+        _check(self, x, axes, mesh)
+        if axes <= {*mesh.manual_axes}:
+            return self._of_device(x)
+        specs, tokens = self.specs(), P(self._token_axes or None)
+        if mesh.explicit_axes:
+            x, self = jax.tree.map(lambda leaf, spec: resharded(leaf, mesh, spec), (x, self), (tokens, specs))
+        run = jax.shard_map(MoE._of_device, in_specs=(specs, tokens), out_specs=(tokens, P()), axis_names=axes)
+        return run(self, x)
+
+    def _of_device(self, x: Float[Array, "tokens d"]) -> tuple[Float[Array, "tokens d"], MoEStats]:
+        logits = x.astype(jnp.float32) @ self.router.astype(jnp.float32)  # [tokens, experts]
+        probabilities = jax.nn.softmax(logits)
+        weights, chosen = lax.top_k(probabilities, self.top_k)  # both [tokens, top_k]
+        if self.normalize:
+            weights = weights / jnp.sum(weights, axis=1, keepdims=True)
+        routed, dropped = route(chosen, self.router.shape[1]), jnp.zeros((), jnp.int32)
+        if self.axis is None:
+            y = routed.combine(self.experts(routed.dispatch(x)), weights)
+        else:
+            ex = exchange(routed, self.axis, self.transport, self.capacity, self.chunks, self.wire)
+            y, dropped = ex.map(self.experts, x, weights), ex.dropped
+        if self.shared is not None:
+            everyone = jnp.full(1, x.shape[0], jnp.int32)
+            y = y + self.shared(GroupedTensor(x, everyone)).data
+        y = _over(lax.psum, y, (self.tensor_axis,) if self.tensor_axis else ())
+        rows, dropped = (_over(lax.psum, n, self._token_axes) for n in (routed.first_dims, dropped))
+        z = jnp.mean(jax.nn.logsumexp(logits, axis=1) ** 2)
+        mean, z = (_over(lax.pmean, each, self._token_axes) for each in (jnp.mean(probabilities, axis=0), z))
+        share = rows / jnp.sum(rows)
+        return y, MoEStats(share.size * jnp.sum(share * mean), z, rows, dropped)
+
+    def specs(self) -> "MoE":
+        """The module with a `PartitionSpec` for each array: what `jax.shard_map`'s `in_specs` and shardings take."""
+
+        def spec(path: Any, _: Any) -> P:
+            names = [key.name for key in path]  # ["experts", "up", "weight"]
+            if names[-1] != "weight":
+                return P()
+            axis = self.axis if names[0] == "experts" else None
+            return P(axis, self.tensor_axis) if names[1] == "down" else P(axis, None, self.tensor_axis)
+
+        return jax.tree_util.tree_map_with_path(spec, self)
+
+    @property
+    def _token_axes(self) -> tuple[str, ...]:
+        return (*self.data_axes, *((self.axis,) if self.axis else ()))
+
+
+def _check(moe: MoE, x: Array, axes: set[str], mesh: Any) -> None:
+    site, manual = Site("ragged.nn.MoE", {"x": x}), axes & {*mesh.manual_axes}
+    if x.ndim != 2 or x.shape[1] != moe.router.shape[0]:
+        problem = f"`x` must be [tokens, {moe.router.shape[0]}]."
+        site.fail(ValueError, problem, "Flatten its leading axes: `x.reshape(-1, x.shape[-1])`.")
+    if missing := sorted(axes - {*mesh.axis_names}):
+        problem = f"the mesh in context has axes {mesh.axis_names}, not {missing}."
+        site.fail(ValueError, problem, "Set one that has: `with jax.set_mesh(mesh):`.")
+    if manual and manual != axes:
+        problem = f"the `shard_map` around it is over {sorted(manual)} only."
+        site.fail(ValueError, problem, f"Map over all of {sorted(axes)}, or over none.")
+    cut = 1 if manual else math.prod(mesh.shape[name] for name in moe._token_axes)
+    if x.shape[0] % cut:
+        problem = f"{cut} devices over {moe._token_axes} don't divide {x.shape[0]} tokens."
+        site.fail(ValueError, problem, "Pad the tokens, or take fewer devices.")
+
+
+def _over(collective: Callable[..., Array], x: Array, axes: tuple[str, ...]) -> Array:
+    """`collective` of what each device of `axes` has, also of what is the same on all."""
+    return collective(vary_together([x, *map(lax.axis_index, axes)])[0], axes) if axes else x
