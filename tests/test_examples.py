@@ -125,6 +125,9 @@ def test_moe_layer() -> None:
 def test_the_moe_layer_is_short() -> None:
     moe = example("moe_layer")
     assert 10 < lines_of_code(moe.MoE, moe.swiglu) <= 25
+    parallel = example("expert_parallel")
+    over_devices = lines_of_code(parallel.ParallelMoE.__call__, parallel.specs, parallel.over_devices)
+    assert 0 < over_devices - lines_of_code(moe.MoE.__call__) <= 5
 
 
 @pytest.mark.long
@@ -254,13 +257,22 @@ SHOWN: dict[str, Callable[[str], bool]] = {
     "lora_serving": lambda out: figures(out, "largest difference")[0] < 1e-4,
     "rgcn": lambda out: all(figures(out, "RGCN")[0] > 1.2 * figures(out, x)[0] for x in ("popularity", "no messages")),
     "varlen_attention": lambda out: figures(out, "largest difference")[0] < 1e-4,
+    "expert_parallel": lambda out: same_on_all_devices(out, processes=1),
+    "expert_parallel --processes 2": lambda out: same_on_all_devices(out, processes=2),
 }
+
+
+def same_on_all_devices(out: str, processes: int) -> bool:
+    differences = [figures(out, f"largest difference of {of}")[0] for of in ("losses", "results")]
+    return figures(out, "8 devices")[:2] == [8, processes] and max(differences) < 1e-5
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", SHOWN)
 def test_the_script_runs(name: str) -> None:
-    run = [sys.executable, str(FOLDER / f"{name}.py")]
+    """D5, D6: `expert_parallel` also with eight devices in two processes."""
+    script, *options = name.split()
+    run = [sys.executable, str(FOLDER / f"{script}.py"), *options]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     printed = subprocess.run(run, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
     assert SHOWN[name](printed), printed
