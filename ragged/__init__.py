@@ -2,6 +2,7 @@
 
 from ragged import _export as _export
 from ragged import nn as nn
+from ragged import parallel as parallel
 from ragged._explain import explain as explain
 from ragged._grouped import grouped_matmul as grouped_matmul
 from ragged._grouped import transposed_grouped_matmul as transposed_grouped_matmul

@@ -275,7 +275,7 @@ def exchange(
         site.fail(ValueError, f"`capacity` is {capacity!r}, with {chunks} chunks.", mend)
     each = rows if capacity is None else int(capacity) // n // chunks  # of one chunk
     ends = [tokens * i // chunks for i in range(chunks + 1)]
-    options = axis, n, transport, None if wire is None else _wire(site, wire)
+    options = axis, n, transport, None if wire is None else wire_cast(site, wire)
     kept = _with_room(route, n, each, ends) if each < rows else route
     dropped, route = jnp.sum(route.first_dims - kept.first_dims, dtype=jnp.int32), kept
     parts = [_of_tokens(route, slice(*pair)) for pair in itertools.pairwise(ends)] if chunks > 1 else []
@@ -284,7 +284,8 @@ def exchange(
     return _prepared(route, min(each * chunks, rows), dropped, in_chunks, *options)
 
 
-def _wire(site: Site, wire: str | Cast | Any) -> Cast:
+def wire_cast(site: Site, wire: str | Cast | Any) -> Cast:
+    """How rows travel."""
     how = wire if isinstance(wire, Cast) else Recipe.of(wire).forward[0]
     if how.dtype is None or jnp.dtype(how.dtype).itemsize != 1 or how.dtype == "int4":
         site.fail(ValueError, f"`wire` has no dtype of 8 bits: {how!r}.", "Pass `ragged.Cast('float8_e4m3fn', 'row')`.")
