@@ -36,6 +36,7 @@ import ragged  # noqa: E402
 from ragged import GroupedTensor  # noqa: E402
 
 SHAPES = {"L": (4096, 1024, 1024, 16), "G": (4096, 256, 512, 64)}  # rows, k, n, groups
+EXPERT_LAYER = (8192, 512, 1024, 64, 2)  # tokens, d, hidden, experts, top_k
 
 
 def uniform_split(rng: np.random.Generator, g: int, total: int) -> np.ndarray:
@@ -135,6 +136,56 @@ def batched(seconds: float) -> dict[str, float]:
     return {"single_calls": times["vmap"] / single, "ms": times["vmap"] * 1e3}
 
 
+def expert_layer(seconds: float) -> dict[str, Any]:
+    """An expert layer without its router: what routing costs beside its two products, and beside `lax.ragged_dot`."""
+    tokens, d, hidden, experts, top_k = EXPERT_LAYER
+    rng = np.random.default_rng(0)
+
+    def normal(*shape: int) -> Array:
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    x, up, down = normal(tokens, d), normal(experts, d, hidden), normal(experts, hidden, d)
+    weights = jnp.asarray(rng.random((tokens, top_k)), jnp.float32)
+    ids = jnp.asarray(np.argsort(rng.random((tokens, experts)))[:, :top_k], jnp.int32)
+    rows = jax.jit(lambda x, ids: ragged.route(ids, experts).dispatch(x))(x, ids)
+
+    def dispatch_and_combine(x: Array, ids: Array, weights: Array) -> Array:
+        route = ragged.route(ids, experts)
+        return route.combine(route.dispatch(x), weights)
+
+    def two_products(rows: Array, sizes: Array, up: Array, down: Array) -> Array:
+        return ragged.matmul(ragged.matmul(GroupedTensor(rows, sizes), up), down).data
+
+    def layer(x: Array, ids: Array, weights: Array, up: Array, down: Array) -> Array:
+        route = ragged.route(ids, experts)
+        hidden = ragged.matmul(route.dispatch(x), up).map(jax.nn.silu)
+        return route.combine(ragged.matmul(hidden, down), weights)
+
+    def on_ragged_dot(x: Array, ids: Array, weights: Array, up: Array, down: Array) -> Array:
+        order = jnp.argsort(ids.reshape(-1))
+        sizes = jnp.bincount(ids.reshape(-1), length=experts)
+        hidden = jax.nn.silu(jax.lax.ragged_dot(x[order // top_k], up, sizes))
+        out = jax.lax.ragged_dot(hidden, down, sizes) * weights.reshape(-1)[order][:, None]
+        return jnp.zeros_like(x).at[order // top_k].add(out)
+
+    args = x, ids, weights, up, down
+    of = {
+        "dispatch and combine": compiled(dispatch_and_combine, x, ids, weights)[0],
+        "two products": compiled(two_products, rows.data, rows.first_dims, up, down)[0],
+        "layer": compiled(layer, *args)[0],
+    }
+    peer = compiled(on_ragged_dot, *args)[0]
+    np.testing.assert_allclose(of["layer"](), peer(), rtol=1e-3, atol=1e-2)
+    times = interleave(of, seconds)
+    both = interleave({"layer": of["layer"], "ragged_dot": peer}, seconds)
+    return {
+        "tokens, d, hidden, experts, top_k": EXPERT_LAYER,
+        "ms": {name: each * 1e3 for name, each in times.items()},
+        "dispatch_and_combine_of_two_products": times["dispatch and combine"] / times["two products"],
+        "ragged_dot_times_as_long": both["ragged_dot"] / both["layer"],
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="also write the figures here")
@@ -161,6 +212,10 @@ def main() -> None:
             )
     report["vmap"] = batched(args.seconds)
     print(f"vmap over 4 elements: {report['vmap']['single_calls']:.2f} single calls")
+    row = report["expert layer"] = expert_layer(args.seconds)
+    part, slower = row["dispatch_and_combine_of_two_products"], row["ragged_dot_times_as_long"]
+    print(f"expert layer {EXPERT_LAYER}: dispatch and combine are {part:.2f} of the two products;")
+    print(f"  on lax.ragged_dot it takes {slower:.0f} times as long")
     if args.json:
         with open(args.json, "w") as file:
             json.dump(report, file, indent=2)
