@@ -8,7 +8,7 @@ device may send to another one. A number has `s` bytes, the float32 that it is s
     transport  sizes                 dispatch  combine      combine gradient  dispatch gradient
     "dense"    4 n g                 S d s     S d s        S d s             S d s
     "ragged"   4 n g                 S d s     S d s        S d s             S d s
-    "ring"     4 (n g + n t k + S)   n t d s   n t (d+k) 4  n t (d+k) 4       n t d s
+    "ring"     4 (n g + n t k + S)   n t d s   n t (d+k) 4  n t (d+k) 4       n t d 4
 
 `"ragged"` has such buffers, of which only the rows that are there travel. (Its gradients exchange offsets too, `4 n`
 bytes at a time, which aren't counted.) For `"ring"` each device must know the slots of all tokens, and their weights.
@@ -181,7 +181,7 @@ def estimate(
     if transport == "ring":
         by_row = dict.fromkeys(whole, 0)
         whole["sizes"] += 4 * (everyone * top_k + slots)
-        whole["dispatch"], whole["dispatch gradient"] = everyone * row, everyone * d * itemsize
+        whole["dispatch"], whole["dispatch gradient"] = everyone * row, everyone * d * wide
         whole["combine"] = whole["combine gradient"] = everyone * (d + top_k) * wide
 
     def sent(there: int | float, back: int | float) -> dict[str, float]:

@@ -89,9 +89,9 @@ class Exchange(eqx.Module):
         if x.ndim != 2 or x.shape[0] != tokens:
             site.fail(ValueError, f"`x` must be [{tokens}, d].", f"The route was made for {tokens} tokens.")
         x = jnp.asarray(x)
-        return GroupedTensor(self._sent_to(x) if self._wire is None else _quantized(x, self), self.sizes)
+        return GroupedTensor(_dispatched(x, self), self.sizes)
 
-    def _sent_to(self, x: Shaped[Array, "tokens d"]) -> Shaped[Array, "slots d"]:
+    def _travelled(self, x: Shaped[Array, "tokens d"]) -> Shaped[Array, "slots d"]:
         """The rows of this device's groups, of any dtype."""
         if self._transport == "ring":
             return spread_rows(self._gathered(x), *self._of_all()[:2])
@@ -183,20 +183,25 @@ class Exchange(eqx.Module):
 
 
 @jax.custom_jvp
-def _quantized(x: Shaped[Array, "tokens d"], exchange: Exchange) -> Shaped[Array, "slots d"]:
-    """As `exchange._sent_to(x)`, which is its derivative, of quantised rows: one byte an element, then the scales'."""
+def _dispatched(x: Shaped[Array, "tokens d"], exchange: Exchange) -> Shaped[Array, "slots d"]:
+    if exchange._wire is None:
+        return exchange._travelled(x)
     how: Any = exchange._wire
     sent = quantize(x[None], how.dtype, how.scaling, power_of_two=how.power_of_two)
-    of_row = [_as_bytes(z[0]) for z in (sent.data, sent.scales)]
-    data, scales = jnp.split(exchange._sent_to(jnp.concatenate(of_row, axis=1)), [of_row[0].shape[1]], axis=1)
-    came = sent._with(data=_from_bytes(data, sent.data)[None], scales=_from_bytes(scales, sent.scales)[None])
-    return came.dequantize().data[0].astype(x.dtype)
+    data, scales = (
+        _as_bytes(z[0]) for z in (sent.data, sent.scales)
+    )  # of each row one byte an element, and the scales'
+    came = jnp.split(exchange._travelled(jnp.concatenate([data, scales], axis=1)), [data.shape[1]], axis=1)
+    data, scales = (_from_bytes(z, like)[None] for z, like in zip(came, (sent.data, sent.scales), strict=True))
+    return sent._with(data=data, scales=scales).dequantize().data[0].astype(x.dtype)
 
 
-@_quantized.defjvp
+@_dispatched.defjvp
 def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    x, exchange = primals
-    return _quantized(x, exchange), exchange._sent_to(tangents[0])
+    """The derivative is of rows that aren't quantised. That of `"ring"` is in float32, for its transpose is a sum."""
+    (x, exchange), dx = primals, tangents[0]
+    wide = accumulator_dtype(dx.dtype) if exchange._transport == "ring" else dx.dtype
+    return _dispatched(x, exchange), exchange._travelled(dx.astype(wide)).astype(dx.dtype)
 
 
 def _as_bytes(x: Shaped[Array, "rows d"]) -> Shaped[Array, "rows bytes"]:
