@@ -21,7 +21,7 @@ from ragged import GroupedTensor
 from . import cases, oracle
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
-COLLECTIVES = "all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute"
+COLLECTIVES = "all-reduce", "all-gather", "all-to-all", "ragged-all-to-all", "reduce-scatter", "collective-permute"
 DOCS = Path(__file__).parent.parent / "docs" / "sharding.md"
 
 
