@@ -97,17 +97,18 @@ def _is_partitioned(leaves: Sequence[Any], call: Call) -> bool:
 def _abstract_eval(*avals: Any, tree: Any, call: Call) -> tuple[Any, frozenset[Any]]:
     x = tree.unflatten(avals)
     shape = (call.batch(x), *call.shape) if call.out_batch and call.batch(x) is not None else call.shape
-    mesh, spec = avals[0].sharding.mesh, PartitionSpec(*[None] * len(shape))
+    like = max(avals, key=lambda aval: len(varying([aval])))  # constants know of no mesh
+    mesh, spec = like.sharding.mesh, PartitionSpec(*[None] * len(shape))
     if explicit := explicit_mesh(avals, call.out_spec):
         specs = tree.unflatten([aval.sharding.spec for aval in avals])
         mesh, spec = explicit, sharding.type_of(x, call, specs, explicit)
         spec = PartitionSpec(*spec.partitions, *[None] * (len(shape) - len(spec.partitions)))
-    out = avals[0].update(
+    out = like.update(
         shape=shape,
         dtype=jnp.dtype(call.dtype),
         weak_type=False,
         sharding=NamedSharding(mesh, spec),
-        manual_axis_type=avals[0].manual_axis_type.update(varying=varying(avals)),
+        manual_axis_type=like.manual_axis_type.update(varying=varying(avals)),
     )
     return out, _interpreter_effects() if call.options.calls_back else frozenset()
 
