@@ -253,7 +253,7 @@ def _run(tool: str, *arguments: Any) -> str:
 
 
 @cache
-def h200s(count: int) -> list[Any]:
+def h200s(count: int) -> Any:
     """The devices of one machine."""
     try:
         # Slices, machines of each, GPUs of each.
