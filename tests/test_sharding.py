@@ -235,6 +235,21 @@ def test_gradients_of_what_all_devices_have(how: str, wrt: str) -> None:
     assert got.dtype == jnp.bfloat16 and np.asarray(got).item() == 1
 
 
+@pytest.mark.parametrize("recipe", [None, "rowwise"])
+def test_gradients_that_are_left_unreduced(recipe: str | None) -> None:
+    """D3: where the type of what all devices have says so."""
+
+    def local(x: Array, w: Array) -> Array:
+        return ragged.matmul(GroupedTensor(x, jnp.array([2], jnp.int32)), w, recipe=recipe).data
+
+    with jax.set_mesh(mesh_of(EXPLICIT)):
+        x, w = jax.device_put(jnp.ones((4, 1)), P("a")), jax.reshard(jnp.ones((1, 1, 1)), P(reduced={"a"}))
+        run = jax.shard_map(local, in_specs=(P("a"), P(reduced={"a"})), out_specs=P("a"))
+        dw = jax.jit(lambda x, w: jax.vjp(run, x, w)[1](run(x, w))[1])(x, w)
+        assert jax.typeof(dw).sharding.spec.unreduced == {"a"}
+        assert np.asarray(jax.reshard(dw, P())).item() == 4
+
+
 def validated(names: str) -> Callable[[Array], Array]:
     def local(sizes: Array) -> Array:
         return GroupedTensor(jnp.asarray(ROWS), sizes[0]).validate().packed_dims[None]

@@ -61,14 +61,20 @@ def bind(x: Operands, call: Call) -> Array:
 
 
 def vary_but_factors(x: Operands, like: Sequence[Any] = ()) -> Operands:
-    """The operands as a `shard_map`'s must be: what all devices have of two factors stays what it is, so that
-    `cotangents` says how theirs are summed over devices."""
-    factors = [jnp.asarray(operand.data) for operand in (x.lhs, x.rhs)]
+    """`vary_together`, but for what all devices of a `shard_map` have of the two factors: it stays so, and `cotangents`
+    sums what is theirs. Not over axes for which a type says that the sum be left for later."""
+    factors = x.lhs.data, x.rhs.data
     others = x._replace(lhs=x.lhs._replace(data=None), rhs=x.rhs._replace(data=None))
     leaves, tree = jax.tree.flatten(others)
-    others = tree.unflatten(vary_together(leaves, like=[*factors, *like]))
-    lhs, rhs = (Operand(data, of.scales) for data, of in zip(factors, (others.lhs, others.rhs), strict=True))
-    return others._replace(lhs=lhs, rhs=rhs)
+    everything = [jnp.asarray(array) for array in (*factors, *leaves, *like)]
+
+    def factor(data: Array) -> Array:
+        later = jax.typeof(data).manual_axis_type.reduced & {*axes_beyond(data, everything)}
+        return lax.pcast(data, tuple(sorted(later)), to="varying") if later else data
+
+    lhs, rhs = map(factor, everything[:2])
+    others = tree.unflatten(vary_together(leaves, like=everything))
+    return others._replace(lhs=others.lhs._replace(data=lhs), rhs=others.rhs._replace(data=rhs))
 
 
 def _mapped(leaves: Sequence[Array], tree: Any, call: Call) -> Array:
