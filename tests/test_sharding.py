@@ -243,8 +243,8 @@ def test_gradients_that_are_left_unreduced(recipe: str | None) -> None:
         return ragged.matmul(GroupedTensor(x, jnp.array([2], jnp.int32)), w, recipe=recipe).data
 
     with jax.set_mesh(mesh_of(EXPLICIT)):
-        x, w = jax.device_put(jnp.ones((4, 1)), P("a")), jax.reshard(jnp.ones((1, 1, 1)), P(reduced={"a"}))
-        run = jax.shard_map(local, in_specs=(P("a"), P(reduced={"a"})), out_specs=P("a"))
+        x, w = jax.device_put(jnp.ones((4, 1)), P("a")), jax.reshard(jnp.ones((1, 1, 1)), P(reduced=frozenset("a")))
+        run = jax.shard_map(local, in_specs=(P("a"), P(reduced=frozenset("a"))), out_specs=P("a"))
         dw = jax.jit(lambda x, w: jax.vjp(run, x, w)[1](run(x, w))[1])(x, w)
         assert jax.typeof(dw).sharding.spec.unreduced == {"a"}
         assert np.asarray(jax.reshard(dw, P())).item() == 4
