@@ -18,8 +18,8 @@ from ragged._errors import Site
 def vary_together(args: Sequence[Any], like: Sequence[Any] = ()) -> list[Array]:
     """`args` as arrays that all vary over the same mesh axes, as a `shard_map`'s operands must; `like`'s too."""
     args = [jnp.asarray(x) for x in args]
-    missing = [axes_beyond(x, [*args, *like]) for x in args]
-    return [lax.pcast(x, axes, to="varying") if axes else x for x, axes in zip(args, missing, strict=True)]
+    together = [*args, *like]
+    return [lax.pcast(x, axes, to="varying") if (axes := axes_beyond(x, together)) else x for x in args]
 
 
 def varying(xs: Iterable[Any]) -> frozenset[str]:

@@ -63,18 +63,18 @@ def bind(x: Operands, call: Call) -> Array:
 def vary_but_factors(x: Operands, like: Sequence[Any] = ()) -> Operands:
     """`vary_together`, but for what all devices of a `shard_map` have of the two factors: it stays so, and `cotangents`
     sums what is theirs. Not over axes for which a type says that the sum be left for later."""
-    factors = x.lhs.data, x.rhs.data
-    others = x._replace(lhs=x.lhs._replace(data=None), rhs=x.rhs._replace(data=None))
-    leaves, tree = jax.tree.flatten(others)
-    everything = [jnp.asarray(array) for array in (*factors, *leaves, *like)]
+    everything = [*jax.tree.leaves(x), *like]
+    if not varying(everything):
+        return x
 
     def factor(data: Array) -> Array:
         later = jax.typeof(data).manual_axis_type.reduced & {*axes_beyond(data, everything)}
         return lax.pcast(data, tuple(sorted(later)), to="varying") if later else data
 
-    lhs, rhs = map(factor, everything[:2])
-    others = tree.unflatten(vary_together(leaves, like=everything))
-    return others._replace(lhs=others.lhs._replace(data=lhs), rhs=others.rhs._replace(data=rhs))
+    leaves, tree = jax.tree.flatten(x._replace(lhs=x.lhs._replace(data=None), rhs=x.rhs._replace(data=None)))
+    others: Operands = tree.unflatten(vary_together(leaves, like=everything))
+    lhs, rhs = others.lhs._replace(data=factor(x.lhs.data)), others.rhs._replace(data=factor(x.rhs.data))
+    return others._replace(lhs=lhs, rhs=rhs)
 
 
 def _mapped(leaves: Sequence[Array], tree: Any, call: Call) -> Array:
@@ -103,7 +103,7 @@ def _is_partitioned(leaves: Sequence[Any], call: Call) -> bool:
 def _abstract_eval(*avals: Any, tree: Any, call: Call) -> tuple[Any, frozenset[Any]]:
     x = tree.unflatten(avals)
     shape = (call.batch(x), *call.shape) if call.out_batch and call.batch(x) is not None else call.shape
-    like = max(avals, key=lambda aval: len(varying([aval])))  # constants know of no mesh
+    like = max(avals, key=lambda aval: len(aval.manual_axis_type.varying))  # constants know of no mesh
     mesh, spec = like.sharding.mesh, PartitionSpec(*[None] * len(shape))
     if explicit := explicit_mesh(avals, call.out_spec):
         specs = tree.unflatten([aval.sharding.spec for aval in avals])
