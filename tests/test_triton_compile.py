@@ -254,11 +254,11 @@ def eight(kind: str, **axes: int) -> Mesh:
 
 def check_kernels(program: Any, *results: str) -> None:
     """Those inside have these results on one device, and are as one device's would be; no matrix is gathered."""
+    assert not any(re.search(r"\[\d+,\d+,\d+\]", types) for name, types in moved(program) if name == "all-gather")
     found = gpu.kernels_of(program)
     assert sorted(result for result, _ in found) == sorted(results)
     for _, kernel in found:
         assert kernel.spill_bytes == 0 and kernel.sass_counts["HGMMA"] and kernel.sass_counts["UTMALDG"]
-    assert not any(re.search(r"\[\d+,\d+,\d+\]", types) for name, types in moved(program) if name == "all-gather")
 
 
 EIGHT = [  # x, w; the letters that are sharded; each kernel's result on one device, and MiB of temporaries there
