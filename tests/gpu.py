@@ -120,7 +120,7 @@ def compile_sharded(function: Callable[..., Any], *avals: Any, **options: Any) -
 def kernels_of(compiled: Any) -> list[tuple[str, Kernel]]:
     """The Triton kernels of a program for H200s, each with its result on one device, as in "bf16[64,32]"."""
     target = triton_call.load().CUSTOM_CALL_TARGET_NAME
-    call = rf'= (\S+)\{{\S* custom-call\([^\n]* custom_call_target="{target}"[^\n]* opaque = "([^"]*)"'
+    call = rf'= (\S+)\{{\S* custom-call\([^\n]* custom_call_target="{target}"[^\n]*\bopaque = "([^"]*)"'
     found = re.findall(call, compiled.as_text())
     return [(result, _kernel("NVIDIA H200", zlib.decompress(_unescaped(payload)))) for result, payload in found]
 
