@@ -1,6 +1,6 @@
 """What a mesh asks of values: to vary over the same manual axes; and what explicit axes ask of results."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from math import prod
 from typing import Any, cast
@@ -18,12 +18,19 @@ from ragged._errors import Site
 def vary_together(args: Sequence[Any], like: Sequence[Any] = ()) -> list[Array]:
     """`args` as arrays that all vary over the same mesh axes, as a `shard_map`'s operands must; `like`'s too."""
     args = [jnp.asarray(x) for x in args]
-    varying = [jax.typeof(x).manual_axis_type.varying for x in args]
-    everywhere = frozenset().union(*varying, *(jax.typeof(x).manual_axis_type.varying for x in like))
-    return [
-        lax.pcast(x, tuple(sorted(everywhere - axes, key=str)), to="varying") if everywhere - axes else x
-        for x, axes in zip(args, varying, strict=True)
-    ]
+    together = [*args, *like]
+    return [lax.pcast(x, axes, to="varying") if (axes := axes_beyond(x, together)) else x for x in args]
+
+
+def varying(xs: Iterable[Any]) -> frozenset[str]:
+    """The manual mesh axes over which any of these arrays or avals varies."""
+    avals = (x if isinstance(x, ShapedArray) else jax.typeof(x) for x in xs)
+    return frozenset().union(*(aval.manual_axis_type.varying for aval in avals))
+
+
+def axes_beyond(x: Any, others: Iterable[Any]) -> tuple[str, ...]:
+    """Those over which any of the others varies, and `x` doesn't."""
+    return tuple(sorted(varying(others) - varying([x]), key=str))
 
 
 def refuse_explicit(call: str, **operands: Any) -> None:

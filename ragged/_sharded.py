@@ -40,7 +40,7 @@ def sharded_matmul(
     - `in_specs`: of the buffers of `lhs` and `rhs`, as `x.data` has its axes. Extents need not divide along a packed
       dim, whose buffers get a longer tail.
     - `out_specs`: of the result's buffer.
-    - `check_vma`: as in `jax.shard_map`.
+    - `check_vma`: as in `jax.shard_map`. Without it, gradients are summed over devices in their own dtype.
     - `out_shard_callback`: is called with each device's part of the result, as a `GroupedTensor` with what the groups
       have in it, and returns a tensor like it, of any dtype: an activation before the result leaves the device. Under
       `vmap` and `grad` it is a part of the product.

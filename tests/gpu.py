@@ -7,7 +7,7 @@ import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -94,17 +94,35 @@ def compile_for(chip: str, function: Callable[..., Any], *avals: Any) -> list[Ke
 def lower_for(chip: str, function: Callable[..., Any], *avals: Any) -> Any:
     """`function` as it is lowered for `chip`: a `jax.stages.Lowered`."""
     needs_triton()
-    with _pretend(chip):
+    with on(chip), _without_gpu():
         return jax.jit(function).trace(*avals).lower(lowering_platforms=("cuda",))
 
 
 def compile_whole(function: Callable[..., Any], *avals: Any, donated: tuple[int, ...] = ()) -> Any:
     """`function` as XLA compiles it for one H200: a `jax.stages.Compiled`, to be read but not called."""
     needs_triton()
-    sharding = SingleDeviceSharding(_h200())
-    jitted = jax.jit(function, in_shardings=sharding, out_shardings=sharding, donate_argnums=donated)
-    with _pretend("NVIDIA H200"), _toolkit() as options:
-        return jitted.trace(*avals).lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
+    sharding = SingleDeviceSharding(h200s(1)[0])
+    with on("NVIDIA H200"):
+        return compile_sharded(function, *avals, in_shardings=sharding, out_shardings=sharding, donate_argnums=donated)
+
+
+def compile_sharded(function: Callable[..., Any], *avals: Any, **options: Any) -> Any:
+    """The same for the `h200s` that `avals` are sharded over, or that the `options` of `jax.jit` say.
+
+    Nothing else tells what is lowered which GPU it is for.
+    """
+    needs_triton()
+    with _without_gpu(), _toolkit() as found:
+        traced = jax.jit(function, **options).trace(*avals)
+        return traced.lower(lowering_platforms=("cuda",)).compile(compiler_options=found)
+
+
+def kernels_of(compiled: Any) -> list[tuple[str, Kernel]]:
+    """The Triton kernels of a program for H200s, each with its result on one device, as in "bf16[64,32]"."""
+    target = triton_call.load().CUSTOM_CALL_TARGET_NAME
+    call = rf'= (\S+)\{{\S* custom-call\([^\n]* custom_call_target="{target}"[^\n]*\bopaque = "([^"]*)"'
+    found = re.findall(call, compiled.as_text())
+    return [(result, _kernel("NVIDIA H200", zlib.decompress(_unescaped(payload)))) for result, payload in found]
 
 
 def poisoning() -> tuple[Callable[..., Array], list[str]]:
@@ -135,15 +153,10 @@ def on(chip: str) -> Any:
     return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(chip, None, "gpu")))
 
 
-@contextmanager
-def _pretend(chip: str) -> Iterator[None]:
-    """What is lowered in here is for `chip`, even on a machine that has another GPU, which jax-triton asks first."""
+def _without_gpu() -> Any:
+    """A GPU that the machine has is not what is lowered for in here, though jax-triton asks it first."""
     library = triton_call.load().triton_lib.triton_kernel_call_lib
-    with ExitStack() as stack:
-        stack.enter_context(on(chip))
-        absent = RuntimeError("no GPU")
-        stack.enter_context(mock.patch.object(library, "get_compute_capability", side_effect=absent))
-        yield
+    return mock.patch.object(library, "get_compute_capability", side_effect=RuntimeError("no GPU"))
 
 
 def _payloads(module: Any) -> list[bytes]:
@@ -158,6 +171,12 @@ def _payloads(module: Any) -> list[bytes]:
 
     module.operation.walk(visit)
     return found
+
+
+def _unescaped(text: str) -> bytes:
+    r"""The bytes of a string in a program's text: `\\` and `\0A` are one each."""
+    escape = rb"\\(\\|[0-9A-F]{2})"
+    return re.sub(escape, lambda e: e[1] if e[1] == b"\\" else bytes.fromhex(e[1].decode()), text.encode())
 
 
 def _kernel(chip: str, payload: bytes) -> Kernel:
@@ -234,9 +253,12 @@ def _run(tool: str, *arguments: Any) -> str:
 
 
 @cache
-def _h200() -> Any:
+def h200s(count: int) -> Any:
+    """The devices of one machine."""
     try:
-        return topologies.get_topology_desc(platform="cuda", target_config=_H200, topology="1x1x1").devices[0]
+        # Slices, machines of each, GPUs of each.
+        topology = f"1x1x{count}"
+        return topologies.get_topology_desc(platform="cuda", target_config=_H200, topology=topology).devices
     except NotImplementedError as error:
         needs_triton(f"needs `jax-cuda13-pjrt`, and where there is no GPU JAX_PLATFORMS=cpu: {error}")
 

@@ -207,6 +207,7 @@ def test_whole_program(kernel: Any) -> None:
     compiled = gpu.compile_whole(program, *BF16)
     assert compiled.as_text().count(f'custom_call_target="{triton_call.load().CUSTOM_CALL_TARGET_NAME}"') == 1
     assert compiled.memory_analysis().output_size_in_bytes == M * N * 4
+    assert gpu.kernels_of(compiled) == [(f"bf16[{M},{N}]", compile_one("NVIDIA H200", program, *BF16))]
 
 
 def test_skips_or_fails() -> None:

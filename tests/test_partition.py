@@ -21,7 +21,7 @@ from ragged import GroupedTensor
 from . import cases, oracle
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
-COLLECTIVES = "all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute"
+COLLECTIVES = "all-reduce", "all-gather", "all-to-all", "ragged-all-to-all", "reduce-scatter", "collective-permute"
 DOCS = Path(__file__).parent.parent / "docs" / "sharding.md"
 
 
@@ -29,9 +29,15 @@ def mesh_of(kind: str, **axes: int) -> jax.sharding.Mesh:
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(KINDS[kind],) * len(axes))
 
 
+def moved(program: Any) -> list[tuple[str, str]]:
+    """The collectives of a compiled program, and the types of what each makes, or of what it takes and makes."""
+    calls = rf"^ *(?:ROOT )?%\S+ = (.*?) ({'|'.join(COLLECTIVES)})(?:-start)?\("
+    return [(name, types) for types, name in re.findall(calls, program.as_text(), re.M)]
+
+
 def collectives(program: Any) -> str:
     """Those of a compiled program, as in "2 all-gather, all-reduce"; "" for none."""
-    found = Counter(re.findall(rf"= (?:\S+|\([^=\n]*\)) ({'|'.join(COLLECTIVES)})(?:-start)?\(", program.as_text()))
+    found = Counter(name for name, _ in moved(program))
     return ", ".join(f"{n} {name}" if n > 1 else name for name, n in sorted(found.items()))
 
 

@@ -212,6 +212,44 @@ def test_gradients_in_a_partly_manual_map(recipe: str | None) -> None:
         np.testing.assert_allclose(each, want, atol=tolerance * np.abs(W).sum(2).max())
 
 
+@pytest.mark.parametrize("wrt", ["lhs", "rhs"])
+@pytest.mark.parametrize("how", ["a map", "a map over one axis", "a recipe", "sharded_matmul"])
+def test_gradients_of_what_all_devices_have(how: str, wrt: str) -> None:
+    """D3, O12: they are summed over devices in float32: 257 on one and -256 on another are 1, in bfloat16 too."""
+    shapes, specs = ((1, 1), (1, 1, 4), (1, 4)), (P(), P(None, None, "a"), P(None, "a"))
+    if wrt == "rhs":
+        shapes, specs = ((4, 1), (1, 1, 1), (4, 1)), (P("a"), P(), P("a"))
+    x, w, dout = (jnp.ones(shape, jnp.bfloat16) for shape in shapes)
+    dout *= jnp.array([256, 1, -256, 0], jnp.bfloat16).reshape(dout.shape)
+    options: dict[str, Any] = {"mesh": mesh_of(), "in_specs": specs[:2], "out_specs": specs[2]}
+
+    def product(x: Array, w: Array) -> Array:
+        tensor = GroupedTensor(x, jnp.array([len(x)], jnp.int32))
+        if how == "sharded_matmul":
+            return ragged.sharded_matmul(tensor, w, **options).data
+        return ragged.matmul(tensor, w, recipe="rowwise" if how == "a recipe" else None).data
+
+    names = {"a"} if how == "a map over one axis" else {"a", "b"}
+    run = product if how == "sharded_matmul" else jax.shard_map(product, axis_names=names, **options)
+    got = jax.jit(lambda x, w: jax.vjp(run, x, w)[1](dout))(x, w)[wrt == "rhs"]
+    assert got.dtype == jnp.bfloat16 and np.asarray(got).item() == 1
+
+
+@pytest.mark.parametrize("recipe", [None, "rowwise"])
+def test_gradients_that_are_left_unreduced(recipe: str | None) -> None:
+    """D3: where the type of what all devices have says so."""
+
+    def local(x: Array, w: Array) -> Array:
+        return ragged.matmul(GroupedTensor(x, jnp.array([2], jnp.int32)), w, recipe=recipe).data
+
+    with jax.set_mesh(mesh_of(EXPLICIT)):
+        x, w = jax.device_put(jnp.ones((4, 1)), P("a")), jax.reshard(jnp.ones((1, 1, 1)), P(reduced=frozenset("a")))
+        run = jax.shard_map(local, in_specs=(P("a"), P(reduced=frozenset("a"))), out_specs=P("a"))
+        dw = jax.jit(lambda x, w: jax.vjp(run, x, w)[1](run(x, w))[1])(x, w)
+        assert jax.typeof(dw).sharding.spec.unreduced == {"a"}
+        assert np.asarray(jax.reshard(dw, P())).item() == 4
+
+
 def validated(names: str) -> Callable[[Array], Array]:
     def local(sizes: Array) -> Array:
         return GroupedTensor(jnp.asarray(ROWS), sizes[0]).validate().packed_dims[None]

@@ -2,13 +2,17 @@
 
 import math
 import re
+from collections import Counter
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import Array
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import ragged
 from ragged import Recipe
@@ -18,6 +22,7 @@ from ragged.product.operands import Scales
 
 from . import gpu, products
 from .cases import NAMES
+from .test_partition import KINDS, moved, table
 from .test_tpu_compile import (
     DEEP,
     LARGE,
@@ -27,6 +32,7 @@ from .test_tpu_compile import (
     Shape,
     dequantized,
     product,
+    sharded_gradients,
     train,
     trained_avals,
 )
@@ -236,6 +242,100 @@ def test_the_whole_program(layout: str) -> None:
         return  # their ragged columns come as a buffer of columns, not as rows seen through `mT`
     moved = re.findall(r"= \w+\[([\d,]+)\]\S* (?:copy|transpose)\(", text)
     assert not [dims for dims in moved if math.prod(map(int, dims.split(","))) >= 2**20]
+
+
+# --- eight H200s ------------------------------------------------------------------------------------------------------
+
+
+def eight(kind: str, **axes: int) -> Mesh:
+    devices = np.array(gpu.h200s(8)).reshape(tuple(axes.values()))
+    return Mesh(devices, tuple(axes), axis_types=(KINDS[kind],) * len(axes))
+
+
+def check_kernels(program: Any, *results: str) -> None:
+    """Those inside have these results on one device, and are as one device's would be; no matrix is gathered."""
+    assert not any(re.search(r"\[\d+,\d+,\d+\]", types) for name, types in moved(program) if name == "all-gather")
+    found = gpu.kernels_of(program)
+    assert sorted(result for result, _ in found) == sorted(results)
+    for _, kernel in found:
+        assert kernel.spill_bytes == 0 and kernel.sass_counts["HGMMA"] and kernel.sass_counts["UTMALDG"]
+
+
+EIGHT = [  # x, w; the letters that are sharded; each kernel's result on one device, and MiB of temporaries there
+    (P("a"), P(None, None, "b"), "mn", "bf16[4096,256] f32[4096,2048] f32[16,2048,256]", 64),
+    (P("a"), P("b"), "mg", "f32[4096,1024] f32[4096,2048] f32[4,2048,1024]", 64),
+    (P(("a", "b")), P(), "m", "bf16[1024,1024] bf16[1024,2048] f32[16,2048,1024]", 128),
+    # Both want "b": rows are gathered, and each device has the sum of its own.
+    (P("b"), P("b"), "", "f32[8192,1024] f32[8192,2048] bf16[4,2048,1024]", 128),
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("x, w, letters, results, mib", EIGHT, ids=str)
+def test_gradients_over_eight_gpus(x: P, w: P, letters: str, results: str, mib: int, kind: str) -> None:
+    """D1, D2: three kernels in the partitioned program, and the collectives of the table; no matrix is gathered."""
+    gradients, avals = sharded_gradients(eight(kind, a=2, b=4), x, w)
+    # Over `Auto` axes a result is sharded as it is used.
+    options: Any = {"out_shardings": tuple(aval.sharding for aval in avals[:2])} if kind == "auto" else {}
+    program = gpu.compile_sharded(gradients, *avals, **options)
+    check_kernels(program, *results.split())
+    found = Counter(name for name, _ in moved(program))
+    if letters:
+        assert found == Counter(filter(None, (cell for z in letters for cell in table()["forward", z])))
+    else:
+        assert {*found} == {"all-gather", "reduce-scatter"}
+    assert program.memory_analysis().temp_size_in_bytes <= (mib + 1) << 20
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_sharded_matmul_over_eight_gpus(kind: str) -> None:
+    """O12, O13: kernels around a function of each device's part; gradients are summed in float32."""
+    x, w, _, results, mib = EIGHT[0]
+    mesh = eight(kind, a=2, b=4)
+    _, avals = sharded_gradients(mesh, x, w)
+    options: dict[str, Any] = {"mesh": mesh, "in_specs": (x, w), "out_specs": P("a", "b")}
+
+    def loss(x: Array, w: Array, sizes: Array) -> Array:
+        tensor, silu = ragged.GroupedTensor(x, sizes), lambda part: part.map(jax.nn.silu)
+        y = ragged.sharded_matmul(tensor, w, **options, out_shard_callback=silu)
+        return jnp.sum(y.data.astype(jnp.float32))
+
+    program = gpu.compile_sharded(jax.grad(loss, (0, 1)), *avals)
+    check_kernels(program, *results.split())
+    assert {name for name, _ in moved(program)} == {"all-reduce"}
+    assert not any("bf16" in types for _, types in moved(program))
+    assert program.memory_analysis().temp_size_in_bytes <= (mib + 1) << 20
+
+
+@pytest.mark.long
+def test_exchange_over_eight_gpus() -> None:
+    """D4: rows of an expert-parallel layer travel by `ragged-all-to-all`, the default there; kernels do the rest."""
+    mesh, (tokens, d, f, groups) = eight("auto", expert=8), (8192, 2048, 1024, 16)
+
+    def local(x: Array, ids: Array, weights: Array, up: Array, down: Array) -> Array:
+        ex = ragged.exchange(ragged.route(ids, groups))
+        hidden = ragged.matmul(ex.dispatch(x), up).map(jax.nn.silu)
+        return ex.combine(ragged.matmul(hidden, down), weights)
+
+    def loss(*args: Array) -> Array:
+        layer = jax.shard_map(local, mesh=mesh, in_specs=(P("expert"),) * 5, out_specs=P("expert"))
+        return jnp.sum(layer(*args).astype(jnp.float32))
+
+    float_, shapes = jnp.bfloat16, ((tokens, d), (tokens, 2), (tokens, 2), (groups, d, f), (groups, f, d))
+    types = zip(shapes, (float_, jnp.int32, float_, float_, float_), strict=True)
+    avals = [Aval(shape, dtype, sharding=NamedSharding(mesh, P("expert"))) for shape, dtype in types]
+    program = gpu.compile_sharded(jax.grad(loss, (0, 2, 3, 4)), *avals)
+    # A device has 1024 tokens, 2 matrices of each, and room for the 16384 rows of all tokens.
+    check_kernels(program, *["bf16[16384,1024]", "bf16[16384,2048]"] * 2, "bf16[2,2048,1024]", "bf16[2,1024,2048]")
+    rows = [types for name, types in moved(program) if name == "ragged-all-to-all"]
+    assert len(rows) == 4 and all("bf16[16384,2048]" in types for types in rows)  # two forward, two backward
+    # Of what else travels, sizes and offsets, nothing is a float.
+    others = [types for name, types in moved(program) if name != "ragged-all-to-all"]
+    assert len(others) == 3 and all("s32[" in types and "f" not in types for types in others)
+    buffers = program.memory_analysis().temp_size_in_bytes / (16384 * d * 2)
+    assert buffers < 7.1
 
 
 @pytest.mark.slow

@@ -23,11 +23,20 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ragged._errors import Site
-from ragged._mesh import explicit_mesh, explicit_spec, half_manual_mesh, resharded, vary_together
+from ragged._mesh import (
+    axes_beyond,
+    explicit_mesh,
+    explicit_spec,
+    half_manual_mesh,
+    resharded,
+    vary_together,
+    varying,
+)
 from ragged.backends.base import Target
 from ragged.product import lowering, sharding
 from ragged.product.operands import Call, Epilogue, Operand, Operands
 from ragged.product.shared import folded
+from ragged.quant.formats import accumulator_dtype
 
 
 def bind(x: Operands, call: Call) -> Array:
@@ -46,9 +55,26 @@ def bind(x: Operands, call: Call) -> Array:
             out_specs=PartitionSpec(),
             axis_names={*mesh.auto_axes},
         )
-        return restore(whole(*vary_together(leaves)))
+        return restore(whole(*jax.tree.leaves(vary_but_factors(x))))
     primitive = partitioned_matmul_p if _is_partitioned(leaves, call) else ragged_matmul_p
-    return restore(primitive.bind(*vary_together(leaves), tree=tree, call=call))
+    return restore(primitive.bind(*jax.tree.leaves(vary_but_factors(x)), tree=tree, call=call))
+
+
+def vary_but_factors(x: Operands, like: Sequence[Any] = ()) -> Operands:
+    """`vary_together`, but for what all devices of a `shard_map` have of the two factors: it stays so, and `cotangents`
+    sums what is theirs. Not over axes for which a type says that the sum be left for later."""
+    everything = [*jax.tree.leaves(x), *like]
+    if not varying(everything):
+        return x
+
+    def factor(data: Array) -> Array:
+        later = jax.typeof(data).manual_axis_type.reduced & {*axes_beyond(data, everything)}
+        return lax.pcast(data, tuple(sorted(later)), to="varying") if later else data
+
+    leaves, tree = jax.tree.flatten(x._replace(lhs=x.lhs._replace(data=None), rhs=x.rhs._replace(data=None)))
+    others: Operands = tree.unflatten(vary_together(leaves, like=everything))
+    lhs, rhs = others.lhs._replace(data=factor(x.lhs.data)), others.rhs._replace(data=factor(x.rhs.data))
+    return others._replace(lhs=lhs, rhs=rhs)
 
 
 def _mapped(leaves: Sequence[Array], tree: Any, call: Call) -> Array:
@@ -77,12 +103,19 @@ def _is_partitioned(leaves: Sequence[Any], call: Call) -> bool:
 def _abstract_eval(*avals: Any, tree: Any, call: Call) -> tuple[Any, frozenset[Any]]:
     x = tree.unflatten(avals)
     shape = (call.batch(x), *call.shape) if call.out_batch and call.batch(x) is not None else call.shape
-    mesh, spec = avals[0].sharding.mesh, PartitionSpec(*[None] * len(shape))
+    like = max(avals, key=lambda aval: len(aval.manual_axis_type.varying))  # constants know of no mesh
+    mesh, spec = like.sharding.mesh, PartitionSpec(*[None] * len(shape))
     if explicit := explicit_mesh(avals, call.out_spec):
         specs = tree.unflatten([aval.sharding.spec for aval in avals])
         mesh, spec = explicit, sharding.type_of(x, call, specs, explicit)
         spec = PartitionSpec(*spec.partitions, *[None] * (len(shape) - len(spec.partitions)))
-    out = avals[0].update(shape=shape, dtype=jnp.dtype(call.dtype), weak_type=False, sharding=NamedSharding(mesh, spec))
+    out = like.update(
+        shape=shape,
+        dtype=jnp.dtype(call.dtype),
+        weak_type=False,
+        sharding=NamedSharding(mesh, spec),
+        manual_axis_type=like.manual_axis_type.update(varying=varying(avals)),
+    )
     return out, _interpreter_effects() if call.options.calls_back else frozenset()
 
 
@@ -110,13 +143,19 @@ def derivative(wrt: str, ct: Any, x: Operands, call: Call, of: Any) -> tuple[Ope
 def cotangents(ct: Array, x: Operands, call: Call, of: Operands, product: Callable[..., Array]) -> Operands:
     """Those of the operands, where `of` has arrays or avals like them, and None elsewhere.
 
-    `product(wrt, operands, call)` computes one of them, which is a product of the same kind.
+    `product(wrt, operands, call)` computes one of them, which is a product of the same kind. That of an operand that
+    all devices of a `shard_map` have is summed over them in the accumulator's dtype, and then rounded.
     """
     cts: Operands = jax.tree.map(lambda _: None, x)
     for wrt in ("lhs", "rhs"):
         like = getattr(of, wrt).data
         if like is not None:
-            data = product(wrt, *derivative(wrt, ct, x, call, like))
+            terms, its = derivative(wrt, ct, x, call, like)
+            if axes := axes_beyond(like, [ct]):
+                wide = its._replace(dtype=accumulator_dtype(its.dtype))
+                data = lax.psum(product(wrt, terms, wide), axes).astype(its.dtype)
+            else:
+                data = product(wrt, terms, its)
             cts = cts._replace(**{wrt: getattr(cts, wrt)._replace(data=data)})
     if jax.tree.leaves(of.epilogue):
         (epilogue,) = jax.linear_transpose(lambda epilogue: _sum(_added(epilogue, x, call, ct)), of.epilogue)(ct)

@@ -16,9 +16,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from ragged._errors import Site
-from ragged._mesh import vary_together
 from ragged.product.operands import Call, Operand, Operands
-from ragged.product.primitive import bind, check_cotangent, cotangents
+from ragged.product.primitive import bind, check_cotangent, cotangents, vary_but_factors
 from ragged.product.shared import folded
 from ragged.quant.quantize import amax, cast, quantize, scale_of
 from ragged.quant.recipe import Cast, Pair, Recipe
@@ -71,8 +70,7 @@ def quantized_product(recipe: Recipe, operands: Operands, call: Call) -> Array:
     """The product of `operands`, quantised, with straight-through derivatives. The primitive's operands and result."""
     operands, call, restore = folded(operands, call)
     casts, history = casts_of(recipe, call)
-    leaves, tree = jax.tree.flatten(operands)
-    operands = jax.tree.unflatten(tree, vary_together(leaves, like=jax.tree.leaves(history)))
+    operands = vary_but_factors(operands, like=jax.tree.leaves(history))
     if history is not None:
         _check_axes_are_tracked()
     return restore(_product(casts, call, operands, history))
