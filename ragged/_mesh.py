@@ -69,9 +69,10 @@ def explicit_mesh(leaves: Sequence[Any], asked: PartitionSpec | None = None) -> 
 
 
 def half_manual_mesh(leaves: Sequence[Any]) -> Any:
-    """The mesh of a `shard_map` over some of its axes, if XLA partitions the program over others."""
+    """The mesh of a `shard_map` over some of its axes, if no operand is sharded over another `Explicit` one."""
     meshes = (jax.typeof(x).sharding.mesh for x in leaves)
-    return next((mesh for mesh in meshes if mesh.manual_axes and any(mesh.shape[a] > 1 for a in mesh.auto_axes)), None)
+    half = (mesh for mesh in meshes if mesh.manual_axes and len(mesh.manual_axes) < len(mesh.axis_names))
+    return None if explicit_mesh(leaves) is not None else next(half, None)
 
 
 def over_explicit_axes[F: Callable[..., Any]](function: F) -> F:

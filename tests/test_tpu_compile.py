@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -20,11 +21,13 @@ from ragged._matmul import product_of
 from ragged.backends.base import Target
 from ragged.backends.tpu import tiles as tpu_tiling
 from ragged.backends.tpu.tiles import Problem
+from ragged.nn import MoE
 from ragged.product.operands import Scales
 from ragged.product.primitive import bind, derivative
 
 from . import products, tpu
 from .cases import LETTERS, NAMES
+from .test_partition import moved
 
 pytestmark = pytest.mark.sampled
 
@@ -353,6 +356,89 @@ def test_programs_for_several_devices() -> None:
         program = jax.jit(function, in_shardings=shardings).trace(*avals).lower(lowering_platforms=("tpu",))
         assert program.as_text().count(CALL) == kernels
         program.compile()
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("axes", [(2, 2), (4, 1)], ids=str)
+def test_a_map_over_some_axes(axes: tuple[int, int], kind: AxisType) -> None:
+    """D3: kernels, whatever the other axis of the mesh is."""
+    tpu.device("v5e")
+    devices = np.array(topologies.get_topology_desc("v5e:2x2", platform="tpu").devices).reshape(axes)
+    mesh, specs = Mesh(devices, ("a", "b"), axis_types=(kind,) * 2), (P("a"), P("a"), P("a"))
+    shapes = ((1024, 512), jnp.bfloat16), ((8, 512, 256), jnp.bfloat16), ((8,), jnp.int32)
+    avals = [Aval(*shape, sharding=NamedSharding(mesh, P("a"))) for shape in shapes]
+    run = jax.shard_map(ragged.grouped_matmul, mesh=mesh, in_specs=specs, out_specs=P("a"), axis_names={"a"})
+    program = jax.jit(jax.grad(lambda *x: jnp.sum(run(*x)), (0, 1))).trace(*avals).lower(lowering_platforms=("tpu",))
+    assert program.as_text().count(CALL) == 2  # the product itself isn't needed
+
+
+def expert_layer(mesh: Mesh, tokens: int, **options: Any) -> tuple[MoE, Aval]:
+    """Of avals, in bfloat16, each where the layer has it."""
+
+    def over(aval: Any, spec: P) -> Aval:
+        return Aval(aval.shape, aval.dtype, sharding=NamedSharding(mesh, spec))
+
+    options |= {"axis": "expert", "data_axes": ("data",), "transport": "ragged", "dtype": jnp.bfloat16}
+    layer = jax.eval_shape(lambda: MoE(1024, 2048, 16, 2, key=jax.random.key(0), **options))
+    x = over(Aval((tokens, 1024), jnp.bfloat16), P(("data", "expert")))
+    return jax.tree.map(over, layer, layer.specs()), x
+
+
+def loss_of_layer(layer: MoE, x: Array) -> Array:
+    y, stats = layer(x)
+    return jnp.sum(jnp.sin(y.astype(jnp.float32))) + stats.load_balance + stats.z
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("topology", ["v5e:2x4", "v5p:2x2x2"])
+def test_an_expert_layer_over_a_slice(topology: str, kind: AxisType) -> None:
+    """D4, D6: gate, up and down, routed and shared, are nine kernels each; rows travel, matrices don't."""
+    tpu.device("v5e")
+    devices = np.array(topologies.get_topology_desc(topology, platform="tpu").devices).reshape(2, 2, 2)
+    mesh = Mesh(devices, ("data", "expert", "model"), axis_types=(kind,) * 3)
+    layer, x = expert_layer(mesh, 8192, num_shared=1, tensor_axis="model")
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(jax.grad(loss_of_layer, (0, 1))).trace(layer, x).lower(lowering_platforms=("tpu",))
+    program = lowered.compile()
+    assert (program.as_text() or "").count('custom_call_target="tpu_custom_call"') == 18
+    found = moved(program)
+    assert Counter(name for name, _ in found)["ragged-all-to-all"] == 4
+    assert {name for name, _ in found} <= {"all-gather", "all-reduce", "all-to-all", "ragged-all-to-all"}
+    small = [types for name, types in found if name in ("all-gather", "all-to-all")]  # sizes and offsets
+    assert all(re.match(r"\(?s32\[", types) for types in small), small
+    memory: Any = program.memory_analysis()
+    assert memory.argument_size_in_bytes < 64 << 20 and memory.temp_size_in_bytes < 240 << 20
+
+
+def kernels_meanwhile(program: str) -> list[int]:
+    """How many kernels a scheduled program runs between the start of each exchange of rows and its end."""
+    found, begun = dict[str, int](), dict[str, int]()
+    for line in program.splitlines():
+        if start := re.match(r" *(%\S+) = .* ragged-all-to-all-start\(", line):
+            begun[start[1]] = 0
+        if 'custom_call_target="tpu_custom_call"' in line:
+            begun = {name: count + 1 for name, count in begun.items()}
+        if done := re.search(r" ragged-all-to-all-done\((%[^,) ]+)", line):
+            found[done[1]] = begun.pop(done[1])
+    assert not begun
+    return list(found.values())
+
+
+@pytest.mark.long
+def test_chunks_overlap() -> None:
+    """D4: of the eight exchanges of four chunks, as XLA schedules them, rows travel in five while kernels run."""
+    tpu.device("v5e")
+    devices = np.array(topologies.get_topology_desc("v5e:2x4", platform="tpu").devices).reshape(1, 8)
+    mesh = Mesh(devices, ("data", "expert"), axis_types=(AxisType.Explicit,) * 2)
+    overlapped = {}
+    for chunks in (1, 4):
+        layer, x = expert_layer(mesh, 8 * 4096, chunks=chunks)
+        with jax.set_mesh(mesh):
+            lowered = jax.jit(lambda layer, x: layer(x)[0]).trace(layer, x).lower(lowering_platforms=("tpu",))
+        overlapped[chunks] = kernels_meanwhile(lowered.compile().as_text() or "")
+    assert overlapped[1] == [0, 0]
+    assert len(overlapped[4]) == 8 and sum(count > 0 for count in overlapped[4]) >= 5
 
 
 def sharded_gradients(mesh: Mesh, x: P, w: P) -> tuple[Any, list[Any]]:

@@ -47,13 +47,14 @@ def bind(x: Operands, call: Call) -> Array:
     x, call, restore = folded(x, call)
     leaves, tree = jax.tree.flatten(x)
     if (mesh := half_manual_mesh(leaves)) is not None and not call.options.calls_back:
-        # XLA would put collectives in loops whose lengths differ between devices. So each has all over the other axes.
+        # XLA would partition the product, not its kernel, and put collectives in loops whose lengths differ between
+        # devices. So each has all over the other axes.
         whole = jax.shard_map(
             lambda *leaves: bind(tree.unflatten(leaves), call),
             mesh=mesh,
             in_specs=PartitionSpec(),
             out_specs=PartitionSpec(),
-            axis_names={*mesh.auto_axes},
+            axis_names={*mesh.axis_names} - {*mesh.manual_axes},
         )
         return restore(whole(*jax.tree.leaves(vary_but_factors(x))))
     primitive = partitioned_matmul_p if _is_partitioned(leaves, call) else ragged_matmul_p
