@@ -14,7 +14,7 @@ from ragged._errors import Site
 from ragged._matmul import MatmulProduct, matmul, product_of
 from ragged.product.operands import Operands
 from ragged.product.primitive import bind
-from ragged.product.sharding import Axes, axes_of, mapped
+from ragged.product.sharding import Axes, axes_of, mapped, spec_of
 from ragged.tensor.tensor import GroupedTensor
 
 
@@ -80,9 +80,9 @@ def sharded_matmul(
     out = _turned(axes[2], product.is_swapped)
     packed = _padded(product, stored, out, mesh.shape)
     _check_extents(site, packed, stored, out, mesh.shape)
-    x, call = packed.operands, packed.call._replace(out_spec=PartitionSpec(*(names or None for names in out)))
+    x, call = packed.operands, packed.call._replace(out_spec=spec_of(out))
     specs: Operands = jax.tree.map(lambda _: PartitionSpec(), x)
-    lhs_spec, rhs_spec = (PartitionSpec(*(names or None for names in each)) for each in stored)
+    lhs_spec, rhs_spec = map(spec_of, stored)
     specs = specs._replace(lhs=specs.lhs._replace(data=lhs_spec), rhs=specs.rhs._replace(data=rhs_spec))
     shape = call.shape
 

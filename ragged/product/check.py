@@ -16,7 +16,7 @@ from ragged.backends.base import Refusal, Target
 from ragged.backends.schedule import as_int32
 from ragged.product import lowering
 from ragged.product.operands import Call, Operand, Operands, Options
-from ragged.product.sharding import axes_of
+from ragged.product.sharding import axes_of, spec_of
 from ragged.product.shared import folded
 from ragged.quant.formats import accumulator_dtype, promote
 from ragged.tensor.tensor import GroupedTensor
@@ -235,4 +235,4 @@ def check_out_sharding(site: Site, out_sharding: Any, operands: Operands, shape:
     if spec.unreduced and jax.tree.leaves(operands.epilogue):
         mend = "Add it once the result is summed."
         site.fail(ValueError, "`existing_out` with an unreduced result, to which each device would add it.", mend)
-    return PartitionSpec(*(each or None for each in axes), unreduced=spec.unreduced)
+    return PartitionSpec(*spec_of(axes), unreduced=spec.unreduced)

@@ -150,13 +150,13 @@ def specs_of(x: Operands, sharding: Sharding, mesh: Mapping[str, int]) -> tuple[
             ]
             batch = [letters.get("b", ())] * (scales.values.ndim - len(own.removeprefix("b")))
             groups = [letters.get("g", ())] * ("g" in own)
-            scales = replace(scales, values=_spec([*batch, *groups, *last]))
-        return Operand(_spec(axes), scales)
+            scales = replace(scales, values=spec_of([*batch, *groups, *last]))
+        return Operand(spec_of(axes), scales)
 
     def batched(array: Any, rank: int) -> PartitionSpec:
-        return _spec([letters.get("b", ())] * (array.ndim - rank))
+        return spec_of([letters.get("b", ())] * (array.ndim - rank))
 
-    out = _spec(sharding.out)
+    out = spec_of(sharding.out)
     sizes, offset = ({z: batched(sizes, 1) for z, sizes in x.sizes.items()}, x.offset)
     offset = None if offset is None else batched(offset, 0)
     epilogue = jax.tree.map(lambda _: out, x.epilogue)
@@ -174,7 +174,8 @@ def axes_of(spec: PartitionSpec, rank: int) -> tuple[Axes, ...]:
     return tuple(parts + [()] * (rank - len(parts)))
 
 
-def _spec(axes: Iterable[Axes]) -> PartitionSpec:
+def spec_of(axes: Iterable[Axes]) -> PartitionSpec:
+    """What `axes_of` undoes."""
     return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in axes))
 
 
@@ -282,10 +283,10 @@ def mapped(
     # All axes, by default, are all but those of a `vmap`.
     some = {*over} if {*over} < {*mesh.axis_names} else frozenset()
     options: Any = {"mesh": mesh, "axis_names": some, "check_vma": check_vma}
-    out_spec = PartitionSpec(*_spec(found.out), unreduced=frozenset(left))
+    out_spec = PartitionSpec(*spec_of(found.out), unreduced=frozenset(left))
     run = jax.shard_map(of_device, in_specs=tuple(given), out_specs=out_spec, **options)
     out = run(*(resharded(leaf, mesh, spec) for leaf, spec in zip(leaves, given, strict=True)))
-    asked = PartitionSpec(*_spec(axes_of(wanted, out.ndim)), unreduced=wanted.unreduced)
+    asked = PartitionSpec(*spec_of(axes_of(wanted, out.ndim)), unreduced=wanted.unreduced)
     return resharded(out, mesh, asked) if is_asked and asked != out_spec else out
 
 
@@ -298,7 +299,7 @@ def planned(x: Operands, call: Call, specs: Operands, mesh: Any) -> tuple[Partit
 def type_of(x: Operands, call: Call, specs: Operands, mesh: Any) -> PartitionSpec:
     """The spec in the result's type."""
     wanted, is_asked, found = planned(x, call, specs, mesh)
-    return wanted if is_asked else _spec(found.out)
+    return wanted if is_asked else spec_of(found.out)
 
 
 def _wanted(x: Operands, call: Call, specs: Operands) -> PartitionSpec:
@@ -310,10 +311,10 @@ def _wanted(x: Operands, call: Call, specs: Operands) -> PartitionSpec:
             if names and not {*names} & {name for others in found.values() for name in others}:
                 found.setdefault(z, names)
     if call.out_spec is None:
-        return _spec(found.get(z, ()) for z in of.out)
+        return spec_of(found.get(z, ()) for z in of.out)
     batch = [found.get("b", ())] * (len(of.out) - len(call.shape))
     asked = axes_of(call.out_spec, len(call.shape))
-    return PartitionSpec(*_spec([*batch, *asked]), unreduced=call.out_spec.unreduced)
+    return PartitionSpec(*spec_of([*batch, *asked]), unreduced=call.out_spec.unreduced)
 
 
 def _gathers(have: tuple[Axes, ...], need: tuple[Axes, ...], over: Axes) -> bool:
