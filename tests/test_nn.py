@@ -124,7 +124,7 @@ def mesh_of(axes: dict[str, int], kind: AxisType) -> Any:
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", AxisType, ids=str)
 @pytest.mark.parametrize("transport", ["dense", "ring"])
 @pytest.mark.parametrize("name", MESHES)
@@ -139,6 +139,7 @@ def test_moe_over_meshes(name: str, transport: str, kind: AxisType) -> None:
         check(layer, mapped if kind == AxisType.Manual else plain, one)
 
 
+@pytest.mark.long
 def test_who_has_what() -> None:
     """No device has more than its part of the experts, nor of their gradients, when they are placed as `specs` says."""
     mesh = mesh_of(MESHES["2x2x2"][0], AxisType.Explicit)

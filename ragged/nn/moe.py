@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -132,11 +133,7 @@ class MoE(eqx.Module):
         _check(self, x, axes, mesh)
         if axes <= {*mesh.manual_axes}:
             return self._of_device(x)
-        specs, tokens = self.specs(), P(self._token_axes or None)
-        if mesh.explicit_axes:
-            x, self = jax.tree.map(lambda leaf, spec: resharded(leaf, mesh, spec), (x, self), (tokens, specs))
-        run = jax.shard_map(MoE._of_device, in_specs=(specs, tokens), out_specs=(tokens, P()), axis_names=axes)
-        return run(self, x)
+        return _over_mesh(self, x, axes=tuple(sorted(axes)))
 
     def _of_device(self, x: Float[Array, "tokens d"]) -> tuple[Float[Array, "tokens d"], MoEStats]:
         logits = x.astype(jnp.float32) @ self.router.astype(jnp.float32)  # [tokens, experts]
@@ -175,6 +172,15 @@ class MoE(eqx.Module):
     @property
     def _token_axes(self) -> tuple[str, ...]:
         return (*self.data_axes, *((self.axis,) if self.axis else ()))
+
+
+@partial(jax.jit, static_argnames="axes")
+def _over_mesh(moe: MoE, x: Array, axes: tuple[str, ...]) -> tuple[Array, MoEStats]:
+    specs, mesh = (moe.specs(), P(moe._token_axes or None)), jax.sharding.get_abstract_mesh()
+    if mesh.explicit_axes:
+        moe, x = jax.tree.map(lambda leaf, spec: resharded(leaf, mesh, spec), (moe, x), specs)
+    out_specs = specs[1], P()
+    return jax.shard_map(MoE._of_device, in_specs=specs, out_specs=out_specs, axis_names={*axes})(moe, x)
 
 
 def _check(moe: MoE, x: Array, axes: set[str], mesh: Any) -> None:
