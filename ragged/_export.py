@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import default_registry
 
+from ragged.nn.linear import GroupedLinear
+from ragged.nn.moe import MoEStats
 from ragged.quant.recipe import Cast, Recipe
 from ragged.quant.scaling import Scaling
 from ragged.tensor.arithmetic import per_group, per_row
@@ -76,5 +78,5 @@ def _register(cls: Any) -> None:
     )
 
 
-for _cls in (GroupedTensor, Route, Recipe, per_group, per_row):
+for _cls in (GroupedTensor, Route, Recipe, per_group, per_row, GroupedLinear, MoEStats):
     _register(_cls)

@@ -263,6 +263,26 @@ def test_what_each_device_gets() -> None:
         assert not data[device, len(want) :].any()
 
 
+@pytest.mark.parametrize("options", [{}, {"transport": "ring"}, {"wire": "mxfp8"}, {"capacity": N}], ids=str)
+def test_no_tokens(options: dict[str, Any]) -> None:
+    given = arrays(inputs())
+
+    def run(x: Array, up: Array, down: Array, ids: Array, weights: Array) -> Array:
+        return mapped(layer(**{"transport": "dense", **options}))(x[:0], up, down, ids[:0], weights[:0])
+
+    assert jax.jit(run)(*given).shape == (0, D)
+
+
+def test_float64() -> None:
+    """Where sums of integers are int64 unless told otherwise."""
+    given = inputs(10)
+    with jax.enable_x64(True):
+        args = [jnp.asarray(x, jnp.int64 if name == "ids" else jnp.float64) for name, x in given.items()]
+        out = jax.jit(mapped(layer("ring")))(*args)
+    assert out.dtype == jnp.float64
+    np.testing.assert_allclose(out, oracle(**given), rtol=1e-12)
+
+
 def emulated(operand: Array, output: Array, *sizes: Array, axis_name: str) -> Array:
     """`lax.ragged_all_to_all`, as its documentation has it, from gathered operands."""
     operands, (inputs, sent, outputs, _) = (
@@ -283,6 +303,47 @@ def test_ragged(monkeypatch: pytest.MonkeyPatch) -> None:
     want = jax.jit(mapped(layer("dense")))(*given)
     monkeypatch.setattr(lax, "ragged_all_to_all", emulated)
     np.testing.assert_array_equal(jax.jit(mapped(layer("ragged")))(*given), want)
+
+
+def test_ragged_is_mapped() -> None:
+    """Tokens and their groups: the exchanges of all elements in one, forward and backward."""
+    x, up, down, ids, weights = arrays(inputs())
+
+    def loss(x: Array, up: Array, down: Array, ids: Array, weights: Array) -> Array:
+        local = jax.vmap(layer("ragged"), (0, None, None, 0, 0))
+        rows, matrices = P(None, "expert"), P("expert")
+        specs = rows, matrices, matrices, rows, rows
+        run = jax.shard_map(local, mesh=mesh_of(expert=N), in_specs=specs, out_specs=rows)
+        return jnp.sum(run(x, up, down, ids, weights))
+
+    args = *(jnp.stack([each] * 2) for each in (x, ids, weights)), up, down
+    grads = jax.jit(lambda x, ids, weights, up, down: jax.value_and_grad(loss, (0, 1, 2))(x, up, down, ids, weights))
+    text = grads.trace(*args).lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("ragged_all_to_all") == 4
+
+
+def test_explicit_axes_of_others() -> None:
+    """B9: tokens that are cut, inside the map, over an `Explicit` axis that it isn't over; `d` may be."""
+    mesh = jax.make_mesh((2, N), ("data", "expert"))
+
+    def typed(x: Any, ids: Any) -> Any:
+        given = arrays(inputs())
+        local = jax.shard_map(
+            lambda x, ids: ragged.exchange(ragged.route(ids, GROUPS)).map(lambda rows: rows, x),
+            in_specs=P("expert"),
+            out_specs=P("expert"),
+            axis_names={"expert"},
+        )
+        with jax.set_mesh(mesh):
+            put = [jax.device_put(z, jax.NamedSharding(mesh, P(*spec))) for z, spec in ((given[0], x), (given[3], ids))]
+            return jax.eval_shape(local, *put)
+
+    both, mend = ("expert", "data"), "is sharded over a mesh axis of type `Explicit`.\nGot .*\nCall it inside"
+    with pytest.raises(NotImplementedError, match=rf"exchange\(route, axis\)`: `route.* {mend}"):
+        typed(("expert",), (both,))
+    with pytest.raises(NotImplementedError, match=rf"Exchange.dispatch\(x\)`: `x` {mend}"):
+        typed((both,), ("expert",))
+    assert typed(("expert", "data"), ("expert",)).shape == (N * TOKENS, D)
 
 
 @pytest.mark.sampled(1)
@@ -315,6 +376,13 @@ def test_data_and_expert_axes() -> None:
     given = inputs(5)
     run = mapped(layer("dense"), mesh_of(data=2, expert=2), ("data", "expert"))
     np.testing.assert_allclose(jax.jit(run)(*arrays(given)), oracle(**given), rtol=1e-4, atol=1e-5)
+
+
+DELAYED, KEY = ragged.Recipe.preset("delayed").unsealed(), jax.random.key(0)
+
+
+def chunked(route: ragged.Route | Any) -> Any:
+    return ragged.exchange(route, chunks=3)
 
 
 @pytest.mark.parametrize(
@@ -363,8 +431,24 @@ def test_data_and_expert_axes() -> None:
             ValueError,
             r"`weights` must have shape \(12, 2\), but has \(24,\)",
         ),
+        (
+            lambda r: chunked(r).map(lambda rows: rows, jnp.ones((13, 2))),
+            ValueError,
+            r"map.*\n?.*`x` must be \[12, d\]",
+        ),
+        (lambda r: chunked(r).map(lambda rows: rows, None), TypeError, "`x` is not an array.\nGot x=None"),
+        (
+            lambda r: chunked(r).map(lambda rows: rows, jnp.ones((12, 2)), jnp.ones((13, 2))),
+            ValueError,
+            r"`weights` must have shape \(12, 2\), but has \(13, 2\).\nGot weights",
+        ),
+        (
+            lambda r: chunked(r).map(ragged.nn.GroupedLinear(3, 3, 2, recipe=DELAYED, key=KEY), jnp.ones((12, 3))),
+            ValueError,
+            "`function` has an unsealed recipe, whose next history would be the sum of 3.\nTake one chunk",
+        ),
     ],
-    ids=range(15),
+    ids=range(19),
 )
 def test_bad_input(call: Any, error: Any, text: str) -> None:
     """B9."""

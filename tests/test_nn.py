@@ -107,6 +107,17 @@ def test_moe_on_one_device(options: dict[str, Any]) -> None:
     assert int(stats.dropped) == 0 and y.dtype == jnp.float32
 
 
+def test_moe_dtypes() -> None:
+    """Rows are of the tokens' dtype, whatever the matrices' is; what the router did is float32."""
+    layer = moe()
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), layer)
+        for each, x in ((layer, tokens().astype(jnp.bfloat16)), (wide, tokens().astype(jnp.float64))):
+            y, stats = jax.eval_shape(each, x)
+            assert y.dtype == x.dtype
+            assert [leaf.dtype for leaf in jax.tree.leaves(stats)] == [jnp.float32] * 2 + [jnp.int32] * 2
+
+
 MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "8x1": ({"data": 8, "expert": 1}, {"axis": "expert", "data_axes": ("data",)}),
     "4x2": ({"data": 4, "expert": 2}, {"axis": "expert", "data_axes": ("data",)}),
@@ -215,11 +226,20 @@ def test_grouped_linear_with_a_recipe() -> None:
             ),
             r"the `shard_map` around it is over \['a'\] only",
         ),
+        (lambda: moe(tensor_axis="a", data_axes=("a",)), r"`data_axes` \('a',\) and `tensor_axis` 'a'.\nThey are"),
+        (lambda: moe(data_axes="ab"), "`data_axes` 'ab' and `tensor_axis` None.\n.* in a tuple"),
     ],
-    ids=range(6),
+    ids=range(8),
 )
 def test_bad_input(call: Any, error: str) -> None:
     """B9."""
     mesh = jax.make_mesh((8, 1), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=error):
         call()
+
+
+@pytest.mark.parametrize("x", [[[1.0] * D], jnp.ones((4, D), jnp.int32)], ids=["list", "int"])
+def test_not_floating(x: Any) -> None:
+    """B9."""
+    with pytest.raises(TypeError, match=r"`x` is not a floating array.\nGot x="):
+        moe()(x)

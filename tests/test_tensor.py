@@ -712,6 +712,16 @@ def test_export_of_routes_and_recipes() -> None:
     assert got[1].wgrad == recipe.wgrad and np.array_equal(got[0].order, route.order)
 
 
+def test_export_of_layers() -> None:
+    """A layer, and what a router did."""
+    x, key = jnp.ones((4, 3)), jax.random.key(0)
+    layer, moe = ragged.nn.GroupedLinear(3, 2, 2, recipe="mxfp8", key=key), ragged.nn.MoE(3, 4, 2, 1, key=key)
+    f = jax.jit(lambda layer, x: (layer, moe(x)))
+    got: Any = jax.export.deserialize(jax.export.export(f)(layer, x).serialize()).call(layer, x)
+    assert jax.tree.structure(got) == jax.tree.structure((layer, moe(x)))
+    np.testing.assert_array_equal(got[1][1].rows, moe(x)[1].rows)
+
+
 # --- cotangents and stacks ------------------------------------------------------------------------------------------
 
 NO_GROUPS = (

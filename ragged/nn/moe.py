@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int, PRNGKeyArray
 
-from ragged._errors import Site, is_count
+from ragged._errors import Site, is_arraylike, is_count
 from ragged._mesh import resharded, vary_together
 from ragged.nn.linear import GroupedLinear
 from ragged.parallel.exchange import exchange
@@ -101,7 +101,7 @@ class MoE(eqx.Module):
         recipe: Recipe | str | None = None,
         dtype: Any = None,
         axis: str | None = None,
-        data_axes: tuple[str, ...] = (),
+        data_axes: tuple[str, ...] | Any = (),
         tensor_axis: str | None = None,
         transport: str | None = None,
         capacity: int | None = None,
@@ -115,6 +115,11 @@ class MoE(eqx.Module):
             site = Site("ragged.nn.MoE(d, hidden, num_experts, top_k)")
             problem = f"`top_k` is {top_k!r} and `num_experts` is {num_experts!r}."
             site.fail(ValueError, problem, "Both are positive ints, and a token goes to no expert twice.")
+        axes = [name for name in (axis, *data_axes, tensor_axis) if name is not None]
+        if isinstance(data_axes, str) or len({*axes}) < len(axes):
+            problem = f"`axis` is {axis!r}, `data_axes` {data_axes!r} and `tensor_axis` {tensor_axis!r}."
+            mend = "They are the names of different mesh axes, those of `data_axes` in a tuple."
+            Site("ragged.nn.MoE(d, hidden, num_experts, top_k)").fail(ValueError, problem, mend)
         keys, how = jax.random.split(key, 3), {"recipe": recipe, "dtype": dtype}
         router = GroupedLinear(d, num_experts, 1, False, dtype=dtype, key=keys[0])
         self.router = router.weight[0]
@@ -127,7 +132,8 @@ class MoE(eqx.Module):
     def __call__(self, x: Float[Array, "tokens d"] | Any) -> tuple[Float[Array, "tokens d"], MoEStats]:
         """The tokens' new rows, of `x`'s dtype, and what the router did.
 
-        **Raises:** `ValueError` without a mesh for the module's axes, and where they don't divide the tokens.
+        **Raises:** `TypeError` if `x` is no floating array; `ValueError` without a mesh for the module's axes, where
+        they don't divide the tokens, and as `Exchange.map` does.
         """
         axes, mesh = {*self._token_axes, self.tensor_axis} - {None}, jax.sharding.get_abstract_mesh()
         _check(self, x, axes, mesh)
@@ -150,11 +156,11 @@ class MoE(eqx.Module):
         if self.shared is not None:
             everyone = jnp.full(1, x.shape[0], jnp.int32)
             y = y + self.shared(GroupedTensor(x, everyone)).data
-        y = _over(lax.psum, y, (self.tensor_axis,) if self.tensor_axis else ())
+        y = _over(lax.psum, y, (self.tensor_axis,) if self.tensor_axis else ()).astype(x.dtype)
         rows, dropped = (_over(lax.psum, n, self._token_axes) for n in (routed.first_dims, dropped))
         z = jnp.mean(jax.nn.logsumexp(logits, axis=1) ** 2)
         mean, z = (_over(lax.pmean, each, self._token_axes) for each in (jnp.mean(probabilities, axis=0), z))
-        share = rows / jnp.sum(rows)
+        share = rows.astype(jnp.float32) / jnp.sum(rows, dtype=jnp.int32).astype(jnp.float32)
         return y, MoEStats(share.size * jnp.sum(share * mean), z, rows, dropped)
 
     def specs(self) -> "MoE":
@@ -183,8 +189,10 @@ def _over_mesh(moe: MoE, x: Array, axes: tuple[str, ...]) -> tuple[Array, MoESta
     return jax.shard_map(MoE._of_device, in_specs=specs, out_specs=out_specs, axis_names={*axes})(moe, x)
 
 
-def _check(moe: MoE, x: Array, axes: set[str], mesh: Any) -> None:
+def _check(moe: MoE, x: Any, axes: set[str], mesh: Any) -> None:
     site, manual = Site("ragged.nn.MoE", {"x": x}), axes & {*mesh.manual_axes}
+    if not is_arraylike(x) or not jnp.issubdtype(x.dtype, jnp.floating):
+        site.fail(TypeError, "`x` is not a floating array.", "Pass one row a token, as an array [tokens, d].")
     if x.ndim != 2 or x.shape[1] != moe.router.shape[0]:
         problem = f"`x` must be [tokens, {moe.router.shape[0]}]."
         site.fail(ValueError, problem, "Flatten its leading axes: `x.reshape(-1, x.shape[-1])`.")

@@ -22,15 +22,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int, Shaped
 
 from ragged._errors import Site, is_arraylike, is_count
-from ragged._mesh import vary_together
+from ragged._mesh import explicit_spec, refuse_explicit, vary_together
 from ragged.backends import schedule
 from ragged.quant.formats import accumulator_dtype
 from ragged.quant.quantize import quantize
 from ragged.quant.recipe import Cast, Recipe
-from ragged.tensor.route import Route, check_combined, route
+from ragged.tensor.route import Route, check_combined, check_weights, route
 from ragged.tensor.rows import collect_rows, spread_rows
 from ragged.tensor.tensor import GroupedTensor
 
@@ -83,13 +84,17 @@ class Exchange(eqx.Module):
 
         **Raises:** `TypeError` if `x` is no array, `ValueError` if it is not `[tokens, d]`.
         """
-        site, tokens = Site("Exchange.dispatch(x)", {"x": x}), self._slots.shape[0]
+        return GroupedTensor(_dispatched(self._checked(x, "Exchange.dispatch(x)"), self), self.sizes)
+
+    def _checked(self, x: Shaped[Array, "tokens d"] | Any, call: str) -> Shaped[Array, "tokens d"]:
+        site, tokens = Site(call, {"x": x}), self._slots.shape[0]
         if not is_arraylike(x):
             site.fail(TypeError, "`x` is not an array.", "Pass one row a token, as an array [tokens, d].")
         if x.ndim != 2 or x.shape[0] != tokens:
             site.fail(ValueError, f"`x` must be [{tokens}, d].", f"The route was made for {tokens} tokens.")
-        x = jnp.asarray(x)
-        return GroupedTensor(_dispatched(x, self), self.sizes)
+        if any((explicit_spec(x) or P())[:1]):
+            refuse_explicit(call, x=x)
+        return jnp.asarray(x)
 
     def _travelled(self, x: Shaped[Array, "tokens d"]) -> Shaped[Array, "slots d"]:
         """The rows of this device's groups, of any dtype."""
@@ -121,7 +126,8 @@ class Exchange(eqx.Module):
         each = spread_rows(back, self._slots.reshape(-1), self._rows[:, None]).astype(wide)
         # What went nowhere is zero; its weight may be anything.
         weights = jnp.where(self._slots.reshape(-1, 1) < self.capacity, weights, 0)
-        return jnp.sum((each * weights).reshape(*self._slots.shape, -1), axis=1).astype(data.dtype)
+        each = (each * weights).reshape(*self._slots.shape, data.shape[1])  # [tokens, top_k, d]
+        return jnp.sum(each, axis=1).astype(data.dtype)
 
     def map(
         self,
@@ -135,10 +141,18 @@ class Exchange(eqx.Module):
         The numbers are the same, but that the gradients of what `function` holds, such as matrices, are added up over
         chunks. On one device nothing travels, and there is one chunk.
 
-        **Raises:** as `dispatch` and `combine` do.
+        **Raises:** as `dispatch` and `combine` do; with chunks also `ValueError` if `function` is a pytree with an
+        unsealed recipe: the largest values of chunks would be added up. In what else `function` holds it can't be seen.
         """
         if not self._chunks:
             return self.combine(function(self.dispatch(x)), weights)
+        site, recipes = Site("Exchange.map(function, x, weights)"), jax.tree.leaves(function, is_leaf=_is_recipe)
+        x = self._checked(x, site.call)
+        if weights is not None:
+            check_weights(site.also(weights=weights), weights, self._shape)
+        if any(_is_recipe(each) and eqx.is_inexact_array(each.state) for each in recipes):
+            problem = f"`function` has an unsealed recipe, whose next history would be the sum of {len(self._chunks)}."
+            site.fail(ValueError, problem, "Take one chunk, or a recipe without a history.")
         ends = [int(end) for end in np.cumsum([chunk._slots.shape[0] for chunk in self._chunks])]
         parts = [slice(end - chunk._slots.shape[0], end) for chunk, end in zip(self._chunks, ends, strict=True)]
         rows = [chunk.dispatch(x[part]) for chunk, part in zip(self._chunks, parts, strict=True)]
@@ -155,8 +169,8 @@ class Exchange(eqx.Module):
         n, sent, came = self._sent.shape[0], self._sent, self._came
         sent, came = (came, sent) if back else (sent, came)
         each = self.capacity // n
-        firsts = jnp.arange(n, dtype=jnp.int32) * each
-        mine = jnp.full(n, lax.axis_index(self._axis) * each, jnp.int32)
+        firsts = jnp.arange(n, dtype=jnp.int32) * each + 0 * sent  # JAX maps sizes and offsets together
+        mine = lax.axis_index(self._axis) * each + 0 * sent
         operands = vary_together([slots, jnp.zeros_like(slots), firsts, sent, mine, came])
         return lax.ragged_all_to_all(*operands, axis_name=self._axis)
 
@@ -173,13 +187,17 @@ class Exchange(eqx.Module):
         device = jnp.arange(self.capacity, dtype=jnp.int32) // each
         rows = jnp.where(rows < tokens * top_k, rows + device * tokens * top_k, n * tokens * top_k)
         rows = spread_rows(rows[:, None], *self._arrangement)[:, 0]
-        filled = jnp.arange(self.capacity, dtype=jnp.int32) < jnp.sum(self.sizes)
+        filled = jnp.arange(self.capacity, dtype=jnp.int32) < jnp.sum(self.sizes, dtype=jnp.int32)
         rows = jnp.where(filled, rows, n * tokens * top_k)
         slots = self._gathered(self._slots)  # [n * tokens, top_k]
         device = jnp.arange(n * tokens, dtype=jnp.int32)[:, None] // tokens
         is_here = (slots < self.capacity) & (slots // each == lax.axis_index(self._axis))
         places = self._places[jnp.where(is_here, device * each + slots % each, 0)]
         return rows // top_k, jnp.where(is_here, places, self.capacity), rows
+
+
+def _is_recipe(x: Any) -> bool:
+    return isinstance(x, Recipe)
 
 
 @jax.custom_jvp
@@ -205,12 +223,12 @@ def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
 
 
 def _as_bytes(x: Shaped[Array, "rows d"]) -> Shaped[Array, "rows bytes"]:
-    return lax.bitcast_convert_type(x, jnp.uint8).reshape(x.shape[0], -1)
+    return lax.bitcast_convert_type(x, jnp.uint8).reshape(x.shape[0], x.shape[1] * x.dtype.itemsize)
 
 
 def _from_bytes(x: Shaped[Array, "rows bytes"], like: Any) -> Shaped[Array, "rows d"]:
     size = like.dtype.itemsize
-    return lax.bitcast_convert_type(x if size == 1 else x.reshape(x.shape[0], -1, size), like.dtype)
+    return lax.bitcast_convert_type(x if size == 1 else x.reshape(x.shape[0], x.shape[1] // size, size), like.dtype)
 
 
 def exchange(
@@ -254,6 +272,7 @@ def exchange(
     site = Site("ragged.exchange(route, axis)", {"route": route, "axis": axis})
     if not isinstance(route, Route):
         site.fail(TypeError, "`route` is not a `Route`.", "Pass `ragged.route(group_ids, num_groups)`.")
+    refuse_explicit(site.call, route=route)
     try:
         n = lax.axis_size(axis)
     except (NameError, TypeError, ValueError):
@@ -270,6 +289,8 @@ def exchange(
     if capacity is not None and (not is_count(capacity) or capacity < n):
         mend = f"Pass at least {n}, one row from each device, as a static int, or None for the worst case."
         site.fail(ValueError, f"`capacity` is {capacity!r}.", mend)
+    if not rows:
+        transport = "dense"  # XLA gathers no empty arrays
     tokens = route.place.shape[0]
     if not is_count(chunks) or chunks > max(tokens, 1):
         mend = f"Pass a static int, at most the {tokens} tokens of a device."

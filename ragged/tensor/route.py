@@ -115,9 +115,13 @@ def check_combined(of: str, y: Any, weights: Any, sizes: tuple[int, int], shape:
         site.fail(TypeError, "`y` is not a `GroupedTensor`.", mend)
     if y.kind != "ragged rows" or (y.capacity, y.num_groups) != sizes:
         site.fail(ValueError, f"`y` must have ragged rows, {sizes[0]} of them in {sizes[1]} groups.", mend)
-    if weights is None:
-        return
-    if not is_arraylike(weights) or not all(jnp.issubdtype(z.dtype, jnp.floating) for z in (weights, y)):
+    if weights is not None:
+        check_weights(site, weights, shape, y)
+
+
+def check_weights(site: Site, weights: Any, shape: tuple[int, ...], *of: Any) -> None:
+    """Raises unless `weights` are floats, as what they are `of` is, one for each of `shape`."""
+    if not is_arraylike(weights) or not all(jnp.issubdtype(z.dtype, jnp.floating) for z in (weights, *of)):
         site.fail(TypeError, "`weights` and `y` must be floating arrays.", "Cast them, or leave `weights` out.")
     if weights.shape != shape:
         problem = f"`weights` must have shape {shape}, but has {weights.shape}."
