@@ -24,13 +24,13 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int, Shaped
 
-from ragged._errors import Site, is_arraylike, is_count
+from ragged._errors import Site, is_count
 from ragged._mesh import vary_together
 from ragged.backends import schedule
 from ragged.quant.formats import accumulator_dtype
 from ragged.quant.quantize import quantize
 from ragged.quant.recipe import Cast, Recipe
-from ragged.tensor.route import Route, check_combined, route
+from ragged.tensor.route import Route, check_combined, check_tokens, check_weights, route
 from ragged.tensor.rows import collect_rows, spread_rows
 from ragged.tensor.tensor import GroupedTensor
 
@@ -83,13 +83,8 @@ class Exchange(eqx.Module):
 
         **Raises:** `TypeError` if `x` is no array, `ValueError` if it is not `[tokens, d]`.
         """
-        site, tokens = Site("Exchange.dispatch(x)", {"x": x}), self._slots.shape[0]
-        if not is_arraylike(x):
-            site.fail(TypeError, "`x` is not an array.", "Pass one row a token, as an array [tokens, d].")
-        if x.ndim != 2 or x.shape[0] != tokens:
-            site.fail(ValueError, f"`x` must be [{tokens}, d].", f"The route was made for {tokens} tokens.")
-        x = jnp.asarray(x)
-        return GroupedTensor(_dispatched(x, self), self.sizes)
+        check_tokens("Exchange.dispatch(x)", x, self._shape[0])
+        return GroupedTensor(_dispatched(jnp.asarray(x), self), self.sizes)
 
     def _travelled(self, x: Shaped[Array, "tokens d"]) -> Shaped[Array, "slots d"]:
         """The rows of this device's groups, of any dtype."""
@@ -139,14 +134,16 @@ class Exchange(eqx.Module):
         """
         if not self._chunks:
             return self.combine(function(self.dispatch(x)), weights)
-        ends = [int(end) for end in np.cumsum([chunk._slots.shape[0] for chunk in self._chunks])]
-        parts = [slice(end - chunk._slots.shape[0], end) for chunk, end in zip(self._chunks, ends, strict=True)]
-        rows = [chunk.dispatch(x[part]) for chunk, part in zip(self._chunks, parts, strict=True)]
-        back = [
-            chunk.combine(function(each), None if weights is None else weights[part])
-            for chunk, part, each in zip(self._chunks, parts, rows, strict=True)
-        ]
-        return jnp.concatenate(back)
+        check_tokens("Exchange.map(function, x, weights)", x, self._shape[0])
+        of_tokens: list[Any] = [None] * len(self._chunks)
+        ends = np.cumsum([chunk._shape[0] for chunk in self._chunks])[:-1]
+        if weights is not None:
+            check_weights(Site("Exchange.map(function, x, weights)", {"weights": weights}), weights, self._shape)
+            of_tokens = jnp.split(weights, ends)
+        # All set out before the first `function` begins, which waits for its own rows only.
+        rows = [chunk.dispatch(part) for chunk, part in zip(self._chunks, jnp.split(x, ends), strict=True)]
+        back = zip(self._chunks, rows, of_tokens, strict=True)
+        return jnp.concatenate([chunk.combine(function(each), part) for chunk, each, part in back])
 
     def _moved(self, slots: Array, back: bool = False) -> Array:
         """What comes from each device, of what goes to each."""
