@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.custom_batching import sequential_vmap
 from jaxtyping import Float, Int, Shaped
 
 from ragged._errors import Site, is_arraylike, is_concrete, is_count
@@ -184,6 +185,7 @@ def _sorted(group_ids: Int[Array, "tokens *top_k"], num_groups: int) -> Route:
 def _placed(ids: Int[Array, " rows"], groups: int) -> tuple[Array, Array, Array]:
     """Which of `ids` (0 .. groups) stands in each row, the row of each, and where the groups begin: `(groups + 1,)`."""
     by_count, by_sort = (partial(f, groups=groups) for f in (_by_count, _by_sort))
+    by_count = sequential_vmap(by_count)  # of scalars: a loop of small arrays is slower than to sort
     return lax.platform_dependent(ids, cpu=by_count, default=by_sort)
 
 
