@@ -185,9 +185,7 @@ def _dispatched(x: Shaped[Array, "tokens d"], exchange: Exchange) -> Shaped[Arra
         return exchange._travelled(x)
     how: Any = exchange._wire
     sent = quantize(x[None], how.dtype, how.scaling, power_of_two=how.power_of_two)
-    data, scales = (
-        _as_bytes(z[0]) for z in (sent.data, sent.scales)
-    )  # of each row one byte an element, and the scales'
+    data, scales = (_as_bytes(z[0]) for z in (sent.data, sent.scales))  # [tokens, bytes] both
     came = jnp.split(exchange._travelled(jnp.concatenate([data, scales], axis=1)), [data.shape[1]], axis=1)
     data, scales = (_from_bytes(z, like)[None] for z, like in zip(came, (sent.data, sent.scales), strict=True))
     return sent._with(data=data, scales=scales).dequantize().data[0].astype(x.dtype)
