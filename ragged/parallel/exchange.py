@@ -25,13 +25,13 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int, Shaped
 
-from ragged._errors import Site, is_arraylike, is_count
+from ragged._errors import Site, is_count
 from ragged._mesh import explicit_spec, refuse_explicit, vary_together
 from ragged.backends import schedule
 from ragged.quant.formats import accumulator_dtype
 from ragged.quant.quantize import quantize
 from ragged.quant.recipe import Cast, Recipe
-from ragged.tensor.route import Route, check_combined, check_weights, route
+from ragged.tensor.route import Route, check_combined, check_tokens, check_weights, route
 from ragged.tensor.rows import collect_rows, spread_rows
 from ragged.tensor.tensor import GroupedTensor
 
@@ -87,14 +87,11 @@ class Exchange(eqx.Module):
         return GroupedTensor(_dispatched(self._checked(x, "Exchange.dispatch(x)"), self), self.sizes)
 
     def _checked(self, x: Shaped[Array, "tokens d"] | Any, call: str) -> Shaped[Array, "tokens d"]:
-        site, tokens = Site(call, {"x": x}), self._slots.shape[0]
-        if not is_arraylike(x):
-            site.fail(TypeError, "`x` is not an array.", "Pass one row a token, as an array [tokens, d].")
-        if x.ndim != 2 or x.shape[0] != tokens:
-            site.fail(ValueError, f"`x` must be [{tokens}, d].", f"The route was made for {tokens} tokens.")
+        check_tokens(call, x, self._shape[0])
+        x = jnp.asarray(x)
         if any((explicit_spec(x) or P())[:1]):
             refuse_explicit(call, x=x)
-        return jnp.asarray(x)
+        return x
 
     def _travelled(self, x: Shaped[Array, "tokens d"]) -> Shaped[Array, "slots d"]:
         """The rows of this device's groups, of any dtype."""
@@ -148,19 +145,18 @@ class Exchange(eqx.Module):
             return self.combine(function(self.dispatch(x)), weights)
         site, recipes = Site("Exchange.map(function, x, weights)"), jax.tree.leaves(function, is_leaf=_is_recipe)
         x = self._checked(x, site.call)
-        if weights is not None:
-            check_weights(site.also(weights=weights), weights, self._shape)
         if any(_is_recipe(each) and eqx.is_inexact_array(each.state) for each in recipes):
             problem = f"`function` has an unsealed recipe, whose next history would be the sum of {len(self._chunks)}."
             site.fail(ValueError, problem, "Take one chunk, or a recipe without a history.")
-        ends = [int(end) for end in np.cumsum([chunk._slots.shape[0] for chunk in self._chunks])]
-        parts = [slice(end - chunk._slots.shape[0], end) for chunk, end in zip(self._chunks, ends, strict=True)]
-        rows = [chunk.dispatch(x[part]) for chunk, part in zip(self._chunks, parts, strict=True)]
-        back = [
-            chunk.combine(function(each), None if weights is None else weights[part])
-            for chunk, part, each in zip(self._chunks, parts, rows, strict=True)
-        ]
-        return jnp.concatenate(back)
+        of_tokens: list[Any] = [None] * len(self._chunks)
+        ends = np.cumsum([chunk._shape[0] for chunk in self._chunks])[:-1]
+        if weights is not None:
+            check_weights(site.also(weights=weights), weights, self._shape)
+            of_tokens = jnp.split(weights, ends)
+        # All set out before the first `function` begins, which waits for its own rows only.
+        rows = [chunk.dispatch(part) for chunk, part in zip(self._chunks, jnp.split(x, ends), strict=True)]
+        back = zip(self._chunks, rows, of_tokens, strict=True)
+        return jnp.concatenate([chunk.combine(function(each), part) for chunk, each, part in back])
 
     def _moved(self, slots: Array, back: bool = False) -> Array:
         """What comes from each device, of what goes to each."""
@@ -206,9 +202,7 @@ def _dispatched(x: Shaped[Array, "tokens d"], exchange: Exchange) -> Shaped[Arra
         return exchange._travelled(x)
     how: Any = exchange._wire
     sent = quantize(x[None], how.dtype, how.scaling, power_of_two=how.power_of_two)
-    data, scales = (
-        _as_bytes(z[0]) for z in (sent.data, sent.scales)
-    )  # of each row one byte an element, and the scales'
+    data, scales = (_as_bytes(z[0]) for z in (sent.data, sent.scales))  # [tokens, bytes] both
     came = jnp.split(exchange._travelled(jnp.concatenate([data, scales], axis=1)), [data.shape[1]], axis=1)
     data, scales = (_from_bytes(z, like)[None] for z, like in zip(came, (sent.data, sent.scales), strict=True))
     return sent._with(data=data, scales=scales).dequantize().data[0].astype(x.dtype)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.custom_batching import sequential_vmap
 from jaxtyping import Float, Int, Shaped
 
 from ragged._errors import Site, is_arraylike, is_concrete, is_count
@@ -53,13 +54,7 @@ class Route(eqx.Module):
 
         **Raises:** `TypeError` if `x` is no array, `ValueError` if it is not `[tokens, d]`.
         """
-        site = Site("Route.dispatch(x)", {"x": x})
-        tokens = self.place.shape[0]
-        if not is_arraylike(x):
-            site.fail(TypeError, "`x` is not an array.", "Pass one row a token, as an array [tokens, d].")
-        if x.ndim != 2 or x.shape[0] != tokens:
-            problem = f"`x` must be [{tokens}, d], one row a token."
-            site.fail(ValueError, problem, f"The route was made for {tokens} tokens.")
+        check_tokens("Route.dispatch(x)", x, self.place.shape[0])
         return self._dispatched(jnp.asarray(x))
 
     @over_explicit_axes
@@ -116,12 +111,24 @@ def check_combined(of: str, y: Any, weights: Any, sizes: tuple[int, int], shape:
     if y.kind != "ragged rows" or (y.capacity, y.num_groups) != sizes:
         site.fail(ValueError, f"`y` must have ragged rows, {sizes[0]} of them in {sizes[1]} groups.", mend)
     if weights is not None:
-        check_weights(site, weights, shape, y)
+        if not jnp.issubdtype(y.dtype, jnp.floating):
+            site.fail(TypeError, "`weights` and `y` must be floating arrays.", "Cast them, or leave `weights` out.")
+        check_weights(site, weights, shape)
 
 
-def check_weights(site: Site, weights: Any, shape: tuple[int, ...], *of: Any) -> None:
-    """Raises unless `weights` are floats, as what they are `of` is, one for each of `shape`."""
-    if not is_arraylike(weights) or not all(jnp.issubdtype(z.dtype, jnp.floating) for z in (weights, *of)):
+def check_tokens(call: str, x: Any, tokens: int) -> None:
+    """Raises unless `x` has a row for each token."""
+    site = Site(call, {"x": x})
+    if not is_arraylike(x):
+        site.fail(TypeError, "`x` is not an array.", "Pass one row a token, as an array [tokens, d].")
+    if x.ndim != 2 or x.shape[0] != tokens:
+        problem = f"`x` must be [{tokens}, d], one row a token."
+        site.fail(ValueError, problem, f"The route was made for {tokens} tokens.")
+
+
+def check_weights(site: Site, weights: Any, shape: tuple[int, ...]) -> None:
+    """Raises unless there is a float for each of the group ids, which have this shape."""
+    if not is_arraylike(weights) or not jnp.issubdtype(weights.dtype, jnp.floating):
         site.fail(TypeError, "`weights` and `y` must be floating arrays.", "Cast them, or leave `weights` out.")
     if weights.shape != shape:
         problem = f"`weights` must have shape {shape}, but has {weights.shape}."
@@ -178,6 +185,7 @@ def _sorted(group_ids: Int[Array, "tokens *top_k"], num_groups: int) -> Route:
 def _placed(ids: Int[Array, " rows"], groups: int) -> tuple[Array, Array, Array]:
     """Which of `ids` (0 .. groups) stands in each row, the row of each, and where the groups begin: `(groups + 1,)`."""
     by_count, by_sort = (partial(f, groups=groups) for f in (_by_count, _by_sort))
+    by_count = sequential_vmap(by_count)  # of scalars: a loop of small arrays is slower than to sort
     return lax.platform_dependent(ids, cpu=by_count, default=by_sort)
 
 
