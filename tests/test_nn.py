@@ -122,7 +122,7 @@ MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "8x1": ({"data": 8, "expert": 1}, {"axis": "expert", "data_axes": ("data",)}),
     "4x2": ({"data": 4, "expert": 2}, {"axis": "expert", "data_axes": ("data",)}),
     "2x4": ({"data": 2, "expert": 4}, {"axis": "expert", "data_axes": ("data",)}),
-    "1x8": ({"expert": 8}, {"axis": "expert"}),
+    "1x8": ({"expert": 8}, {"axis": "expert", "data_axes": ()}),
     "2x2x2": (
         {"data": 2, "expert": 2, "model": 2},
         {"axis": "expert", "data_axes": ("data",), "tensor_axis": "model"},
