@@ -64,6 +64,7 @@ def bind(x: Operands, call: Call) -> Array:
 def vary_but_factors(x: Operands, like: Sequence[Any] = ()) -> Operands:
     """`vary_together`, but for what all devices of a `shard_map` have of the two factors: it stays so, and `cotangents`
     sums what is theirs. Not over axes for which a type says that the sum be left for later."""
+    x = jax.tree.map(jnp.asarray, x)
     everything = [*jax.tree.leaves(x), *like]
     if not varying(everything):
         return x
