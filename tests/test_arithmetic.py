@@ -810,6 +810,7 @@ def test_gradient_of_softmax_of_many_columns(dtype: Any, tolerance: float) -> No
     check_softmax([100_000], 100_000, dtype, tolerance)
 
 
+@pytest.mark.long
 def test_every_transformation_of_per_group() -> None:
     """B2, B3: forward over reverse, reverse over reverse, vmap over values and over sizes, more than one block."""
     rows = 300

@@ -94,7 +94,7 @@ def plain(layer: MoE, x: Array) -> tuple[Array, Array, Array]:
     return y, stats.load_balance, stats.z
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"gated": False, "normalize": False, "activation": jnp.tanh}], ids=range(2))
 def test_moe_on_one_device(options: dict[str, Any]) -> None:
     """D6: and what the router did with the tokens."""
@@ -135,7 +135,7 @@ def mesh_of(axes: dict[str, int], kind: AxisType) -> Any:
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", AxisType, ids=str)
 @pytest.mark.parametrize("transport", ["dense", "ring"])
 @pytest.mark.parametrize("name", MESHES)

@@ -265,6 +265,7 @@ def test_no_recipe_gives_the_plain_tensor_back() -> None:
     assert quantize(array, None, None).data is array
 
 
+@pytest.mark.long
 def test_under_transformations() -> None:
     """T1: jit, vmap, scan: scales are leaves, the scaling is static."""
     sizes = jnp.array([[3, 1], [0, 2]], jnp.int32)

@@ -236,6 +236,7 @@ def test_gradients_are_gathers():
         assert "stablehlo.gather" in text and "stablehlo.scatter" not in text
 
 
+@pytest.mark.long
 def test_forward_mode_and_second_order():
     ids, x, weights, _ = operands(IDS["top 2"])
     tangent = random(x.shape, 5)

@@ -712,6 +712,7 @@ def test_export_of_routes_and_recipes() -> None:
     assert got[1].wgrad == recipe.wgrad and np.array_equal(got[0].order, route.order)
 
 
+@pytest.mark.long
 def test_export_of_layers() -> None:
     """A layer, and what a router did."""
     x, key = jnp.ones((4, 3)), jax.random.key(0)

@@ -493,6 +493,7 @@ np.testing.assert_array_equal(dw, np.broadcast_to(2 * np.array([7, 0, 8])[:, Non
 """
 
 
+@pytest.mark.long
 def test_symbolic_shapes() -> None:
     """B5: k, n and the number of groups may be symbolic; the ragged extent too, if bounded; else the error says so.
 
