@@ -357,11 +357,8 @@ def _prepared(
     base = (jnp.cumsum(sizes, dtype=jnp.int32) - sizes)[None] + jnp.cumsum(came, axis=0, dtype=jnp.int32) - came - begin
     place_of = jnp.take_along_axis(base, group, axis=1) + index
     place_of = jnp.where(is_full, place_of, n * each).reshape(-1)
-    order = (
-        jnp.full(n * each, n * each, jnp.int32)
-        .at[place_of]
-        .set(jnp.arange(n * each, dtype=jnp.int32), mode="drop", unique_indices=False)
-    )
+    order = jnp.full(n * each, n * each, jnp.int32)
+    order = order.at[place_of].set(jnp.arange(n * each, dtype=jnp.int32), mode="drop")
     return Exchange(
         sizes=sizes,
         dropped=dropped,

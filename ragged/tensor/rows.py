@@ -72,7 +72,7 @@ def _transpose(ct: Any, x: Any, source: Any, places: Any, *, collect: bool) -> l
 def _batch(args: Sequence[Any], axes: Sequence[Any], *, collect: bool) -> tuple[Array, int]:
     """A batch of rows is one of longer rows; batches of indices are one of more rows."""
     (x, source, places), size = args, next(a.shape[d] for a, d in zip(args, axes, strict=True) if d is not None)
-    if axes[1:] == (None, None) or list(axes[1:]) == [None, None]:
+    if list(axes[1:]) == [None, None]:
         x = jnp.moveaxis(x, axes[0], 1)  # [n, b, d]
         out = rows_p.bind(x.reshape(x.shape[0], -1), source, places, collect=collect)
         return out.reshape(out.shape[0], size, x.shape[2]), 1
