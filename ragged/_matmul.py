@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Int
 
 from ragged._errors import Site, describe, is_arraylike, is_concrete, is_count
+from ragged.backends.config import Config, Configs
 from ragged.backends.schedule import as_int32
 from ragged.product import check as _check
 from ragged.product.check import Tiling
@@ -34,6 +35,7 @@ def matmul(
     max_last: int | Any = None,
     backend: str | Any = None,
     tiling: Tiling | Any = None,
+    config: Config | Configs | Any = None,
     interpret: Any = False,
     recipe: Recipe | str | Any = None,
     out_sharding: NamedSharding | PartitionSpec | Any = None,
@@ -81,6 +83,9 @@ def matmul(
       Derivatives use the same tile for the same dim. XLA uses the entries of ragged dims and tiles the others itself.
       On a TPU, tiles of ragged dims are multiples of the dtypes' sublanes (8 for 4 bytes, 16 for 2, 32 for 1), others
       of 128, and one that VMEM can't hold is halved.
+    - `config`: a backend's record, such as `ragged.tuning.GpuConfig`, taken as it is where that backend runs; or a
+      tuple of several backends'. A `ragged.tuning.Configs` has others for the derivatives, which else choose their own.
+      By default that of `ragged.tuning.using`, of `ragged.tuning.autotune`'s cache, or of a model.
     - `interpret`: run a Pallas or Triton kernel's body on the CPU; True, or `pltpu.InterpretParams` for TPU kernels.
       XLA has nothing to interpret.
     - `recipe`: a `ragged.Recipe` or the name of a preset, for operands that aren't quantised: quantises them, and those
@@ -146,6 +151,7 @@ def product_of(
     max_last: Any = None,
     backend: Any = None,
     tiling: Any = None,
+    config: Any = None,
     interpret: Any = False,
     recipe: Any = None,
     out_sharding: Any = None,
@@ -164,7 +170,7 @@ def product_of(
     recipe = None if recipe is None else _checked_recipe(site, lhs, rhs, recipe)
     dtype = _check.result_dtype(site, _kind_of_dtype(lhs), _kind_of_dtype(rhs), preferred_element_type, existing)
     extents = (lhs.shape[-2], lhs.shape[-1], rhs.shape[-1])
-    options = _check.check_options(site, backend, precision, tiling, interpret, extents)
+    options = _check.check_options(site, backend, precision, tiling, interpret, extents, config)
     offset = _check.check_offset(site, group_offset)
     shape = _result_shape(site, layout, lhs, rhs, num_actual_groups, capacity, max_last)
     if existing is not None:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ragged.backends.base import Launch, Target
+from ragged.backends.config import in_context
 from ragged.product.layout import Product
 from ragged.product.lowering import BACKENDS, prepared
 from ragged.product.operands import Call, Epilogue, Operand, Operands, Options, Scales
@@ -44,7 +45,9 @@ def product(
 ) -> Array:
     """`axes` are the letters of `lhs`, `rhs` and the result, whose shape is `shape` without a batch axis."""
     ragged = "".join(letter for letter in "mkn" if letter in sizes)
-    options = Options(precision, backend, tiling, target.interpret, input_buffer_count)
+    options = Options(
+        precision, backend, tiling, target.interpret, input_buffer_count, configs=in_context().configs, source="using"
+    )
     call = Call(Product(*axes, ragged), shape, jnp.dtype(preferred_element_type), options, out_batch=not sum_batch)
     operands = Operand(lhs, lhs_scales), Operand(rhs, rhs_scales)
     return run(backend, Operands(*operands, sizes, group_offset, Epilogue(existing_out)), call, target)

@@ -19,6 +19,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 import ragged
 from ragged import GroupedTensor, _explain
 from ragged.backends.base import Launch, Refusal, Target
+from ragged.backends.config import TpuConfig
 from ragged.product import lowering
 from ragged.product.layout import Product
 from ragged.product.operands import Call, Operand, Operands, Options
@@ -290,7 +291,7 @@ def test_a_launch_says_what_it_costs() -> None:
         assert (launch.backend, launch.kernel, launch.source) == ("pallas_tpu", "grouped_matmul", source)
         assert launch.flops == 2 * 1000 * 256 * 384
         assert launch.bytes_accessed == 4 * (1000 * 256 + 4 * 256 * 384 + 4 + 1000 * 384)
-    assert launch.config.tiles == {"m": 64, "k": 128, "n": 128}
+    assert launch.config == TpuConfig(m=64, k=128, n=128)
     assert launch.visits == (16 + 4 - 1) * 3
 
 

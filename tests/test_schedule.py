@@ -411,10 +411,8 @@ def test_tables_of_the_tiled_kernel(letters: str, axes: tuple[str, str, str], si
     # 2. The tables.
     shapes = {term: (rows[term], width[other]) for term, (_, other) in terms.items()}
     operands = [Operand(jax.ShapeDtypeStruct(shapes[term], jnp.float32)) for term in ("lhs", "rhs")]
-    call = Call(
-        Product(*axes, letters), shapes["out"], jnp.dtype("float32"), Options(tiling=(tile, tile, tile)), out_batch=True
-    )
-    p = tiled._geometry(call, Operands(operands[0], operands[1], of_arrays(of)))
+    call = Call(Product(*axes, letters), shapes["out"], jnp.dtype("float32"), Options(), out_batch=True)
+    p = tiled._room(call, Operands(operands[0], operands[1], of_arrays(of))).fitted(dict.fromkeys("mkn", tile))
     assert p.tile == dict.fromkeys("mkn", tile)
     tables, count = jax.tree.map(np.asarray, tiled._tables(p, of_arrays(of), axes, tuple(shapes.values())))
     assert count <= p.visits == len(tables.visit)

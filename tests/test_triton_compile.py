@@ -3,6 +3,7 @@
 import math
 import re
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import ragged
 from ragged import Recipe
 from ragged.backends.base import Target
+from ragged.backends.config import VARIANTS, GpuConfig
 from ragged.backends.gpu import tiles
 from ragged.product.operands import Scales
 
@@ -117,7 +119,7 @@ def test_what_is_measured(chip: str, shape: Shape) -> None:
 def test_without_tma(monkeypatch: pytest.MonkeyPatch) -> None:
     """A configuration can ask for pointers in place of TMA: the tensor cores are the same."""
     choose, function, avals = tiles.choose, *product("forward", LARGE, jnp.dtype(jnp.bfloat16))
-    monkeypatch.setattr(tiles, "choose", lambda *args: choose(*args)._replace(tma=False))
+    monkeypatch.setattr(tiles, "choose", lambda *args: replace(choose(*args), tma=False))
     for kernel in gpu.compile_for(H200, function, *avals):
         assert not kernel.sass_counts["UTMALDG"] and kernel.sass_counts["LDGSTS"] and kernel.sass_counts["HGMMA"]
 
@@ -174,7 +176,7 @@ def measured(name: str, x: Array, w: Array, sizes: Array) -> Array:
     [
         *(("specialised", name, c) for name in ("forward", "dgrad") for c in (128, 256)),
         *(("overlapped", name, c) for name in ("forward", "dgrad", "wgrad") for c in (128, 256)),
-        *((variant, "fp8", 128) for variant in tiles.VARIANTS),  # at 256, the default kernel spills too
+        *((variant, "fp8", 128) for variant in VARIANTS),  # at 256, the default kernel spills too
     ],
 )
 def test_variants(variant: str, name: str, c: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,24 +187,27 @@ def test_variants(variant: str, name: str, c: int, monkeypatch: pytest.MonkeyPat
     """
     m, k, n, g, fp8 = 8192, 2048, 1024, 8, name == "fp8"
     specialised = variant == "specialised"
-    config = tiles.Config(
-        128, c, 128 if fp8 else 64, 4 if specialised or (c == 128 and not fp8) else 8, 3, 8, variant=variant
-    )
-    asked = []
-    monkeypatch.setattr(tiles, "choose", lambda problem, on: asked.append(problem) or config)
+    warps, asked = 4 if specialised or (c == 128 and not fp8) else 8, []
+
+    def choose(problem: tiles.Problem, on: tiles.Chip) -> GpuConfig:
+        config = problem.config(128, c, 128 if fp8 else 64, warps=warps, stages=3, variant=variant)
+        asked.append((problem, config, on))
+        return config
+
+    monkeypatch.setattr(tiles, "choose", choose)
     dtype, other = jnp.dtype(FP8 if fp8 else "bfloat16"), {"forward": (g, k, n), "wgrad": (m, n)}.get(name, (g, n, k))
     avals = Aval((m, k), dtype), Aval(other, dtype), Aval((g,), jnp.int32)
     (kernel,) = gpu.compile_for(H200, partial(measured, name), *avals)
     assert kernel.spill_bytes == 0 and kernel.sass_counts["UTMALDG"]
     assert kernel.sass_counts["QGMMA" if fp8 else "HGMMA"]
-    assert kernel.shared_bytes <= tiles.shared(asked[0], config, tiles.chip((H200, 132)))
+    assert kernel.shared_bytes <= tiles.shared(*asked[0])
     # Where fp8 is added up in float32, warps that only multiply wait for each product, as 4 do by default.
     assert not [remark for remark in kernel.remarks if "serialized" in remark] or (specialised and fp8)
     if specialised:
         assert kernel.threads == 32 * 12 and "setmaxnreg" in kernel.ptx
-        assert tiles.resident(asked[0], config, tiles.chip((H200, 132))) * kernel.threads * kernel.registers <= 65536
+        assert tiles.resident(*asked[0]) * kernel.threads * kernel.registers <= 65536
     else:
-        assert kernel.threads == 32 * config.warps and "setmaxnreg" not in kernel.ptx
+        assert kernel.threads == 32 * warps and "setmaxnreg" not in kernel.ptx
         assert kernel.sass_counts["UTMASTG"] == 2 and not kernel.sass_counts["STG"]
         # Loops around the tensor cores' first instruction: labels before it that are jumped to from behind it.
         first = kernel.ptx.index("wgmma.mma_async")
@@ -216,8 +221,9 @@ def test_variants(variant: str, name: str, c: int, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("layout", NAMES)
 def test_overlapped(layout: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """B6: of every layout, forward and backward, stores of results alone by TMA, without spills."""
-    config = tiles.Config(64, 128, 64 if dtype == "bfloat16" else 32, 4, 3, 8, variant="overlapped")
-    monkeypatch.setattr(tiles, "choose", lambda problem, on: config)
+    tile = (64, 128, 64 if dtype == "bfloat16" else 32)
+    chosen = {"warps": 4, "stages": 3, "variant": "overlapped"}
+    monkeypatch.setattr(tiles, "choose", lambda problem, on: problem.config(*tile, **chosen))
     for kernel in kernels(H200, layout, LARGE, dtype):
         assert kernel.spill_bytes == 0 and kernel.sass_counts["UTMASTG"] == 2 and not kernel.sass_counts["STG"]
 

@@ -7,6 +7,8 @@ import itertools
 import re
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,6 +20,7 @@ from jax import Array
 import ragged
 from ragged import GroupedTensor
 from ragged.backends.base import Target
+from ragged.backends.config import Configs, GpuConfig
 from ragged.backends.gpu import call as triton_call
 from ragged.backends.gpu import tiles
 from ragged.product import lowering
@@ -149,9 +152,13 @@ def test_descriptors(layout: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -
     assert used and all(static["A_TMA"] and static["B_TMA"] for static in used)
 
 
-VARIANTS = {
-    name: tiles.Config(128 if name == "specialised" else 32, 32, 32, 4, 3, 2, variant=name) for name in tiles.VARIANTS
-}
+TILES = {"overlapped": (32, 32, 32), "specialised": (128, 32, 32)}  # rows, columns, contracted
+VARIANTS = tuple(TILES)
+
+
+def chosen(variant: str, problem: tiles.Problem, on: tiles.Chip) -> GpuConfig:
+    """In place of `tiles.choose`."""
+    return problem.config(*TILES[variant], warps=4, stages=3, band=2, variant=variant)
 
 
 @pytest.fixture
@@ -174,9 +181,9 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def configured(config: tiles.Config, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What is lowered in here is for an H200, with this configuration."""
-    monkeypatch.setattr(tiles, "choose", lambda problem, on: config)
+def configured(variant: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What is lowered in here is for an H200, by a variant of the kernel."""
+    monkeypatch.setattr(tiles, "choose", partial(chosen, variant))
     return gpu.on("NVIDIA H200")
 
 
@@ -192,7 +199,7 @@ def configured(config: tiles.Config, monkeypatch: pytest.MonkeyPatch) -> Any:
 )
 def test_variants(variant: str, layout: str, dtype: str, stores: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """B4: what the default's results are: empty groups, partial tiles and bands, NaN tails, zeros where nobody is."""
-    with configured(VARIANTS[variant], monkeypatch):
+    with configured(variant, monkeypatch):
         for slack, kind in enumerate(("half_empty", "zipf")):
             shape = {"uniform": (144, 96, 80), "aligned": 16, "capacity": 272}
             case = cases.make(layout, g=3, kind=kind, slack=bool(slack), dtype=dtype, **shape)
@@ -219,7 +226,7 @@ def test_variants_of_a_shard(variant: str, offset: int, monkeypatch: pytest.Monk
         return ragged.matmul(GroupedTensor(x, dims), w, **options).data
 
     for old in (None, existing):
-        with configured(VARIANTS[variant], monkeypatch):
+        with configured(variant, monkeypatch):
             out = np.asarray(jax.jit(jax.vmap(product, in_axes=(0, None if old is None else 0)))(x, old), np.float64)
         want = (
             np.zeros((2, 272, 48))
@@ -241,7 +248,7 @@ def test_variants_with_scales(variant: str, stores: list[str], monkeypatch: pyte
     x, w = jnp.asarray(rng.normal(size=(272, 64)), fp8), jnp.asarray(rng.normal(size=(2, 48, 64)), fp8)
     of_x, of_w = rng.uniform(0.5, 2, (272, 1)), rng.uniform(0.5, 2, (2, 48, 1))
     of_x[140:] = np.nan
-    monkeypatch.setattr(tiles, "choose", lambda problem, on: VARIANTS[variant])
+    monkeypatch.setattr(tiles, "choose", partial(chosen, variant))
     out = products.grouped_matmul(
         "triton_gpu",
         x,
@@ -259,7 +266,8 @@ def test_variants_with_scales(variant: str, stores: list[str], monkeypatch: pyte
     assert set(stores) == {"TMA" if variant == "overlapped" else "pointers"}
 
 
-OVERLAPPED, SPECIALISED = (config._replace(c=64) for config in VARIANTS.values())
+OVERLAPPED = GpuConfig(m=32, n=64, k=32, warps=4, stages=3, band=2, variant="overlapped")
+SPECIALISED = replace(OVERLAPPED, m=128, variant="specialised")
 SHAPE = {"m": 256, "k": 64, "n": 128, "dtype": "bfloat16", "chip": "NVIDIA H200", "wgrad": False, "batch": 2}
 
 
@@ -268,23 +276,20 @@ SHAPE = {"m": 256, "k": 64, "n": 128, "dtype": "bfloat16", "chip": "NVIDIA H200"
     [
         (OVERLAPPED, {}, None),
         (SPECIALISED, {}, None),
-        (SPECIALISED._replace(variant="faster"), {}, "another name: 'overlapped' or 'specialised'"),
         (OVERLAPPED, {"chip": "NVIDIA B200"}, "compute capability 9.0"),
         (OVERLAPPED, {"k": 36}, "operands whose rows begin at multiples of 16 bytes"),
         (OVERLAPPED, {"k": 80}, "a contraction that is ragged, or a multiple of its tile"),
         (OVERLAPPED, {"wgrad": True}, "a result for each batch element"),
-        (OVERLAPPED._replace(r=128, c=256, k=128), {"k": 128}, "less shared memory"),
+        (replace(OVERLAPPED, m=128, n=256, k=128), {"k": 128}, "less shared memory"),
         (OVERLAPPED, {"n": 100}, "a result whose rows begin at multiples of 16 bytes"),
         (OVERLAPPED, {"m": 2**29 + 8}, "at most 2**30 rows of results"),
         (SPECIALISED, {"wgrad": True, "batch": 1}, "rows that alone are ragged, if any are"),
-        (SPECIALISED._replace(warps=8), {}, "4 warps, and a tile of 128 rows"),
-        (SPECIALISED._replace(r=64), {}, "4 warps, and a tile of 128 rows"),
+        (replace(SPECIALISED, warps=8), {}, "4 warps, and a tile of 128 rows"),
+        (replace(SPECIALISED, m=64), {}, "4 warps, and a tile of 128 rows"),
         (SPECIALISED, {"dtype": "float32"}, "operands of the same 8 or 16 bits, and no scales but of rows"),
     ],
 )
-def test_variants_that_do_not_fit(
-    config: tiles.Config, changed: dict[str, Any], needs: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_variants_that_do_not_fit(config: GpuConfig, changed: dict[str, Any], needs: str | None) -> None:
     """T10: an error, lest another program be measured."""
     m, k, n, dtype, chip, wgrad, batch = (SHAPE | changed).values()
     x, w, sizes = ((batch, m, k), dtype), ((4, n, k), dtype), ((4,), "int32")
@@ -296,7 +301,10 @@ def test_variants_that_do_not_fit(
 
     product = jax.grad(lambda *args: jnp.sum(forward(*args)), argnums=1) if wgrad else forward
     error = pytest.raises(ValueError, match=re.escape(f"the kernel's variant {config.variant!r} needs {needs}."))
-    with configured(config, monkeypatch), gpu.on(chip), error if needs else nullcontext():
+    # The wgrad's result is `[n, k]`, and its rows are contracted.
+    of_wgrad = replace(config, m=config.k, n=config.m, k=config.n)
+    using = ragged.tuning.using(Configs(config, rhs=of_wgrad))
+    with using, gpu.on(chip), error if needs else nullcontext():
         text = jax.jit(product).trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
         assert "triton_kernel_call" in text
 

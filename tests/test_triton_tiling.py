@@ -1,6 +1,7 @@
 """Tiles for GPUs: what fits, and what the model prefers. What the compiler says of them is in `test_triton_compile`."""
 
 import itertools
+from dataclasses import replace
 
 import jax.numpy as jnp
 import pytest
@@ -36,28 +37,28 @@ def test_every_choice_fits(on: triton_tiling.Chip) -> None:
             p = problem(r, c, k, itemsize=itemsize, wide=wide)
             config = choose(p, on)
             assert shared(p, config, on) <= on.shared
-            assert config.r * config.c * (1 + wide) <= 128 * 32 * config.warps
-            assert config.k >= p.least_k and refuse(dict(zip("mkn", config.tile, strict=True))) is None
+            assert config.m * config.n * (1 + wide) <= 128 * 32 * config.warps
+            assert config.k >= p.least_k and refuse(dict(zip("mkn", config.along("mkn"), strict=True))) is None
 
 
 def test_few_rows_get_flat_tiles_and_many_get_square_ones() -> None:
     """O3: a group of 8 rows isn't multiplied as 128; one of thousands is, with as many columns as registers hold."""
-    assert choose(problem(8, 14336, 4096), H200).r <= 32
-    assert choose(problem(1024, 14336, 4096), H200).tile[:2] == (128, 256)
-    assert choose(problem(1024, 14336, 4096, wide=True), H200).tile[:2] in ((128, 128), (64, 256))
+    assert choose(problem(8, 14336, 4096), H200).m <= 32
+    assert choose(problem(1024, 14336, 4096), H200).along("mn") == (128, 256)
+    assert choose(problem(1024, 14336, 4096, wide=True), H200).along("mn") in ((128, 128), (64, 256))
 
 
 def test_what_memory_bounds_is_not_cut_small() -> None:
     """O3: where every tile waits for the weights, those that are done in fewer and fuller rounds."""
     for extents in ((8, 14336, 4096), (8, 4096, 14336)):
-        assert choose(problem(*extents)._replace(by_thread=True), A100).c >= 64
+        assert choose(problem(*extents)._replace(by_thread=True), A100).n >= 64
 
 
 def test_a_tile_that_is_asked_for_is_halved_until_it_fits() -> None:
     """K7: along its longest side; the contracted one of 8-bit operands is never below what tensor cores take."""
-    assert fit(problem(512, 512, 512), (128, 64, 64), H200).tile == (128, 64, 64)
+    assert fit(problem(512, 512, 512), (128, 64, 64), H200).along("mnk") == (128, 64, 64)
     large = fit(problem(4096, 4096, 4096), (1024, 1024, 256), L4)
-    assert large.tile < (1024, 1024, 256) and shared(problem(4096, 4096, 4096), large, L4) <= L4.shared
+    assert large.along("mnk") < (1024, 1024, 256) and shared(problem(4096, 4096, 4096), large, L4) <= L4.shared
     assert fit(problem(64, 64, 64, itemsize=1), (16, 16, 16), H200).k == 32
 
 
@@ -71,4 +72,4 @@ def test_programs_at_a_time() -> None:
     p = problem(64, 64, 1024)
     config = choose(p, H200)
     assert resident(p, config, H200) > 1
-    assert [resident(p, config._replace(programs=n), H200) for n in (1, 2)] == [1, 2]
+    assert [resident(p, replace(config, programs=n), H200) for n in (1, 2)] == [1, 2]

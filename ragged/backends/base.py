@@ -27,7 +27,7 @@ no product reaches stay as they are.
 """
 
 import json
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ragged.backends import cache
 from ragged.product.operands import Call, Operands, Term
 from ragged.quant.formats import Units, accumulator_dtype
 
@@ -69,8 +70,8 @@ class Launch:
     kernel: str
     call: Call
     target: Target
-    config: Any = None  # the backend's own record: tiles, warps, ...
-    source: str = ""  # where that came from: "tiling", if it was asked for, or "model"
+    config: Any = None  # the backend's record: see `backends.config`
+    source: str = ""  # of the configuration: "tiling", "config", "using", "cache" or "model"
     flops: int | None = None  # None where an extent is symbolic
     bytes_accessed: int | None = None
     visits: int | None = None  # of tiles, at most, where they are known
@@ -91,6 +92,31 @@ KERNELS = ("batched_matmul", "grouped_matmul", "transposed_grouped_matmul", "til
 def is_empty(call: Call, x: Operands) -> bool:
     """Whether there is nothing to multiply, or no result."""
     return any(0 in shape for shape in (call.shape, *(array.shape for array in jax.tree.leaves(x))))
+
+
+def choice(
+    call: Call,
+    x: Operands,
+    target: Target,
+    backend: str,
+    legal: Callable[[Any], Refusal | None],
+    tiled: Callable[[dict[str, int]], Any],
+    model: Callable[[], Any],
+) -> tuple[Any, str] | Refusal:
+    """A backend's configuration of a product and its source, in the order of `backends.config`.
+
+    `legal` says why there can't be such a one, `tiled` makes one of a tiling, and `model` chooses.
+    """
+    options = call.options
+    if options.tiles is not None:
+        return tiled(options.tiles), "tiling"
+    if asked := options.configs.of(call.product.out, backend):
+        return legal(asked) or (asked, options.source)
+    if options.cached and not target.interpret:
+        found = cache.lookup(call, x, target.device, backend)
+        if found is not None and legal(found) is None:
+            return found, "cache"
+    return model(), "model"
 
 
 def refuse(

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from ragged._errors import Site, describe, is_arraylike, is_count
 from ragged._mesh import explicit_mesh
 from ragged.backends.base import Refusal, Target
+from ragged.backends.config import RECORDS, Configs, in_context
 from ragged.backends.schedule import as_int32
 from ragged.product import lowering
 from ragged.product.operands import Call, Operand, Operands, Options
@@ -58,7 +59,13 @@ def result_dtype(site: Site, lhs: Any, rhs: Any, preferred: Any, existing: Any) 
 
 
 def check_options(
-    site: Site, backend: Any, precision: Any, tiling: Any, interpret: Any, extents: tuple[Any, Any, Any]
+    site: Site,
+    backend: Any,
+    precision: Any,
+    tiling: Any,
+    interpret: Any,
+    extents: tuple[Any, Any, Any],
+    config: Any = None,
 ) -> Options:
     """The options of a call whose product is `extents = (m, k, n)`."""
     # Which looks for packages, so not for every call.
@@ -102,7 +109,23 @@ def check_options(
             )
         tiling = tuple(int(t) for t in tiling)
     precision = tuple(precision) if isinstance(precision, list) else precision
-    return Options(precision=precision, backend=backend, tiling=tiling, interpret=interpret)
+    configs, cached = in_context()
+    if config is not None:
+        if tiling is not None:
+            site.fail(ValueError, "`config` and `tiling`.", "Pass one of them: a configuration has tiles.")
+        configs = Configs.checked(site, config)
+        if backend is not None and configs.out and all(each.backend != backend for each in configs.out):
+            problem = f"`config` is {configs.out[0]!r}, for backend {configs.out[0].backend!r}, not {backend!r}."
+            site.fail(ValueError, problem, f"Pass a `{RECORDS[backend].__name__}`.")
+    return Options(
+        precision=precision,
+        backend=backend,
+        tiling=tiling,
+        interpret=interpret,
+        configs=configs,
+        source="" if configs == Configs() else "using" if config is None else "config",
+        cached=cached,
+    )
 
 
 def check_plan(site: Site, x: Operands, call: Call, casts: tuple[Any, Any] = (None, None)) -> None:

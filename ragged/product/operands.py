@@ -12,6 +12,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from ragged._mesh import explicit_spec
+from ragged.backends.config import Configs, TpuConfig
 from ragged.product.layout import Product
 
 
@@ -61,18 +62,23 @@ class Operands(NamedTuple):
 
 
 class Options(NamedTuple):
-    """How a product is computed. `tiling` has one entry for each of `m`, `k`, `n`."""
+    """How a product is computed. `tiling` has one entry for each of `m`, `k`, `n`; it counts before `configs`."""
 
     precision: Any = None
     backend: str | None = None
     tiling: tuple[int, int, int] | None = None
     interpret: Any = False
     input_buffer_count: int = 2
+    configs: Configs = Configs()  # each a tuple of records
+    source: str = ""  # where they come from
+    cached: bool = True  # whether what was measured counts, where there is none of them
 
     @property
     def calls_back(self) -> bool:
         """Whether the kernel is interpreted by callbacks: an effect of the program that it is part of."""
-        deep = not isinstance(self.interpret, bool) or (self.interpret and self.input_buffer_count > 2)
+        records = [each for some in self.configs for each in some or () if isinstance(each, TpuConfig)]
+        buffers = max(self.input_buffer_count, *(each.buffers for each in records), 2)
+        deep = not isinstance(self.interpret, bool) or (self.interpret and buffers > 2)
         return self.backend == "pallas_tpu" and deep
 
     @property

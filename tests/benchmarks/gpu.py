@@ -20,10 +20,10 @@ import importlib.metadata
 import json
 import os
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import product as cartesian
 from typing import Any, NamedTuple
@@ -40,6 +40,7 @@ from jax import Array, lax
 
 import ragged
 from ragged.backends.base import Target
+from ragged.backends.config import VARIANTS, GpuConfig
 from ragged.backends.gpu import tiles as triton_tiling
 from ragged.product.operands import Scales
 from tests import products
@@ -319,37 +320,11 @@ def differences(runs: dict[str, Variant], sizes: np.ndarray) -> dict[str, float 
     return found
 
 
-class Wanted(threading.local):
-    """In place of the library's choice of a configuration: this thread's own; and what it was asked."""
-
-    config: triton_tiling.Config | None = None
-    asked: tuple[triton_tiling.Problem, triton_tiling.Chip] | None = None
-    default = staticmethod(triton_tiling.choose)
-
-    def choose(self, problem: triton_tiling.Problem, on: triton_tiling.Chip) -> triton_tiling.Config:
-        self.asked = problem, on
-        return self.config or self.default(problem, on)
-
-
-def candidates(problem: triton_tiling.Problem, on: triton_tiling.Chip) -> list[triton_tiling.Config]:
-    """Configurations that fit shared memory and registers, the widest first."""
-    depths = [x // problem.itemsize for x in (128, 256)]
-    tried = cartesian((128, 64, 256, 32, 16), (256, 128, 64), depths, (8, 4), (4, 3))
-    totals = 2 if problem.wide else 1
-    return [
-        config
-        for config in (triton_tiling.Config(*x) for x in tried)
-        if triton_tiling.shared(problem, config, on) <= on.shared
-        and 8 <= config.r * config.c * totals // (32 * config.warps) <= 128  # registers of a thread
-        and config.r <= max(16, 2 * problem.r)
-    ]
-
-
-def variants_of_the_kernel(problem: triton_tiling.Problem, on: triton_tiling.Chip) -> list[triton_tiling.Config]:
+def variants_of_the_kernel(problem: triton_tiling.Problem, on: triton_tiling.Chip) -> list[GpuConfig]:
     """The kernel's variants, in tiles for which they are made; where one can't run, that is noted."""
-    tried = cartesian(triton_tiling.VARIANTS, (256, 128), (4, 3))
+    tried = cartesian(VARIANTS, (256, 128), (4, 3))
     configs = [
-        triton_tiling.Config(
+        problem.config(
             128,
             c,
             128 // problem.itemsize,
@@ -362,40 +337,33 @@ def variants_of_the_kernel(problem: triton_tiling.Problem, on: triton_tiling.Chi
     return [config for config in configs if triton_tiling.shared(problem, config, on) <= on.shared]
 
 
-Tried = Callable[[triton_tiling.Config, triton_tiling.Problem, triton_tiling.Chip], list[triton_tiling.Config]]
+Tried = Callable[[GpuConfig, triton_tiling.Problem, triton_tiling.Chip], list[GpuConfig]]
 
 
-def others(
-    chosen: triton_tiling.Config, problem: triton_tiling.Problem, on: triton_tiling.Chip
-) -> list[triton_tiling.Config]:
+def others(chosen: GpuConfig, problem: triton_tiling.Problem, on: triton_tiling.Chip) -> list[GpuConfig]:
     """What is tried beside the library's choice."""
-    first = [chosen._replace(band=band) for band in (1, 4, 16)] + variants_of_the_kernel(problem, on)
-    return (first + candidates(problem, on))[:72]
-
-
-def label(config: triton_tiling.Config) -> str:
-    """`128x256x64 warps 8 stages 4`, and what else isn't as usual."""
-    usual = config._field_defaults
-    more = (f"{key} {x}" for key, x in config._asdict().items() if key in usual and x != usual[key])
-    return " ".join([f"{config.r}x{config.c}x{config.k} warps {config.warps} stages {config.stages}", *more])
+    first = [replace(chosen, band=band) for band in (1, 4, 16)] + variants_of_the_kernel(problem, on)
+    return (first + triton_tiling.ranked(problem, on)[1:])[:72]
 
 
 def tune(product: str, data: Data, sizes: np.ndarray, setting: Setting, tried: Tried = others) -> dict[str, Any]:
     """The seconds of the default configuration, and of others."""
-    operands, wanted = [getattr(data, name) for name in OPERANDS[product]], Wanted()
+    operands, asked = [getattr(data, name) for name in OPERANDS[product]], []
+    choose = triton_tiling.choose
 
-    def attempt(config: triton_tiling.Config | None) -> Variant | str:
-        wanted.config = config
+    def attempt(config: GpuConfig | None) -> Variant | str:
         try:
-            return compiled(ours(product, setting.dry), operands, sizes, data.flops)
+            with ragged.tuning.using(*([] if config is None else [config]), cached=False):
+                return compiled(ours(product, setting.dry), operands, sizes, data.flops)
         except Exception as error:
             return reason(error)
 
-    with mock.patch.object(triton_tiling, "choose", wanted.choose), ThreadPoolExecutor(12) as pool:
+    with mock.patch.object(triton_tiling, "choose", lambda *problem: asked.append(problem) or choose(*problem)):
         first = attempt(None)
-        assert wanted.asked is not None, first
-        chosen = wanted.default(*wanted.asked)
-        configs = {label(config): config for config in tried(chosen, *wanted.asked)}
+    assert asked, first
+    chosen = choose(*asked[0])
+    configs = {str(config): config for config in tried(chosen, *asked[0])}
+    with ThreadPoolExecutor(12) as pool:
         configs = {name: config for name, config in configs.items() if name not in setting.skip}
         names = list(configs)[: 2 if setting.dry else None]
         made = {"default": first, **dict(zip(names, pool.map(attempt, map(configs.__getitem__, names)), strict=True))}
@@ -404,8 +372,8 @@ def tune(product: str, data: Data, sizes: np.ndarray, setting: Setting, tried: T
     seconds = {name: row["seconds"] for name, row in figures.items() if "seconds" in row}
     best = min(seconds, key=lambda name: seconds[name])
     return {
-        "problem": wanted.asked[0]._asdict(),
-        "default": label(chosen),
+        "problem": asked[0][0]._asdict(),
+        "default": str(chosen),
         "best": best,
         "best_over_default": seconds["default"] / seconds[best],
         "seconds": dict(sorted(seconds.items(), key=lambda item: item[1])),

@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ import jax
 import numpy as np
 
 import ragged
+from ragged.backends.config import GpuConfig
 from ragged.backends.gpu import call as triton_call
 from ragged.backends.gpu import tiles
 from tests import cases, gpu, oracle
@@ -69,7 +71,7 @@ def launch(step: Step) -> Iterator[Row]:
     start = time.perf_counter()
     with (
         gpu.on("NVIDIA H200") if step["dry"] else nullcontext(),
-        mock.patch.object(tiles, "choose", lambda *a: choose(*a)._replace(tma=step["by"] == "tma")),
+        mock.patch.object(tiles, "choose", lambda *a: replace(choose(*a), tma=step["by"] == "tma")),
         mock.patch.object(triton_call.load(), "triton_call", poisoned),
     ):
         out = jax.block_until_ready(jax.jit(partial(ragged.matmul, **options))(case.lhs, case.rhs))
@@ -111,14 +113,15 @@ def test(step: Step) -> Iterator[Row]:
     }
 
 
-def sweep(chosen: tiles.Config, problem: tiles.Problem, on: tiles.Chip) -> list[tiles.Config]:
+def sweep(chosen: GpuConfig, problem: tiles.Problem, on: tiles.Chip) -> list[GpuConfig]:
     """The library's choice with one thing changed, the kernel's variants, other tiles in all stages and warps that
     fit."""
     one = [
-        chosen._replace(**{name: x})
+        replace(chosen, **{name: x})
         for name, values in {"programs": (1, 2), "band": (1, 4, 16), "tma": (False,)}.items()
         for x in values
     ]
+    (depth,) = chosen.along(problem.letters[2])
     tried = itertools.product(((128, 128), (128, 256), (256, 128), (64, 256)), (4, 8), (4, 3, 5, 2))
     return (
         one
@@ -126,7 +129,7 @@ def sweep(chosen: tiles.Config, problem: tiles.Problem, on: tiles.Chip) -> list[
         + [
             config
             for (r, c), warps, stages in tried
-            if tiles.shared(problem, config := tiles.Config(r, c, chosen.k, warps, stages), on) <= on.shared
+            if tiles.shared(problem, config := problem.config(r, c, depth, warps=warps, stages=stages), on) <= on.shared
             and r * c * (2 if problem.wide else 1) // (32 * warps) <= 128  # registers of a thread
         ]
     )

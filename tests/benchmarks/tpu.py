@@ -248,16 +248,15 @@ def tiled(product: Tiled, device: Device) -> Kernel:
 
     dims: Any = dict.fromkeys(product.letters, jax.ShapeDtypeStruct((product.groups,), jnp.int32))
 
-    def problem(terms: tuple[Any, ...], tiling: Any) -> Any:
+    def problem(terms: tuple[Any, ...], tile: Any) -> Any:
         lhs, rhs, out = terms
-        call = Call(
-            Product(*product.axes, product.letters), out.shape, out.dtype, Options(tiling=tiling), out_batch=True
-        )
-        return module._geometry(call, Operands(Operand(lhs), Operand(rhs), dims))
+        call = Call(Product(*product.axes, product.letters), out.shape, out.dtype, Options(), out_batch=True)
+        room = module._room(call, Operands(Operand(lhs), Operand(rhs), dims))
+        return room.fitted(tile) if tile else room.chosen()
 
     tile = problem(product.buffers, None).tile
     lhs, rhs, out = (jax.ShapeDtypeStruct((product.size + x.shape[0], x.shape[1]), x.dtype) for x in product.buffers)
-    p = problem((lhs, rhs, out), tuple(tile[letter] for letter in "mkn"))
+    p = problem((lhs, rhs, out), tile)
     # How many tiles of each letter a group visits, each for all of the next letter's.
     aligned, size = module._aligned(product.axes), product.size
     each = {x: size // tile[x] + (x in aligned) if x in product.letters else 1 for x in (p.column, p.row, p.contracted)}

@@ -7,6 +7,7 @@ Tiles are loaded by TMA on Hopper and Blackwell wherever an operand's rows begin
 """
 
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ from ragged.backends.base import (
     Launch,
     Refusal,
     Target,
+    choice,
     cost,
     kernel_metadata,
     precision_name,
@@ -25,9 +27,10 @@ from ragged.backends.base import (
     scale_ways,
     too_old,
 )
+from ragged.backends.config import GpuConfig
 from ragged.backends.gpu import call as triton_call
 from ragged.backends.gpu import tiles
-from ragged.backends.gpu.tiles import Chip, Config, Problem
+from ragged.backends.gpu.tiles import Chip, Problem
 from ragged.product.layout import Product
 from ragged.product.operands import Call, Operands, Term
 from ragged.quant.formats import FORMATS, accumulator_dtype, compute_dtype
@@ -118,18 +121,29 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
         slow=dot.dtype == jnp.float32 and dot.precision == "ieee",
         by_thread=not (chip.has_tma and _is_aligned(a) and _is_aligned(b)),
         ragged=len(sizes) == 3,
+        letters=r + c + k,
     )
-    asked = call.options.tiles
-    config = tiles.fit(tiled, (asked[r], asked[c], asked[k]), chip) if asked else tiles.choose(tiled, chip)
-    for term, way in zip((a, b), ways, strict=True):
-        if way == "step":  # which lies in one block
-            config = config._replace(k=math.gcd(config.k, term.block(k) or 0))
     details = _Details(tiled, chip, dot, jnp.dtype(stored), held, elements, summed)
-    if config.variant and (needs := _variant_needs(config, details, call, sizes, (a, b))):
-        # An error, lest another program be measured; but not before it is known which GPU it is for.
-        mend = "The kernel without a variant doesn't." if target.device else ""
-        return Refusal(f"the kernel's variant {config.variant!r} needs {needs}.", mend)
-    rows_of_tiles = -(-call.shape[-2] // config.r)
+    # A step lies in one block of the scales that change with it.
+    block = math.gcd(*(term.block(k) or 0 for term, way in zip((a, b), ways, strict=True) if way == "step"))
+
+    def in_blocks(config: GpuConfig) -> GpuConfig:
+        return replace(config, **{k: math.gcd(config.along(k)[0], block)})
+
+    found = choice(
+        call,
+        x,
+        target,
+        "triton_gpu",
+        legal=lambda config: _illegal(config, details, block, call, sizes, (a, b), target),
+        tiled=lambda asked: in_blocks(tiles.fit(tiled, (asked[r], asked[c], asked[k]), chip)),
+        model=lambda: in_blocks(tiles.choose(tiled, chip)),
+    )
+    if isinstance(found, Refusal):
+        return found
+    config, source = found
+    tile_r, tile_c = config.along(r + c)
+    rows_of_tiles = -(-call.shape[-2] // tile_r)
     # A result that packs its rows has a tile more for each group that doesn't fill its last.
     count = rows_of_tiles + min(held, call.shape[-2]) + 1 if r in sizes else rows_of_tiles * held
     return Launch(
@@ -138,8 +152,8 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
         call,
         target,
         config=config,
-        source="tiling" if asked else "model",
-        visits=elements * count * -(-call.shape[-1] // config.c),
+        source=source,
+        visits=elements * count * -(-call.shape[-1] // tile_c),
         details=details,
         **cost(call, x),
     )
@@ -171,18 +185,53 @@ def _refuse(call: Call, x: Operands, target: Target) -> Refusal | None:
     return tiles.refuse(call.options.tiles) if call.options.tiles else None
 
 
-def _variant_needs(config: Config, of: _Details, call: Call, sizes: Any, terms: tuple[Term, Term]) -> str:
+def _illegal(
+    config: GpuConfig,
+    of: _Details,
+    block: int,
+    call: Call,
+    sizes: Any,
+    terms: tuple[Term, Term],
+    target: Target,
+) -> Refusal | None:
+    """Why the kernel can't have this configuration."""
+    (r, c), k = call.product.out, call.product.contracted
+    if refusal := tiles.refuse(dict(zip("mkn", config.along("mkn"), strict=True))):
+        return refusal
+    tile_r, tile_c, tile_k = config.along(r + c + k)
+    if tile_k < of.tiled.least_k or (block and block % tile_k):
+        most = f", and divide {block}, the extent of a block of scales" if block else ""
+        return Refusal(
+            f"tile_{k}={tile_k} of the contracted dim.", f"It must be a power of two, {of.tiled.least_k} or more{most}."
+        )
+    # An error, lest another program be measured; but not before it is known which GPU it is for.
+    known = target.device is not None
+    if config.variant and (needs := _variant_needs(config, of, call, sizes, terms)):
+        mend = "The kernel without a variant doesn't." if known else ""
+        return Refusal(f"the kernel's variant {config.variant!r} needs {needs}.", mend)
+    totals = tile_r * tile_c * (2 if of.tiled.wide else 1) // (32 * config.warps)
+    taken = tiles.shared(of.tiled, config, of.chip)
+    for what, needed, most in (
+        ("bytes of shared memory", taken, of.chip.shared),
+        ("registers a thread for sums", totals, tiles.MOST_TOTALS),
+    ):
+        if needed > most:
+            mend = "Take smaller tiles, fewer stages or more warps." if known else ""
+            return Refusal(f"{config} takes {needed} {what}, of {most}.", mend)
+    return None
+
+
+def _variant_needs(config: GpuConfig, of: _Details, call: Call, sizes: Any, terms: tuple[Term, Term]) -> str:
     """What a variant of the kernel lacks here; "" if nothing."""
     (r, _), k, (a, b) = call.product.out, call.product.contracted, terms
-    if config.variant not in tiles.VARIANTS:
-        return "another name: 'overlapped' or 'specialised'"
+    tile_r, tile_k = config.along(r + k)
     needs = {
         "compute capability 9.0": of.chip.capability == 90,
         "TMA": config.tma,
         "operands whose rows begin at multiples of 16 bytes": _is_aligned(a) and _is_aligned(b),
         "a result for each batch element": of.summed == 1,
         "a contraction that is ragged, or a multiple of its tile": k in sizes
-        or a.extent(k) == b.extent(k) == a.extent(k) // config.k * config.k,
+        or a.extent(k) == b.extent(k) == a.extent(k) // tile_k * tile_k,
         "less shared memory": tiles.shared(of.tiled, config, of.chip) <= of.chip.shared,
     }
     if config.variant == "overlapped":
@@ -190,7 +239,7 @@ def _variant_needs(config: Config, of: _Details, call: Call, sizes: Any, terms: 
         needs["at most 2**30 rows of results"] = of.elements * math.prod(call.shape[:-1]) <= 1 << 30
     else:
         needs["rows that alone are ragged, if any are"] = set(sizes) <= {r}
-        needs["4 warps, and a tile of 128 rows"] = (config.warps, config.r) == (4, 128)
+        needs["4 warps, and a tile of 128 rows"] = (config.warps, tile_r) == (4, 128)
         needs["operands of the same 8 or 16 bits, and no scales but of rows"] = (
             of.dot.dtype.itemsize <= 2 and not of.dot.cast and not {"tile", "step"} & {*of.dot.ways}
         )
@@ -261,7 +310,7 @@ def run(launch: Launch, x: Operands) -> Array:
         for term in call.terms(x)
     )
     packed, num_groups, (rows, columns) = r in sizes, x.num_groups, call.shape[-2:]
-    has_tma = chip.has_tma and config.tma
+    has_tma, (tile_r, tile_c, tile_k) = chip.has_tma and config.tma, config.along(r + c + k)
 
     # 1. The kernel's parameters.
     batch = (elements,) if call.out_batch and call.batch(x) is not None else ()
@@ -288,16 +337,16 @@ def run(launch: Launch, x: Operands) -> Array:
         "OUT_STRIDES": (rows * columns * (1 if packed else held), 0 if packed else rows * columns, columns),
         "OUT_EXTENTS": (rows, columns),
         "SUMMED": summed,
-        "TILE_R": config.r,
-        "TILE_C": config.c,
-        "TILE_K": config.k,
+        "TILE_R": tile_r,
+        "TILE_C": tile_c,
+        "TILE_K": tile_k,
         "BAND": config.band,
         "WIDTH": max(16, 1 << (num_groups - 1).bit_length()),
         "COMMON": dot.dtype if dot.cast else None,
         "ACCUMULATOR": dot.accumulator,
         "PRECISION": dot.precision,
         "ADDS": x.epilogue.existing is not None,
-        "LONGEST": min(_LONGEST_FP8_SUM, config.k) if dot.is_fp8 else 0,
+        "LONGEST": min(_LONGEST_FP8_SUM, tile_k) if dot.is_fp8 else 0,
         "VARIANT": config.variant,
     }
 
@@ -306,7 +355,7 @@ def run(launch: Launch, x: Operands) -> Array:
     existing = x.epilogue.existing
     existing = None if existing is None else existing.astype(stored).reshape(out.shape)
     is_transposed = launch.kernel == "grouped_matmul" and b.letters[1] == k
-    name, tile = launch.kernel + "_transposed" * is_transposed, {r: config.r, c: config.c, k: config.k}
+    name, tile = launch.kernel + "_transposed" * is_transposed, {r: tile_r, c: tile_c, k: tile_k}
     dtypes = (a.data.dtype, b.data.dtype, stored)
     with jax.named_scope(f"ragged_{name}"):
         return triton_call.call(
@@ -316,7 +365,7 @@ def run(launch: Launch, x: Operands) -> Array:
             existing=existing,
             grid=(min(launch.visits // elements, programs), elements),
             config=config,
-            name=f"{name}_{config.r}x{config.k}x{config.c}",
+            name=f"{name}_{tile_r}x{tile_k}x{tile_c}",
             metadata=kernel_metadata((a.letters, b.letters, p.out), tile, dtypes, held),
             cost={"flops": launch.flops, "bytes_accessed": launch.bytes_accessed},
             chip=chip,

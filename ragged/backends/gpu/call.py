@@ -18,7 +18,8 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jaxlib import gpu_triton
 from jaxlib.plugin_support import import_from_plugin
 
-from ragged.backends.gpu.tiles import Chip, Config
+from ragged.backends.config import GpuConfig
+from ragged.backends.gpu.tiles import Chip
 
 
 def missing() -> str:
@@ -116,7 +117,7 @@ def call(
     *,
     existing: Array | None,
     grid: tuple[int, int],
-    config: Config,
+    config: GpuConfig,
     name: str,
     metadata: dict[str, str],
     cost: dict[str, Any],

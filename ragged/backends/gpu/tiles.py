@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from ragged.backends.base import Refusal
+from ragged.backends.config import GpuConfig
 
 SMALLEST = 16
 """A tile's least extent: what a tensor core multiplies at once."""
@@ -79,7 +80,10 @@ def _capability(kind: str) -> int:
 
 
 class Problem(NamedTuple):
-    """One product to be tiled: `[r, k] × [k, c]` for each of `groups`, with the extents that a group has on average."""
+    """One product to be tiled: `[r, k] × [k, c]` for each of `groups`, with the extents that a group has on average.
+
+    `r` and `c` are the rows and columns of the result as it is stored.
+    """
 
     r: int
     c: int
@@ -92,28 +96,15 @@ class Problem(NamedTuple):
     slow: bool = False  # float32 without tensor cores
     by_thread: bool = False  # an operand is loaded element by element, each thread holding its addresses
     ragged: bool = False  # in all three letters, each with its place and its end
+    letters: str = "mnk"  # the product's, of `r`, `c` and `k`
+
+    def config(self, r: int, c: int, k: int, **others: Any) -> GpuConfig:
+        """One with such a tile."""
+        return GpuConfig(**dict(zip(self.letters, (r, c, k), strict=True)), **others)
 
 
-VARIANTS = ("overlapped", "specialised")
-"""Other ways for the kernel to do the same: see docs/gpu.md. None is chosen before they have been measured."""
-
-
-class Config(NamedTuple):
-    """How a kernel is compiled and launched."""
-
-    r: int
-    c: int
-    k: int
-    warps: int
-    stages: int  # tiles of each operand in flight
-    band: int = 8
-    programs: int = 0  # that a multiprocessor runs at a time; 0 for as many as fit
-    tma: bool = True  # whether TMA loads tiles, where it can
-    variant: str = ""  # or one of `VARIANTS`
-
-    @property
-    def tile(self) -> tuple[int, int, int]:
-        return self.r, self.c, self.k
+MOST_TOTALS = 128
+"""Registers of a thread that may hold sums; it has 255."""
 
 
 def least_k(*operands: Any) -> int:
@@ -121,14 +112,15 @@ def least_k(*operands: Any) -> int:
     return 32 if all(jnp.dtype(dtype).itemsize == 1 for dtype in operands) else SMALLEST
 
 
-def shared(problem: Problem, config: Config, on: Chip) -> int:
+def shared(problem: Problem, config: GpuConfig, on: Chip) -> int:
     """Bytes of shared memory that a kernel takes, at most: tiles in flight, or the result on its way to memory."""
     # Blackwell's tensor cores want float32 in one order; Triton turns tiles in shared memory.
     turned = 2 if on.capability >= 100 and problem.itemsize == 4 else 0
-    loaded = (config.stages + turned) * (config.r + config.c) * config.k * problem.itemsize
+    r, c, k = config.along(problem.letters)
+    loaded = (config.stages + turned) * (r + c) * k * problem.itemsize
     if config.variant:  # the next tile's operands come while a half of the result is on its way
-        return loaded + config.r * config.c * problem.result // 2 + 1024
-    return max(loaded, config.r * config.c * 4 // (1 if problem.slow else 2)) + 1024
+        return loaded + r * c * problem.result // 2 + 1024
+    return max(loaded, r * c * 4 // (1 if problem.slow else 2)) + 1024
 
 
 def refuse(tile: dict[str, int]) -> Refusal | None:
@@ -143,7 +135,7 @@ def refuse(tile: dict[str, int]) -> Refusal | None:
     )
 
 
-def fit(problem: Problem, tile: tuple[int, int, int], on: Chip) -> Config:
+def fit(problem: Problem, tile: tuple[int, int, int], on: Chip) -> GpuConfig:
     """A configuration for a tile that was asked for, halved along its longest side until it fits."""
     r, c, k = tile
     config = _config(problem, r, c, k, on)
@@ -155,7 +147,7 @@ def fit(problem: Problem, tile: tuple[int, int, int], on: Chip) -> Config:
 
 
 @cache
-def choose(problem: Problem, on: Chip) -> Config:
+def choose(problem: Problem, on: Chip) -> GpuConfig:
     """The configuration with the least time by a model: see `_seconds`."""
     widths = (SMALLEST, 32) if problem.slow else (32, 64, 128, 256)
     heights = (SMALLEST, 32) if problem.slow else (16, 32, 64, 128)
@@ -165,26 +157,43 @@ def choose(problem: Problem, on: Chip) -> Config:
     return min((c for c in configs if c is not None), key=lambda config: _seconds(problem, config, on))
 
 
-def _config(p: Problem, r: int, c: int, k: int, on: Chip) -> Config | None:
+def ranked(problem: Problem, on: Chip) -> list[GpuConfig]:
+    """Configurations to try: what `choose` takes, and then other tiles, warps and stages that fit, best by the model
+    first."""
+    first = choose(problem, on)
+    depths = {*first.along(problem.letters[2]), 128 // problem.itemsize, 64 // problem.itemsize}
+    tried = itertools.product((16, 32, 64, 128, 256), (16, 32, 64, 128, 256), sorted(depths), (4, 8), (3, 4, 2))
+    rest = []
+    for r, c, k, warps, stages in tried:
+        config = problem.config(r, c, max(k, problem.least_k), warps=warps, stages=stages)
+        totals = r * c * (2 if problem.wide else 1) // (32 * warps)
+        small = 32 * 32 if problem.slow else 256 * 256
+        fits = 8 <= totals <= MOST_TOTALS and r * c <= small and shared(problem, config, on) <= on.shared
+        if fits and r <= max(SMALLEST, 2 * problem.r) and config != first and config not in rest:
+            rest.append(config)
+    return [first, *sorted(rest, key=lambda config: _seconds(problem, config, on))]
+
+
+def _config(p: Problem, r: int, c: int, k: int, on: Chip) -> GpuConfig | None:
     """Warps and stages for a tile; None if it fits neither registers nor shared memory."""
     k = max(k, p.least_k)
-    # A thread has 255 registers. Hopper's and Blackwell's tensor cores read operands from shared memory, which leaves
-    # 128 for the total, or for it and a tile's own product. Where fragments of operands are held too (before Hopper,
+    # Hopper's and Blackwell's tensor cores read operands from shared memory, which leaves half of a thread's registers
+    # for the total, or for it and a tile's own product. Where fragments of operands are held too (before Hopper,
     # and of float32, which is turned on the way), or their addresses, or where all three
     # letters are ragged, half of that.
     crowded = not on.has_tma or p.by_thread or p.ragged or p.itemsize >= 4
-    totals, each = r * c * (2 if p.wide else 1), 64 if crowded else 128
+    totals, each = r * c * (2 if p.wide else 1), MOST_TOTALS // 2 if crowded else MOST_TOTALS
     warps = 8 if totals > each * 128 or (p.slow and totals > 32 * 32) else 4
     if totals > each * 32 * warps:
         return None
     for stages in (4, 3, 2):
-        config = Config(r, c, k, warps, stages)
+        config = p.config(r, c, k, warps=warps, stages=stages)
         if shared(p, config, on) <= on.shared:
             return config
     return None
 
 
-def resident(problem: Problem, config: Config, on: Chip) -> int:
+def resident(problem: Problem, config: GpuConfig, on: Chip) -> int:
     """How many programs a multiprocessor runs at a time: as many as its shared memory and its registers hold."""
     warps = 3 * config.warps if config.variant == "specialised" else config.warps
     return config.programs or min(16 // warps, max(1, on.shared // shared(problem, config, on)))
@@ -197,19 +206,20 @@ _L2 = 5.5e12
 """Bytes a second that an H100's second-level cache serves; other chips' in proportion to their multiprocessors."""
 
 
-def _seconds(p: Problem, config: Config, on: Chip) -> tuple[float, float]:
+def _seconds(p: Problem, config: GpuConfig, on: Chip) -> tuple[float, float]:
     """What the model says a configuration takes: rounds of tiles, of which each has a price, or the bytes of memory.
 
     Where the bytes take longer than many of them, the second number decides: when the last whole round is over.
     """
     # Sizes are even by the model; they rarely are, so half a tile more.
-    rows = max(1.0, p.r / config.r + (0.5 if p.r > config.r else 0.0))
-    tiles = p.groups * rows * -(-p.c // config.c)
+    r, c, _ = config.along(p.letters)
+    rows = max(1.0, p.r / r + (0.5 if p.r > r else 0.0))
+    tiles = p.groups * rows * -(-p.c // c)
     # Tensor cores are fed from shared memory: narrow tiles starve them. Below 64 rows, Hopper's are not used in full.
-    rate = min(1.0, 0.4 + config.r / 200) * min(1.0, 0.35 + config.c / 256) * on.flops / on.multiprocessors
-    compute = 2 * config.r * config.c * p.k / rate * (1 if p.itemsize > 1 else 0.5)
-    cached = (config.r + config.c) * p.k * p.itemsize / (_L2 / 132)
-    tile = max(compute, cached) + _LATENCY + config.r * config.c * p.result / (on.bandwidth / on.multiprocessors) / 2
+    rate = min(1.0, 0.4 + r / 200) * min(1.0, 0.35 + c / 256) * on.flops / on.multiprocessors
+    compute = 2 * r * c * p.k / rate * (1 if p.itemsize > 1 else 0.5)
+    cached = (r + c) * p.k * p.itemsize / (_L2 / 132)
+    tile = max(compute, cached) + _LATENCY + r * c * p.result / (on.bandwidth / on.multiprocessors) / 2
     per_chip = on.multiprocessors * min(2, resident(p, config, on))
     rounds = max(1.0, tiles / per_chip)
     busy = rounds * tile * per_chip / on.multiprocessors if tiles > on.multiprocessors else tile

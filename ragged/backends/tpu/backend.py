@@ -14,14 +14,15 @@ visit's rows that are not the group's are never multiplied, a chunk at a time, o
 
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from ragged.backends import schedule
-from ragged.backends.base import KERNELS, Launch, Refusal, Target, cost, finish, refuse, scale_ways, too_old
+from ragged.backends.base import KERNELS, Launch, Refusal, Target, choice, cost, finish, refuse, scale_ways, too_old
+from ragged.backends.config import TpuConfig
 from ragged.backends.schedule import Visits
 from ragged.backends.tpu import scales as tpu_scales
 from ragged.backends.tpu import tiled, tiles
@@ -43,36 +44,39 @@ _TAKES = (*KERNELS, "scales", "offset", "batch", "existing")
 _PRECISIONS = ("none", "default", "high", "highest", "bfloat16", "float32", "fastest")
 
 
-class Config(NamedTuple):
-    """How a kernel with one ragged letter, or none, is compiled."""
-
-    tiles: dict[str, int]  # by letter
-    order: str  # the letters of the problem's rows, `a` and `b`
-    buffers: int  # of each streamed operand
-
-    @property
-    def tile(self) -> tuple[int, int, int]:
-        rows, a, b = (self.tiles[letter] for letter in self.order)
-        return rows, a, b
-
-
 def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
     """How a kernel runs a product: see `ragged.backends.base`."""
     if refusal := _refuse(call, x, target):
         return refusal
     if call.product.kernel == "tiled_matmul":
         return tiled.plan(call, x, target)
-    (tiled_, ways, lanes), order = _details(call, x)
-    chip, asked = tiles.chip(target.device), call.options.tiles
-    rows, a, b = (asked[letter] for letter in order) if asked else tiles.choose(tiled_, chip)
-    rows, a, b = tiles.fit(tiled_, (rows, a, b), chip)
+    details, chip = _details(call, x), tiles.chip(target.device)
+    tiled_, lanes = details.tiled, details.lanes
+
+    def config(tile: Any) -> TpuConfig:
+        rows, a, b = tiles.fit(tiled_, tile, chip)
+        if lanes is not None and a < tiled_.a:
+            a = tiles.round_up(a, lanes)  # a tile ends where a block of scales does
+        return TpuConfig(**dict(zip(tiled_.letters, (rows, a, b), strict=True)), buffers=tiled_.buffers)
+
+    found = choice(
+        call,
+        x,
+        target,
+        "pallas_tpu",
+        legal=lambda config: _illegal(config, details, chip, call, x, target),
+        tiled=lambda asked: config(tuple(asked[letter] for letter in tiled_.letters)),
+        model=lambda: config(tiles.choose(tiled_, chip)),
+    )
+    if isinstance(found, Refusal):
+        return found
+    (rows, a, b), source = found[0].along(tiled_.letters), found[1]
+    tiled_ = tiled_._replace(buffers=found[0].buffers)
     if tiles.vmem(tiled_, (rows, a, b)) > chip.vmem:
         return Refusal(
             f"`input_buffer_count` is {tiled_.buffers}: so many buffers don't fit into a TPU's VMEM.",
             "Take fewer: 2 is the default, 3 or 4 hide more latency.",
         )
-    if lanes is not None and a < tiled_.a:
-        a = tiles.round_up(a, lanes)  # a tile ends where a block of scales does
     if tiles.smem(tiled_, (rows, a, b)) > tiles.SMEM:
         return Refusal(f"{tiled_.groups} groups in {tiled_.rows} rows: more than a TPU's scalar memory can list")
     heights = -(-tiled_.rows // rows)
@@ -83,10 +87,10 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
         call.product.kernel,
         call,
         target,
-        config=Config(dict(zip(order, (rows, a, b), strict=True)), order, tiled_.buffers),
-        source="tiling" if asked else "model",
+        config=found[0],
+        source=source,
         visits=visits * -(-tiled_.b // b),
-        details=Details(tiled_, ways, lanes),
+        details=details._replace(tiled=tiled_),
         **cost(call, x),
     )
 
@@ -111,18 +115,44 @@ def _refuse(call: Call, x: Operands, target: Target) -> Refusal | None:
     generation = tiles.chip(target.device).generation
     if name := too_old(_UNITS, x, generation):
         return Refusal(f"TPUs of generation {generation} have no matrix units for {name}")
-    if call.options.tiles is None:
-        return None
+    return None if call.options.tiles is None else _wrong_units(call.options.tiles, call, x)
+
+
+def _wrong_units(asked: dict[str, int], call: Call, x: Operands) -> Refusal | None:
+    """Which tile isn't whole tiles of memory."""
     p, lhs, rhs = call.product, x.lhs.data, x.rhs.data
     extents = dict.fromkeys("mkn", 0)
     for letters, shape in ((p.lhs, lhs.shape), (p.rhs, rhs.shape), (p.out, call.shape)):
         extents |= {letter: max(extents[letter], n) for letter, n in zip(letters, shape[-2:], strict=True)}
     dtypes = (jnp.dtype(lhs.dtype), jnp.dtype(rhs.dtype), jnp.dtype(call.dtype))
-    return tiles.refuse(call.options.tiles, extents, p.ragged, dtypes)
+    return tiles.refuse(asked, extents, p.ragged, dtypes)
 
 
-def _details(call: Call, x: Operands) -> tuple[Details, str]:
-    """What is to be tiled, and the letters of its rows, `a` and `b`."""
+def _illegal(
+    config: TpuConfig, of: Details, chip: tiles.Chip, call: Call, x: Operands, target: Target
+) -> Refusal | None:
+    """Why a kernel can't have this configuration."""
+    asked = dict(zip("mkn", config.along("mkn"), strict=True))
+    if refusal := _wrong_units(asked, call, x):
+        return refusal
+    problem = of.tiled._replace(buffers=config.buffers)
+    rows, a, b = config.along(problem.letters)
+    for letter, tile, extent in zip(problem.letters, (rows, a, b), (problem.rows, problem.a, problem.b), strict=True):
+        if tile > tiles.round_up(extent, tiles.LANES):
+            return Refusal(f"tile_{letter}={tile} of an extent of {extent}.", "No tile is larger than its extent.")
+    if of.lanes is not None and a < problem.a and a % of.lanes:
+        letter = problem.letters[1]
+        return Refusal(f"tile_{letter}={a} cuts a block of scales, {of.lanes}.", "A tile ends where a block does.")
+    taken = tiles.vmem(problem, (rows, a, b))
+    if taken > chip.vmem or math.prod((rows, a, b)) > tiles.largest(chip):
+        # An error, lest another program be measured; but not before it is known which TPU it is for.
+        mend = "Take smaller tiles or fewer buffers." if target.device is not None else ""
+        return Refusal(f"{config} takes {taken} bytes of VMEM, of {chip.vmem}, or too long to compile.", mend)
+    return None
+
+
+def _details(call: Call, x: Operands) -> Details:
+    """What is to be tiled."""
     p, (a, b), batched, batch = call.product, call.terms(x), call.batched(x), call.batch(x) or 1
     (r, c), k = p.out, p.contracted
     kind = {"grouped_matmul": "rows", "transposed_grouped_matmul": "groups", "batched_matmul": "batched"}[p.kernel]
@@ -142,8 +172,9 @@ def _details(call: Call, x: Operands) -> tuple[Details, str]:
         buffers=call.options.input_buffer_count,
         has_existing=x.epilogue.existing is not None,
         elements=batch if is_listed and kind != "batched" else 1,
+        letters=order,
     )
-    return Details(tiled_, ways, math.gcd(*steps) or None), order
+    return Details(tiled_, ways, math.gcd(*steps) or None)
 
 
 def _grouped(launch: Launch, x: Operands) -> Array:
@@ -464,7 +495,7 @@ def _batched(launch: Launch, operands: Operands) -> Array:
         tpu_scales.arrange(y_term.scales, y_term.axis(column), extent[column], first=False, ndim=4),
     )
     kernel = Kernel(launch, scales)
-    tile = launch.config.tiles
+    tile = dict(zip("mkn", kernel.config.along("mkn"), strict=True))
     steps, rest = -(-extent[contracted] // tile[contracted]), extent[contracted] % tile[contracted]
     axis_x, axis_y = x_letters.index(contracted), y_letters.index(contracted)
 

@@ -13,6 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import ManualAxisType
 
 from ragged.backends.base import DEFAULT_TPU, Launch, Target, kernel_metadata
+from ragged.backends.config import TpuConfig
 from ragged.backends.schedule import Visits
 from ragged.backends.tpu import scales as tpu_scales
 from ragged.backends.tpu import tiles
@@ -52,7 +53,12 @@ class Kernel:
     @property
     def tile(self) -> tuple[int, int, int]:
         """Of the problem's rows, `a` and `b`."""
-        return self.launch.config.tile
+        rows, a, b = self.config.along(self.problem.letters)
+        return rows, a, b
+
+    @property
+    def config(self) -> TpuConfig:
+        return self.launch.config
 
     @cached_property
     def chip(self) -> Chip:
@@ -142,6 +148,7 @@ class Kernel:
         """
         lhs, rhs, existing = operands
         launch, p, tile = self.launch, self.problem, "x".join(map(str, self.tile))
+        by_letter = dict(zip("mkn", self.config.along("mkn"), strict=True))
         out = jax.ShapeDtypeStruct(shape, p.dtypes[2], manual_axis_type=ManualAxisType())
         num_groups = shape[1] if p.kind == "batched" else p.groups
         estimate = {"flops": launch.flops, "bytes_accessed": launch.bytes_accessed, "transcendentals": 0}
@@ -163,7 +170,7 @@ class Kernel:
                 device=self.target.device or DEFAULT_TPU,
                 name=f"{name}_{tile}",
                 cost_estimate=pl.CostEstimate(**estimate),
-                metadata=kernel_metadata((*axes, launch.call.product.out), launch.config.tiles, p.dtypes, num_groups),
+                metadata=kernel_metadata((*axes, launch.call.product.out), by_letter, p.dtypes, num_groups),
             )(visits, lhs, rhs, existing, *(s and s.values for s in self.scales))
 
 

@@ -30,7 +30,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import ManualAxisType
 
 from ragged.backends import schedule
-from ragged.backends.base import Launch, Refusal, Target, cost, finish, kernel_metadata, scale_ways
+from ragged.backends.base import Launch, Refusal, Target, choice, cost, finish, kernel_metadata, scale_ways
+from ragged.backends.config import TpuConfig
 from ragged.backends.tpu import scales as tpu_scales
 from ragged.backends.tpu.pipeline import in_place
 from ragged.backends.tpu.tiles import LANES, SMEM, round_up
@@ -218,7 +219,20 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
 
     `input_buffer_count` is 2 here: only the kernels for one ragged letter let one ask for more.
     """
-    problem = _geometry(call, x)
+    room = _room(call, x)
+    found = choice(
+        call,
+        x,
+        target,
+        "pallas_tpu",
+        legal=room.illegal,
+        tiled=lambda asked: room.config(room.fitted(asked)),
+        model=lambda: room.config(room.chosen()),
+    )
+    if isinstance(found, Refusal):
+        return found
+    config, source = found
+    problem = room.build(dict(zip("mkn", config.along("mkn"), strict=True)))
     if problem.smem > SMEM:
         return Refusal(f"up to {problem.visits} visits: more than a TPU's scalar memory can list")
     return Launch(
@@ -226,8 +240,8 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
         "tiled_matmul",
         call,
         target,
-        config=problem.tile,
-        source="tiling" if call.options.tiling else "model",
+        config=config,
+        source=source,
         visits=problem.visits,
         details=problem,
         **cost(call, x),
@@ -277,8 +291,8 @@ def _arranged(scales: Scales, columns: int) -> Scales:
     return Scales(values, (row, column))
 
 
-def _geometry(call: Call, x: Operands) -> _Geometry:
-    """The product with the tiles that are asked for, or with default ones: see `_choose`."""
+def _room(call: Call, x: Operands) -> "_Room":
+    """What there is to be tiled."""
     operands, scales = jax.eval_shape(partial(_inputs, call=call), x)
     product, shape, sizes, precision = call.product, call.shape, x.sizes, call.options.precision
     axes, (row, column), contracted = (product.lhs, product.rhs, product.out), product.out, product.contracted
@@ -337,48 +351,76 @@ def _geometry(call: Call, x: Operands) -> _Geometry:
             precision=precision,
         )
 
-    return _choose(build, call.options.tiles, extent, capacity, set(sizes), x.num_groups, len(aligned))
+    return _Room(build, extent, capacity, frozenset(sizes), x.num_groups, len(aligned))
 
 
-def _choose(
-    build: Callable[[dict[str, int]], _Geometry],
-    asked: dict[str, int] | None,
-    extent: dict[str, int],
-    capacity: dict[str, int],
-    ragged: set[str],
-    num_groups: int,
-    aligned: int,
-) -> _Geometry:
-    """With the tile that is asked for, rounded up to a legal one, or with a default one."""
-    whole = {letter: _round_up(size) for letter, size in extent.items()}
-    if asked is not None:
-        return _fitted(build, {letter: min(_round_up(asked[letter]), whole[letter]) for letter in "mkn"})
-    largest = {x: min(_LARGEST_TILE if x in ragged else _LARGEST_UNIFORM_TILE, whole[x]) for x in "mkn"}
-    # About the mean group, of what is packed somewhere; the next power of two. Half of it where two letters' tiles are
-    # aligned: a group shares tiles with its neighbours along both, and each is multiplied as a whole.
-    mean = extent | {x: min(extent[x], rows // num_groups // aligned) for x, rows in capacity.items()}
-    tile = {x: min(largest[x], LANES << (_round_up(mean[x]) // LANES - 1).bit_length()) for x in "mkn"}
-    found = _fitted(build, tile)
-    # Where there are too many tiles to list, larger ones, as long as they fit.
-    while found.smem > SMEM:
-        tile = found.tile
-        larger = [
-            tile | {x: min(2 * tile[x], largest[x])}
-            for x in sorted(filter(ragged.__contains__, "mkn"), key=lambda x: tile[x])
-        ]
-        fitting = [p for t in larger if t != tile and (p := build(t)).vmem <= _VMEM]
-        if not fitting:
-            break
-        found = fitting[0]
-    return found
+class _Room(NamedTuple):
+    """What a product's tiles are chosen by."""
 
+    build: Callable[[dict[str, int]], _Geometry]
+    extent: dict[str, int]
+    capacity: dict[str, int]
+    ragged: frozenset[str]
+    num_groups: int
+    aligned: int  # letters
 
-def _fitted(build: Callable[[dict[str, int]], _Geometry], tile: dict[str, int]) -> _Geometry:
-    """With this tile, halved along its longest side until it fits into VMEM."""
-    while (found := build(tile)).vmem > _VMEM:
-        longest = max("mkn", key=lambda letter: tile[letter])
-        tile = tile | {longest: _round_up(tile[longest] // 2)}
-    return found
+    @property
+    def whole(self) -> dict[str, int]:
+        """The largest tiles there are."""
+        return {letter: _round_up(size) for letter, size in self.extent.items()}
+
+    def config(self, problem: _Geometry) -> TpuConfig:
+        return TpuConfig(**problem.tile)
+
+    def illegal(self, config: TpuConfig) -> Refusal | None:
+        """Why the kernel can't have this configuration."""
+        tile = dict(zip("mkn", config.along("mkn"), strict=True))
+        near = {x: min(_round_up(t), self.whole[x]) for x, t in tile.items()}
+        if near != tile:
+            wrong = next(x for x in tile if near[x] != tile[x])
+            problem = (
+                f"tile_{wrong}={tile[wrong]} must be a multiple of {LANES}, at most {self.whole[wrong]}, on a TPU."
+            )
+            return Refusal(problem, f"The nearest legal tiling is {tuple(near[letter] for letter in 'mkn')}.")
+        if config.buffers != 2:
+            problem = f"{config.buffers} buffers for a product with {len(self.ragged)} ragged dims."
+            return Refusal(problem, "Its kernel has 2 of each operand.")
+        if (taken := self.build(tile).vmem) > _VMEM:
+            return Refusal(f"{config} takes {taken} bytes of VMEM, of {_VMEM}.", "Take smaller tiles.")
+        return None
+
+    def fitted(self, tile: dict[str, int]) -> _Geometry:
+        """With this tile, rounded up to a legal one, and halved along its longest side until it fits into VMEM."""
+        tile = {letter: min(_round_up(tile[letter]), self.whole[letter]) for letter in "mkn"}
+        while (found := self.build(tile)).vmem > _VMEM:
+            longest = max("mkn", key=lambda letter: tile[letter])
+            tile = tile | {longest: _round_up(tile[longest] // 2)}
+        return found
+
+    def chosen(self) -> _Geometry:
+        """About the mean group, of what is packed somewhere; the next power of two.
+
+        Half of it where two letters' tiles are aligned: a group shares tiles with its neighbours along both, and each
+        is multiplied as a whole.
+        """
+        mean = self.extent | {
+            x: min(self.extent[x], rows // self.num_groups // self.aligned) for x, rows in self.capacity.items()
+        }
+        largest = {x: min(_LARGEST_TILE if x in self.ragged else _LARGEST_UNIFORM_TILE, self.whole[x]) for x in "mkn"}
+        tile = {x: min(largest[x], LANES << (_round_up(mean[x]) // LANES - 1).bit_length()) for x in "mkn"}
+        found = self.fitted(tile)
+        # Where there are too many tiles to list, larger ones, as long as they fit.
+        while found.smem > SMEM:
+            tile = found.tile
+            larger = [
+                tile | {x: min(2 * tile[x], largest[x])}
+                for x in sorted(filter(self.ragged.__contains__, "mkn"), key=lambda x: tile[x])
+            ]
+            fitting = [p for t in larger if t != tile and (p := self.build(t)).vmem <= _VMEM]
+            if not fitting:
+                break
+            found = fitting[0]
+        return found
 
 
 def _round_up(extent: int) -> int:

@@ -95,6 +95,7 @@ class Problem(NamedTuple):
     buffers: int  # of each operand
     has_existing: bool = False
     elements: int = 1  # batch elements that the table of visits lists
+    letters: str = "mkn"  # the product's, of `rows`, `a` and `b`
 
     @property
     def units(self) -> tuple[int, int, int]:
@@ -131,11 +132,19 @@ def smem(problem: Problem, tile: tuple[int, int, int]) -> int:
 def choose(problem: Problem, on: Chip) -> tuple[int, int, int]:
     """The tile `(rows, a, b)` with the least time by a model: FLOPs or bytes, a price for each step, and the pipeline's
     first and last blocks, which nothing hides. It always fits into VMEM."""
-    # A tile's product is unrolled: this many multiplications compile in a few seconds.
-    largest = 2**30 * on.mxu // 128
-    fitting = [t for t in _candidates(problem) if math.prod(t) <= largest and vmem(problem, t) <= on.vmem]
+    return next(iter(ranked(problem, on)), problem.units)
+
+
+def ranked(problem: Problem, on: Chip) -> list[tuple[int, int, int]]:
+    """All tiles that fit, best by the model first."""
+    fitting = [t for t in _candidates(problem) if math.prod(t) <= largest(on) and vmem(problem, t) <= on.vmem]
     listable = [t for t in fitting if smem(problem, t) <= SMEM] or fitting
-    return min(listable, key=lambda tile: _seconds(problem, tile, on), default=problem.units)
+    return sorted(listable, key=lambda tile: _seconds(problem, tile, on))
+
+
+def largest(on: Chip) -> int:
+    """The most multiplications of a tile's product: it is unrolled, and so many compile in a few seconds."""
+    return 2**30 * on.mxu // 128
 
 
 def fit(problem: Problem, tile: tuple[int, int, int], on: Chip) -> tuple[int, int, int]:

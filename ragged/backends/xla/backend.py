@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,23 +13,27 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import InconclusiveDimensionOperation
 
 from ragged.backends import schedule
-from ragged.backends.base import Launch, Refusal, Target, cost, finish, is_empty
+from ragged.backends.base import Launch, Refusal, Target, choice, cost, finish, is_empty
+from ragged.backends.config import XlaConfig
 from ragged.product.operands import Call, Operand, Operands
 from ragged.quant.formats import accumulator_dtype, compute_dtype
 from ragged.quant.scales import dequantized
 
 
-class Config(NamedTuple):
-    """Heights of the tiles along each ragged letter: several where the last tile of a group may be lower."""
-
-    heights: dict[str, tuple[int, ...]]
-
-
 def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
     """Every product has a kernel: see `ragged.backends.base`."""
-    kernel = "zeros" if is_empty(call, x) else call.product.kernel
+    if is_empty(call, x):
+        return Launch("xla", "zeros", call, target, config=XlaConfig(), source="model", **cost(call, x))
     try:
-        config = Config({} if kernel == "zeros" else _heights(call, x))
+        found = choice(
+            call,
+            x,
+            target,
+            "xla",
+            partial(_illegal, call, x),
+            lambda tiling: XlaConfig(**_heights(call, x, tiling)),
+            lambda: XlaConfig(**_heights(call, x, None)),
+        )
     except InconclusiveDimensionOperation:
         return Refusal(
             "the extent of a ragged dim is symbolic, and may be smaller than a tile.\n"
@@ -38,8 +42,10 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
             "static: the sizes of the groups vary in any case.",
             NotImplementedError,
         )
-    source = "tiling" if call.options.tiling else "model"
-    return Launch("xla", kernel, call, target, config=config, source=source, **cost(call, x))
+    if isinstance(found, Refusal):
+        return found
+    config, source = found
+    return Launch("xla", call.product.kernel, call, target, config=config, source=source, **cost(call, x))
 
 
 def run(launch: Launch, x: Operands) -> Array:
@@ -71,8 +77,36 @@ def _without_scales(launch: Launch, x: Operands) -> tuple[Launch, Operands]:
     return replace(launch, call=call._replace(options=options)), x._replace(lhs=lhs, rhs=rhs)
 
 
-def _heights(call: Call, x: Operands) -> dict[str, tuple[int, ...]]:
-    p, tiling, (a, _) = call.product, call.options.tiles, call.terms(x)
+def _illegal(call: Call, x: Operands, config: XlaConfig) -> Refusal | None:
+    """Why a product can't have these heights."""
+    p, extents = call.product, _packed_extents(call, x)
+    for letter in p.ragged:
+        heights = config.along(letter)[0]
+        several = len(p.ragged) == 1
+        if not heights or (len(heights) > 1 and not several):
+            what = "at least one height" if several else "one height"
+            return Refusal(
+                f"`XlaConfig.{letter}` is {heights} for a ragged dim of a product with {len(p.ragged)} of them.",
+                f"Give it {what}: `XlaConfig({letter}=(64,))`.",
+            )
+        if heights[-1] > extents[letter]:
+            problem = f"`XlaConfig.{letter}` is {heights} for a buffer of {extents[letter]}."
+            return Refusal(problem, "Heights must fit it.")
+    return None
+
+
+def _packed_extents(call: Call, x: Operands) -> dict[str, Any]:
+    """The least extent of the buffers along each ragged letter."""
+    p, extents = call.product, {}
+    for letters, shape in ((p.lhs, x.lhs.data.shape), (p.rhs, x.rhs.data.shape), (p.out, call.shape)):
+        for letter, n in zip(letters, shape[-2:], strict=True):
+            if letter in x.sizes:
+                extents[letter] = min(extents.get(letter, n), n)
+    return extents
+
+
+def _heights(call: Call, x: Operands, tiling: dict[str, int] | None) -> dict[str, tuple[int, ...]]:
+    p, (a, _) = call.product, call.terms(x)
     if len(p.ragged) == 1:
         m, tallest = a.extent(p.ragged), tiling[p.ragged] if tiling else None
         # A tile as tall as the buffer would have its dot hoisted out of its loop, where there is more than one.
@@ -105,7 +139,7 @@ def _tiled(launch: Launch, x: Operands) -> Array:
     """
     call, p, sizes, (existing,) = launch.call, launch.call.product, x.sizes, x.epilogue
     lhs, rhs, batch, num_groups = x.lhs.data, x.rhs.data, call.batch(x), x.num_groups
-    tiles = {letter: height for letter, (height,) in launch.config.heights.items()}
+    tiles: dict[str, int] = {letter: launch.config.along(letter)[0][0] for letter in p.ragged}
     terms: dict[str, str] = {"lhs": p.lhs, "rhs": p.rhs, "out": p.out}
     shapes: dict[str, tuple[int, ...]] = {"lhs": lhs.shape, "rhs": rhs.shape, "out": call.shape}
     batched: dict[str, bool] = {"lhs": lhs.ndim == 3, "rhs": rhs.ndim == 3, "out": batch is not None}
@@ -228,7 +262,7 @@ def _grouped(launch: Launch, x: Operands) -> Array:
     )
     lhs, rhs, is_stacked = a.data.reshape(-1, a.data.shape[-1]), b.data.reshape(-1, *b.data.shape[-2:]), a.data.ndim > 2
     common = compute_dtype(lhs.dtype, rhs.dtype)
-    heights, dims = launch.config.heights[letter], (((1,), (b.axis(contracted),)), ((), ()))
+    heights, dims = launch.config.along(letter)[0], (((1,), (b.axis(contracted),)), ((), ()))
     full, _, last = _cover(heights, ends - starts)
 
     def segment(start: Array, end: Array, which: Array, base: Array, full: Array, last: Array, out: Array) -> Array:
@@ -274,7 +308,7 @@ def _transposed_grouped(launch: Launch, x: Operands) -> Array:
         starts, ends, base = (z.reshape(1, -1) for z in (starts, ends, base))
     operands = [(term.data.reshape(-1, term.data.shape[-1]), term.data.ndim > 2) for term in terms]
     common = compute_dtype(operands[0][0].dtype, operands[1][0].dtype)
-    accumulator, heights, (summed, h) = accumulator_dtype(common), launch.config.heights[letter], starts.shape
+    accumulator, heights, (summed, h) = accumulator_dtype(common), launch.config.along(letter)[0], starts.shape
 
     def tile(height: int, start: Array, end: Array, base: Array) -> Array:
         at, mine = _window(k, height, start, end)
