@@ -159,6 +159,11 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
     )
 
 
+def candidates(launch: Launch, x: Operands) -> list[GpuConfig]:
+    """Configurations to try in place of the launch's, best by the model first."""
+    return tiles.ranked(launch.details.tiled, launch.details.chip)
+
+
 def _refuse(call: Call, x: Operands, target: Target) -> Refusal | None:
     """Why there is no kernel for such a product, or not with such tiles."""
     if target.portable:

@@ -1,0 +1,52 @@
+"""Sizes of groups to measure and explain products with, by the name of a distribution."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from ragged._errors import Site, is_count
+
+
+def _even(rng: np.random.Generator, groups: int) -> np.ndarray:
+    return np.ones(groups)
+
+
+def _random(rng: np.random.Generator, groups: int) -> np.ndarray:
+    return np.diff(np.concatenate([[0.0], np.sort(rng.random(groups - 1)), [1.0]]))
+
+
+def _zipf(rng: np.random.Generator, groups: int) -> np.ndarray:
+    return 1.0 / np.arange(1, groups + 1)
+
+
+def _one(rng: np.random.Generator, groups: int) -> np.ndarray:
+    return np.eye(groups)[0]
+
+
+KINDS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
+    "even": _even,
+    "random": _random,
+    "zipf": _zipf,
+    "one": _one,
+}
+
+
+def sample_sizes(kind: str, groups: int, total: int, seed: int = 0) -> np.ndarray:
+    """`(groups,)` int32 sizes that add up to `total`.
+
+    **Arguments:**
+
+    - `kind`: `"even"`; `"random"`, between cuts at random places; `"zipf"`, in proportion to 1, 1/2, 1/3, ...; `"one"`,
+      all in the first group.
+
+    **Raises:** `ValueError` for another kind, and for numbers that aren't positive (`total` may be 0).
+    """
+    site = Site("ragged.tuning.sample_sizes(kind, groups, total)")
+    if kind not in KINDS:
+        site.fail(ValueError, f"no distribution is called {kind!r}.", f"There are {', '.join(map(repr, KINDS))}.")
+    if not is_count(groups) or not is_count(total, 0):
+        problem = f"`groups` is {groups!r} and `total` {total!r}."
+        site.fail(ValueError, problem, "They must be ints, and there must be a group.")
+    shares = KINDS[kind](np.random.default_rng(seed), groups)
+    ends = np.rint(np.cumsum(shares) / np.sum(shares) * total).astype(np.int32)
+    return np.diff(ends, prepend=np.int32(0))
