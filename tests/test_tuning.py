@@ -510,7 +510,12 @@ def test_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     def in_a_loop(x: Any, w: Any) -> Any:
         return jax.lax.scan(lambda total, w: (total + forward(x, w).sum(), None), 0.0, jnp.stack([w, w]))[0]
 
-    assert [each.sizes for each in autotune(in_a_loop, X, W, progress=False, again=True, most=2).products] == ["random"]
+    def first_outside(x: Any, w: Any) -> Any:
+        return forward(x, w).sum() + in_a_loop(x, w)
+
+    for fn, sizes in ((in_a_loop, "random"), (first_outside, "own")):
+        (found,) = autotune(fn, X, W, progress=False, again=True, most=2).products
+        assert found.sizes == sizes
     assert [each.sizes for each in autotune(X, W, sizes="zipf", again=True, most=2, progress=False).products] == [
         "zipf"
     ] * 3
