@@ -554,7 +554,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         try:
             row = measure_row(args.seconds)
         except Exception as error:
-            row = {"error": f"{type(error).__name__}: {error}"[:500]}
+            row: dict[str, Any] = {"error": f"{type(error).__name__}: {error}"[:500]}
         results["rows"].append({"name": name, "took_s": time.monotonic() - start} | row)
         results["minutes"] = (time.monotonic() - begun) / 60
         report.save(results, args.json)

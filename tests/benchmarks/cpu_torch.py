@@ -13,6 +13,7 @@ compared. Nothing here imports JAX: its threads would be a third party.
 
 import functools
 import importlib
+import itertools
 import json
 import statistics
 import sys
@@ -66,7 +67,7 @@ def sketch(results: Sequence[np.ndarray]) -> list[list[float]]:
     for result in results:
         rows = result.reshape(-1, result.shape[-1]).astype(np.float32)
         rng = np.random.default_rng(1)
-        left, right = (rng.choice(np.float32([-1, 1]), (4, extent)) for extent in rows.shape)
+        left, right = (rng.choice(np.array([-1, 1], np.float32), (4, extent)) for extent in rows.shape)
         sums = np.einsum("ir,ir->i", left @ rows, right)  # (4,)
         found.append((sums / np.linalg.norm(rows)).tolist())
     return found
@@ -82,8 +83,7 @@ def make(job: Job) -> dict[str, Callable[[], Any]]:
     torch: Any = importlib.import_module("torch")
     x, w, dy = (torch.from_numpy(a).to(getattr(torch, job.dtype)) for a in data(job.shape))
     ends = torch.tensor(np.cumsum(job.sizes), dtype=torch.int32)
-    cuts = [0, *ends.tolist()]
-    spans = list(zip(cuts[:-1], cuts[1:], strict=True))
+    spans = list(itertools.pairwise([0, *ends.tolist()]))
 
     def by_group(lhs: Any, rhs: Any) -> Any:
         """What is written by hand: one product a group, into one result."""

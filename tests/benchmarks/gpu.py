@@ -16,8 +16,7 @@ The file is written after every row. What fails is noted in its row, and the oth
 """
 
 import argparse
-import importlib.metadata
-import json
+import importlib
 import os
 import subprocess
 import threading
@@ -43,6 +42,7 @@ from ragged.backends.base import Target
 from ragged.backends.gpu import tiles as triton_tiling
 from ragged.product.operands import Scales
 from tests import products
+from tests.benchmarks import report
 from tests.cases import spread
 
 SHAPES = [  # rows, k, n, groups: the most important first
@@ -414,13 +414,6 @@ def tune(product: str, data: Data, sizes: np.ndarray, setting: Setting, tried: T
     }
 
 
-def version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def clocks() -> str | None:
     command = "nvidia-smi --format=csv,noheader --query-gpu=name,driver_version,clocks.sm,clocks.mem,temperature.gpu"
     try:
@@ -461,22 +454,12 @@ def tuned(product: str, shape: Shape, setting: Setting, tried: Tried = others) -
 
 def machine() -> dict[str, Any]:
     """What the figures were measured on."""
-    packages = ("jax", "jaxlib", "triton", "jax-triton", "torch", "tokamax")
     return {
         "date": time.strftime("%F %H:%M"),
         "device": jax.devices()[0].device_kind,
-        "versions": {name: version(name) for name in packages},
+        "versions": report.versions("ragged", "jax", "jaxlib", "triton", "jax-triton", "torch", "tokamax"),
         "clocks": clocks(),
     }
-
-
-def save(results: dict[str, Any], path: str | None) -> None:
-    """Writes the file anew; whatever happens meanwhile, there is a whole one."""
-    if path:
-        with open(f"{path}.new", "w") as file:
-            json.dump(results, file, indent=2)
-            file.write("\n")
-        os.replace(f"{path}.new", path)
 
 
 def tuned_line(row: dict[str, Any]) -> str:
@@ -510,7 +493,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def measure_one(product: str, shape: Shape) -> None:
         for row in measure(product, shape, args.peers, setting):
             results["rows"].append(row)
-            save(results, args.json)
+            report.save(results, args.json)
             print(line(row), flush=True)
 
     def tune_one(product: str, shape: Shape) -> None:
@@ -527,8 +510,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except Exception as error:
             results["rows"].append({"product": product, "shape": shape, "error": reason(error)})
             print(product, shape, reason(error), flush=True)
-        save(results, args.json)
-    save(results, args.json)
+        report.save(results, args.json)
+    report.save(results, args.json)
 
 
 if __name__ == "__main__":
