@@ -193,6 +193,14 @@ def a_report() -> dict[str, Any]:
     }
 
 
+def a_gpu_report() -> dict[str, Any]:
+    row = {"shape": [64, 8, 8, 2], "sizes": "zipf", "product": "forward"}
+    row |= {"figures": {"ours": {"of_dense": 0.75}, "tokamax": {"of_dense": 0.5}, "torch": {"error": "no"}}}
+    return {
+        "rows": [row, row | {"series": "rows", "at": 64}, {"product": "wgrad", "shape": [1, 1, 1, 1], "error": "no"}]
+    }
+
+
 def page(*names: str) -> str:
     return "\n".join(f"before\n<!-- {name} -->\n<!-- /{name} -->\nafter\n" for name in names)
 
@@ -204,11 +212,15 @@ def test_plots(tmp_path: Path) -> None:
     """Each plot that there are figures for; the same bytes each time, and no date."""
     (tmp_path / "cpu.json").write_text(json.dumps(a_report()))
     (tmp_path / "tpu.json").write_text((DOCS / "benchmarks" / "tpu.json").read_text())
+    (tmp_path / "gpu.json").write_text(json.dumps(a_gpu_report()))
     (tmp_path / "page.md").write_text(page(*NAMES))
     arguments = ["--folder", str(tmp_path), "--page", str(tmp_path / "page.md")]
     plots.main(arguments)
     first = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert {name for name in first if name.endswith(".svg")} == {"cpu-products.svg", "cpu-series.svg", "tpu.svg"}
+    assert {name for name in first if name.endswith(".svg")} == {f"{name}.svg" for name in plots.PLOTS}
+    for name in ("tpu", "gpu"):
+        (tmp_path / f"{name}.json").unlink()
+        del first[f"{name}.json"]
     plots.main(arguments)
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == first
     for name in ("cpu-products.svg", "cpu-series.svg"):
@@ -216,6 +228,7 @@ def test_plots(tmp_path: Path) -> None:
         assert ">JAX loop<" not in first[name]
         assert plots.MARKS["torch"][0] in first[name]
     assert ">16<" in first["cpu-series.svg"] and ">megablox<" in first["tpu.svg"]
+    assert all(">tokamax<" in first[name] and ">torch<" not in first[name] for name in ("gpu.svg", "gpu-series.svg"))
 
 
 def test_tables() -> None:

@@ -1,6 +1,6 @@
 """How fast the products are on the CPU, beside torch's, `lax.ragged_dot`, loops over groups, and dense products.
 
-    python -m tests.benchmarks.cpu [--json out.json] [--seconds 5] [--series] [--only 'L bfloat16' vmap]
+    python -m tests.benchmarks.cpu [--json out.json] [--seconds 4] [--series] [--only 'L bfloat16' vmap]
     python -m tests.benchmarks.cpu --dry      # every path, tiny
 
 A row is one product of one shape and dtype. Its variants take turns for `--seconds`, JAX's in this process and torch's
@@ -10,13 +10,14 @@ faster dense `[m, k] @ [k, n]` of the row, XLA's or torch's: the same FLOPs and 
 
 A variant much slower than the others sits out turns, so as not to crowd them out; one whose first call takes longer
 than the row isn't called again; the row says how many turns each had. It also says why a variant was left out: torch
-isn't installed or lacks a kernel, a program wants more than 2 GiB beside its result, a loop has more than 128 groups
+isn't installed or lacks a kernel, a program wants more than 2 GiB beside its result, a loop has more than 64 groups
 to compile, or its result isn't the product.
 
 Freed memory is kept by the allocator, in both processes: otherwise each call that returns 32 MB or more would pay for
 fresh pages, which no training step does.
 
-Default shapes take eight minutes, the series over groups, rows and skew four more. The file is written after each row.
+All of it takes some twelve minutes on two idle cores, half of them for the series over groups, rows and skew. The file
+is written after each row.
 """
 
 import argparse
@@ -56,7 +57,7 @@ from tests.benchmarks.cpu_torch import Job, Shape  # noqa: E402
 DTYPES = ("float32", "bfloat16")
 TURN = 0.01  # seconds
 MOST_TEMPORARY = 2 << 30  # bytes that a variant may take beside its result
-MOST_UNROLLED = 128  # products of a loop over groups of static sizes
+MOST_UNROLLED = 64  # products of a loop over groups of static sizes
 TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-2}  # of sketches: both sum up in float32, but round the result
 NO_TORCH = "torch isn't installed: `uv sync --group dev --group peers`"
 Run = Callable[[], Any]
@@ -241,16 +242,15 @@ def ours(product: str, sizes: Array) -> Callable[..., Any]:
 
 
 def ragged_dot(product: str, sizes: Array) -> Callable[..., Any]:
-    numbers = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
-
-    def forward(x: Array, w: Array) -> Array:
-        return lax.ragged_dot(x, w, sizes)
+    def general(lhs: Array, rhs: Array, contracting: Any, group: list[int]) -> Array:
+        numbers = lax.RaggedDotDimensionNumbers((contracting, ((), ())), [0], group)
+        return lax.ragged_dot_general(lhs, rhs, sizes, ragged_dot_dimension_numbers=numbers)
 
     return {
-        "forward": lambda x, w, dy: forward(x, w),
-        "dgrad": lambda x, w, dy: forward(dy, w.mT),
-        "wgrad": lambda x, w, dy: lax.ragged_dot_general(x, dy, sizes, ragged_dot_dimension_numbers=numbers),
-        "forward + backward": with_gradient(forward),
+        "forward": lambda x, w, dy: lax.ragged_dot(x, w, sizes),
+        "dgrad": lambda x, w, dy: general(dy, w, ((1,), (2,)), [0]),
+        "wgrad": lambda x, w, dy: general(x, dy, ((0,), (0,)), []),
+        "forward + backward": with_gradient(lambda x, w: lax.ragged_dot(x, w, sizes)),
     }[product]
 
 
@@ -258,16 +258,18 @@ def loop(product: str, sizes: np.ndarray) -> Callable[..., Any]:
     """One dense product a group, of sizes known when compiling."""
     cuts = np.cumsum(sizes)[:-1].tolist()
 
-    def groups(x: Array) -> list[Array]:
-        return jnp.split(x, cuts)  # whose derivative is a concatenation, while a slice's is a sum of whole buffers
+    def pairs(a: Array, b: Array) -> Iterator[tuple[Array, Array]]:
+        """Each group's rows of `a`, with its rows of `b` or its matrix."""
+        matrices = [x[0] for x in jnp.split(b, len(sizes))] if b.ndim == 3 else jnp.split(b, cuts)
+        return zip(jnp.split(a, cuts), matrices, strict=True)  # `split`: its derivative is a concatenation, not a sum
 
     def forward(x: Array, w: Array) -> Array:
-        return jnp.concatenate([a @ b[0] for a, b in zip(groups(x), jnp.split(w, len(sizes)), strict=True)])
+        return jnp.concatenate([a @ b for a, b in pairs(x, w)])
 
     return {
         "forward": lambda x, w, dy: forward(x, w),
-        "dgrad": lambda x, w, dy: forward(dy, w.mT),
-        "wgrad": lambda x, w, dy: jnp.stack([a.T @ b for a, b in zip(groups(x), groups(dy), strict=True)]),
+        "dgrad": lambda x, w, dy: jnp.concatenate([a @ b.T for a, b in pairs(dy, w)]),
+        "wgrad": lambda x, w, dy: jnp.stack([a.T @ b for a, b in pairs(x, dy)]),
         "forward + backward": with_gradient(forward),
     }[product]
 
@@ -504,7 +506,7 @@ def rows(setting: Setting, torch: Torch, with_series: bool) -> Iterator[tuple[st
     yield "expert layer", functools.partial(expert_layer, setting.expert_layer)
     for name, points in setting.series.items() if with_series else ():
         for shape, kind in points:
-            at = {"groups": shape[3], "rows": shape[0], "skew": kind}[name]
+            at = report.place(name, shape, kind)
             for dtype in DTYPES:
                 for p in ("forward", "wgrad"):
                     yield f"series {name} {at} {dtype} {p}", product(p, dtype, shape, kind, {"series": name, "at": at})
@@ -524,7 +526,7 @@ def line(row: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="also write the figures here")
-    parser.add_argument("--seconds", type=float, default=5, help="for each row (default: %(default)s), series a third")
+    parser.add_argument("--seconds", type=float, default=4, help="for each row (default: %(default)s), series a third")
     parser.add_argument("--series", action="store_true", help="also the series over groups, rows and skew")
     parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="rows whose names contain one of these")
     parser.add_argument("--dry", action="store_true", help="tiny shapes")

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,7 +47,7 @@ MARKS = {  # colour and marker: neither alone says which
     "tokamax": ("#e0700f", "s"),
 }
 PRODUCTS = ("forward", "dgrad", "wgrad", "forward + backward")
-Rows = list[dict[str, Any]]
+TIME, SPEED = "time / dense product's", "speed / dense product's"
 
 
 def by_row(cpu: dict[str, Any], key: str) -> dict[tuple[Any, str, str], dict[str, Any]]:
@@ -104,28 +105,33 @@ def cpu_products(cpu: dict[str, Any]) -> Any:
             panel(axes, shapes, [found.get((shape, dtype, product)) for shape in shapes], "none", "of_dense")
             axes.set_title(f"{product}, {dtype}")
             logarithmic(axes)
-        axes_of[0].set_ylabel("time / dense product's")
+        axes_of[0].set_ylabel(TIME)
     legend(figure, panels)
     return figure
 
 
-def cpu_series(cpu: dict[str, Any]) -> Any:
-    rows = [row for row in cpu["rows"] if "series" in row and "figures" in row]
-    series = distinct(row["series"] for row in rows)
-    kinds = distinct((row["dtype"], row["product"]) for row in rows)
-    figure, panels = grid(len(kinds), len(series))
-    for axes_of, (dtype, product) in zip(panels, kinds, strict=True):
-        for axes, name in zip(axes_of, series, strict=True):
-            found = by_row({"rows": [row for row in rows if row["series"] == name]}, "at")
-            points = distinct(at for at, _, _ in found)
-            line = "none" if name == "skew" else "-"
-            panel(axes, points, [found.get((at, dtype, product)) for at in points], line, "of_dense")
-            axes.set_title(f"{product}, {dtype}")
+def series(report: dict[str, Any], label: str, is_logarithmic: bool) -> Any:
+    """A panel for each product and dtype, and for each of what varies."""
+    rows = [row for row in report["rows"] if "series" in row and "figures" in row]
+    names, titles = distinct(row["series"] for row in rows), distinct(map(title, rows))
+    figure, panels = grid(len(titles), len(names))
+    for axes_of, head in zip(panels, titles, strict=True):
+        for axes, name in zip(axes_of, names, strict=True):
+            found = {row["at"]: row for row in rows if (row["series"], title(row)) == (name, head)}
+            panel(axes, list(found), list(found.values()), "none" if name == "skew" else "-", "of_dense")
+            axes.set_title(head)
             axes.set_xlabel(name)
-            logarithmic(axes)
-        axes_of[0].set_ylabel("time / dense product's")
+            if is_logarithmic:
+                logarithmic(axes)
+            else:
+                axes.set_ylim(0)
+        axes_of[0].set_ylabel(label)
     legend(figure, panels)
     return figure
+
+
+def title(row: dict[str, Any]) -> str:
+    return ", ".join([row["product"], *filter(None, [row.get("dtype")])])
 
 
 def tpu(report: dict[str, Any]) -> Any:
@@ -159,7 +165,7 @@ def tpu(report: dict[str, Any]) -> Any:
 
 
 def gpu(report: dict[str, Any]) -> Any:
-    rows: Rows = [row for row in report["rows"] if "figures" in row and "sizes" in row]
+    rows = [row for row in report["rows"] if "figures" in row and "series" not in row]
     found = {(tuple(row["shape"]), row["sizes"], row["product"]): row for row in rows}
     shapes, spreads, products = (distinct(key[i] for key in found) for i in range(3))
     figure, panels = grid(len(products), len(spreads))
@@ -170,7 +176,7 @@ def gpu(report: dict[str, Any]) -> Any:
             axes.set_title(f"{product}, {spread}")
             axes.tick_params(axis="x", labelrotation=60, labelsize=6)
             axes.set_ylim(0)
-        axes_of[0].set_ylabel("speed / dense product's")
+        axes_of[0].set_ylabel(SPEED)
     legend(figure, panels)
     return figure
 
@@ -183,9 +189,10 @@ class Plot(NamedTuple):
 
 PLOTS = {
     "cpu-products": Plot("cpu", cpu_products, "shape"),
-    "cpu-series": Plot("cpu", cpu_series, "series"),
+    "cpu-series": Plot("cpu", partial(series, label=TIME, is_logarithmic=True), "series"),
     "tpu": Plot("tpu", tpu, "generation"),
     "gpu": Plot("gpu", gpu, "figures"),
+    "gpu-series": Plot("gpu", partial(series, label=SPEED, is_logarithmic=False), "series"),
 }
 
 

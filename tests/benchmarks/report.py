@@ -38,10 +38,19 @@ def today() -> str:
     return date.today().isoformat()
 
 
+def place(series: str, shape: tuple[int, int, int, int], spread: str) -> int | str:
+    """Where a row of a series stands: what varies of its rows, k, n and groups, and of how rows are spread."""
+    return {"groups": shape[3], "rows": shape[0], "skew": spread}[series]
+
+
 def save(results: dict[str, Any], path: str | os.PathLike[str] | None) -> None:
-    """Writes the file anew; whatever happens meanwhile, there is a whole one."""
+    """Writes the file anew, a line for each row; whatever happens meanwhile, there is a whole one."""
+
+    def text(value: Any) -> str:
+        rows = isinstance(value, list) and ",\n  ".join(map(json.dumps, value))
+        return f"[\n  {rows}\n ]" if rows else json.dumps(value)
+
     if path:
-        with open(f"{path}.new", "w") as file:
-            json.dump(results, file, indent=1)
-            file.write("\n")
+        lines = (f" {json.dumps(name)}: {text(value)}" for name, value in results.items())
+        Path(f"{path}.new").write_text("{\n" + ",\n".join(lines) + "\n}\n")
         os.replace(f"{path}.new", path)
