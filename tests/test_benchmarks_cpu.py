@@ -86,6 +86,25 @@ def test_without_torch(tmp_path: Path, capsys: pytest.CaptureFixture[str], witho
     assert f"{cpu.NO_TORCH}. Its figures are left out." in said and said.count("  without torch: ") == 1
 
 
+def test_what_would_take_too_long_or_too_much_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, without: Callable[[str], None]
+) -> None:
+    without("torch")
+    monkeypatch.setattr(cpu, "MOST_UNROLLED", 2)
+    monkeypatch.setattr(cpu, "MOST_TEMPORARY", 0.125)
+    job = JOB._replace(shape=(256, 16, 32, 16), sizes=[16] * 16)  # on which `ragged_dot` takes 0.25 MiB
+    row = cpu.measure(job, 0.01, cpu.Torch())
+    assert row["skipped"] == {
+        "lax.ragged_dot": "more than 0.00012207 GiB of temporary memory",
+        "JAX loop": "unrolled, more than 2 products would be compiled",
+        "torch": cpu.NO_TORCH,
+    }
+    assert set(row["figures"]) == {"ragged", "dense XLA", "even"}
+    monkeypatch.setattr(cpu, "MOST_TEMPORARY", 0)
+    with pytest.raises(cpu.LeftOut, match="more than 0 GiB of temporary memory"):
+        cpu.measure(job, 0.01, cpu.Torch())
+
+
 def test_no_row_of_that_name(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cpu.main(["--dry", "--only", "T float64"])
@@ -168,6 +187,7 @@ def test_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {name: figure["seconds"] for name, figure in figures.items()} == seconds
     assert calls["slower"] == [1] and figures["slower"]["turns"] == 1
     assert calls["fast"][:3] == [1, 1, 10] and calls["near"][:3] == [1, 1, 2]  # about 10 ms
+    assert cpu.interleave({"slower": turn("slower")}, 2.0)["slower"]["turns"] == 1
     assert figures["fast"]["turns"] == figures["near"]["turns"] > 5 * figures["slow"]["turns"] > 0
 
 
