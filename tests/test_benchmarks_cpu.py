@@ -64,10 +64,16 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return hide
 
 
-def test_without_torch(tmp_path: Path, capsys: pytest.CaptureFixture[str], without: Callable[[str], None]) -> None:
+def test_without_torch(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    without: Callable[[str], None],
+) -> None:
     """The other figures are measured, and the reason is told once on the screen and in each row of the file."""
     without("torch")
-    only = "T float32 dgrad", "skew giant bfloat16 wgrad"
+    monkeypatch.setattr("os.getloadavg", lambda: (5.25, 0, 0))
+    only = "T bfloat16 dgrad", "skew giant bfloat16 wgrad"
     cpu.main(["--dry", "--series", "--seconds", "0.1", "--json", str(tmp_path / "out.json"), "--only", *only])
     results = json.loads((tmp_path / "out.json").read_text())
     assert [row["name"] for row in results["rows"]] == [only[0], f"series {only[1]}"]
@@ -83,6 +89,7 @@ def test_without_torch(tmp_path: Path, capsys: pytest.CaptureFixture[str], witho
     giant = results["rows"][1]
     assert giant["largest, smallest group"] == [48, 0] and giant["at"] == "giant"
     said = capsys.readouterr().out
+    assert results["load"] == 5.25 and "Others use this machine (load 5.2)" in said
     assert f"{cpu.NO_TORCH}. Its figures are left out." in said and said.count("  without torch: ") == 1
 
 
@@ -118,7 +125,7 @@ def test_dry_run(tmp_path: Path) -> None:
     results = json.loads((tmp_path / "cpu.json").read_text())
     assert not [row["name"] for row in results["rows"] if "error" in row]
     products = [row for row in results["rows"] if "product" in row]
-    assert len(products) == 2 * 4 + 2 * 4 and len(results["rows"]) == len(products) + 3
+    assert len(products) == 4 + 2 * 2 and len(results["rows"]) == len(products) + 3
     assert all(row["skipped"] == ({} if cpu.Torch().missing is None else {"torch": cpu.NO_TORCH}) for row in products)
     (tmp_path / "page.md").write_text((DOCS / "benchmarks.md").read_text())
     plots.main(["--folder", str(tmp_path), "--page", str(tmp_path / "page.md")])
@@ -202,6 +209,7 @@ def a_report() -> dict[str, Any]:
         "device": "a processor",
         "versions": {"jax": "0.0.1", "torch": None},
         "threads": 2,
+        "load": 0.25,
         "rows": [
             {"name": "T", "shape": "T", "product": "forward", "figures": figures(2.0), **row},
             {"name": "U", "shape": "U", "product": "wgrad", "figures": figures(4.0), **row}
@@ -253,13 +261,13 @@ def test_plots(tmp_path: Path) -> None:
 
 def test_tables() -> None:
     texts = dict(plots.tables(a_report()))
-    assert texts["cpu"] == "a processor, 2026-01-01; jax 0.0.1; 2 threads on both sides."
+    assert texts["cpu"] == "a processor, 2026-01-01; jax 0.0.1; 2 threads on both sides; load before it began: 0.2."
     assert "| T 4×8×8 g2 · float32 | 2.00 ms, XLA | 1.50 · 3.00 | – · – | – · – | – · – |" in texts["cpu-products"]
     assert "| U 4×8×8 g2 · float32 | – · 1.50 | – · – |" in texts["cpu-others"]
     assert "| – | – | 2.0 MiB | – | – |" in texts["cpu-cost"]
     assert texts["cpu-layers"] == "" and texts["cpu-skipped"] == "- torch loop: it is late (U)"
     filled = plots.fill(page(*texts), texts.items())
-    assert plots.fill(filled, texts.items()) == filled and filled.count("before") == len(texts)
+    assert plots.fill(filled, texts.items()) == filled and filled.count("after") == len(texts)
     with pytest.raises(ValueError, match="the page has 0 places `<!-- cpu-others -->`, not one"):
         plots.fill(page("cpu", "cpu-products"), texts.items())
 

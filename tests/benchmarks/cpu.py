@@ -54,7 +54,6 @@ from tests import cases  # noqa: E402
 from tests.benchmarks import cpu_torch, report  # noqa: E402
 from tests.benchmarks.cpu_torch import Job, Shape  # noqa: E402
 
-DTYPES = ("float32", "bfloat16")
 TURN = 0.01  # seconds
 MOST_TEMPORARY = 2048  # MiB that a variant may take beside its result
 MOST_UNROLLED = 64  # products of a loop over groups of static sizes
@@ -66,6 +65,7 @@ Run = Callable[[], Any]
 class Setting(NamedTuple):
     """What is measured."""
 
+    dtypes: tuple[str, ...]
     shapes: dict[str, tuple[Shape, str]]  # with how the rows are spread among the groups
     series: dict[str, list[tuple[Shape, str]]]
     vmap: Shape
@@ -74,6 +74,7 @@ class Setting(NamedTuple):
 
 
 FULL = Setting(
+    dtypes=("float32", "bfloat16"),
     shapes={
         "L": ((4096, 1024, 1024, 16), "random"),
         "S": ((1024, 512, 1024, 8), "random"),
@@ -92,6 +93,7 @@ FULL = Setting(
     gated_layer=(512, 256, 512, 16, 2),
 )
 DRY = Setting(
+    dtypes=("bfloat16",),
     shapes={"T": ((48, 16, 32, 3), "random")},
     series={"skew": [((48, 16, 32, 3), kind) for kind in ("even", "giant")]},
     vmap=(48, 16, 32, 3),
@@ -508,14 +510,14 @@ def rows(setting: Setting, torch: Torch, with_series: bool) -> Iterator[tuple[st
 
     yield "compile gated layer", functools.partial(gated_layer, setting.gated_layer)
     for name, (shape, kind) in setting.shapes.items():
-        for dtype in DTYPES:
+        for dtype in setting.dtypes:
             for p in cpu_torch.PRODUCTS:
                 yield f"{name} {dtype} {p}", product(p, dtype, shape, kind, {"shape": name})
     yield "vmap", functools.partial(batched, setting.vmap)
     for name, points in setting.series.items() if with_series else ():
         for shape, kind in points:
             at = report.place(name, shape, kind)
-            for dtype in DTYPES:
+            for dtype in setting.dtypes:
                 for p in ("forward", "wgrad"):
                     yield f"series {name} {at} {dtype} {p}", product(p, dtype, shape, kind, {"series": name, "at": at})
     # Last: it leaves the process with the 4 GiB that it takes on `lax.ragged_dot`.
@@ -547,10 +549,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "device": report.processor(),
         "versions": report.versions("ragged", "jax", "jaxlib", "torch", "numpy"),
         "threads": report.threads(),
+        "load": report.load(),
         "seconds": args.seconds,
         "rows": [],
     }
     print(f"{results['device']}, {results['versions']}", flush=True)
+    if (load := results["load"] or 0) > results["threads"] / 4:
+        print(f"Others use this machine (load {load:.1f}): torch's threads wait for each other, so it suffers most.")
     if torch.missing:
         print(f"{torch.missing}. Its figures are left out.", flush=True)
     wanted = [

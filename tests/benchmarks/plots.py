@@ -20,6 +20,7 @@ STYLE: Any = {
     "svg.hashsalt": "ragged",
     "svg.fonttype": "none",  # text stays text
     "font.size": 9,
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],
     "text.color": GREY,
     "axes.edgecolor": GREY,
     "axes.labelcolor": GREY,
@@ -67,17 +68,17 @@ def panel(axes: Any, points: Sequence[Any], rows: Sequence[dict[str, Any] | None
         ]
         if found:
             axes.plot(*zip(*found, strict=True), ls=line, color=color, marker=marker, ms=4, lw=1, label=name)
-    axes.set_xticks(range(len(points)), [f"{x:,}" if isinstance(x, int) else str(x) for x in points])
+    axes.set_xticks(range(len(points)), map(str, points), fontsize=7)
     axes.margins(x=0.08)
 
 
 def logarithmic(axes: Any) -> None:
-    from matplotlib.ticker import LogLocator, NullFormatter
+    from matplotlib.ticker import LogLocator
 
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=20))
     axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.minorticks_off()
 
 
 def grid(height: int, width: int) -> tuple[Any, Any]:
@@ -174,7 +175,7 @@ def gpu(report: dict[str, Any]) -> Any:
             labels = ["×".join(map(str, shape[:3])) + f"\ng{shape[3]}" for shape in shapes]
             panel(axes, labels, [found.get((shape, spread, product)) for shape in shapes], "none", "of_dense")
             axes.set_title(f"{product}, {spread}")
-            axes.tick_params(axis="x", labelrotation=60, labelsize=6)
+            axes.tick_params(axis="x", labelrotation=60)
             axes.set_ylim(0)
         axes_of[0].set_ylabel(SPEED)
     legend(figure, panels)
@@ -214,7 +215,8 @@ def layer(row: dict[str, Any]) -> str:
 def tables(cpu: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """What stands between `<!-- NAME -->` and `<!-- /NAME -->` in the page."""
     versions = ", ".join(f"{name} {version}" for name, version in cpu["versions"].items() if version)
-    yield "cpu", f"{cpu['device']}, {cpu['date']}; {versions}; {cpu['threads']} threads on both sides."
+    busy = "" if cpu["load"] is None else f"; load before it began: {cpu['load']:.1f}"
+    yield "cpu", f"{cpu['device']}, {cpu['date']}; {versions}; {cpu['threads']} threads on both sides{busy}."
 
     found = by_row(cpu, "shape")
     pairs: list[tuple[str, str]] = distinct((shape, dtype) for shape, dtype, _ in found)

@@ -34,6 +34,11 @@ def threads() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def load() -> float | None:
+    """How many processes wanted a core, on average over the last minute."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
 def today() -> str:
     return date.today().isoformat()
 
