@@ -4,6 +4,7 @@ import importlib.util
 import io
 import json
 import re
+import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -150,6 +151,20 @@ def test_a_process_that_ends_is_begun_again(torch: cpu.Torch) -> None:
     assert set(torch.prepare(JOB)[0]) == {"dense torch", "torch", "torch loop"}
     assert torch.turn("torch", 2) > 0
     assert torch.prepare(JOB._replace(product="die")) == ({}, {"torch": "torch's process ended with exit status 3"})
+
+
+def test_a_process_that_ends_before_it_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    popen, torch = subprocess.Popen, cpu.Torch([sys.executable, "-c", "raise SystemExit(5)"])
+
+    def ended(*args: Any, **options: Any) -> Any:
+        process = popen(*args, **options)
+        process.wait()
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", ended)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="torch's process ended with exit status 5"):
+            torch.ask(turn="torch")
 
 
 def test_the_requests_of_the_other_process() -> None:

@@ -21,6 +21,7 @@ is written after each row.
 """
 
 import argparse
+import contextlib
 import functools
 import importlib.util
 import json
@@ -175,7 +176,7 @@ class Torch:
         process, self._process = self._process, None
         if process is None:
             return None
-        with process:  # closes its input, after which it ends
+        with contextlib.suppress(BrokenPipeError), process:  # closes its input, after which it ends
             pass
         return process.returncode
 
