@@ -1,6 +1,6 @@
 """How fast the products are on the CPU, beside torch's, `lax.ragged_dot`, loops over groups, and dense products.
 
-    python -m tests.benchmarks.cpu [--json out.json] [--seconds 4] [--series] [--only 'L bfloat16' vmap]
+    python -m tests.benchmarks.cpu [--json out.json] [--seconds 3] [--series] [--only 'L bfloat16' vmap]
     python -m tests.benchmarks.cpu --dry      # every path, tiny
 
 A row is one product of one shape and dtype. Its variants take turns for `--seconds`, JAX's in this process and torch's
@@ -539,7 +539,7 @@ def line(row: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="also write the figures here")
-    parser.add_argument("--seconds", type=float, default=4, help="for each row (default: %(default)s), series a third")
+    parser.add_argument("--seconds", type=float, default=3, help="for each row (default: %(default)s), series a third")
     parser.add_argument("--series", action="store_true", help="also the series over groups, rows and skew")
     parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="rows whose names contain one of these")
     parser.add_argument("--dry", action="store_true", help="tiny shapes")
