@@ -76,7 +76,7 @@ def _heights(call: Call, x: Operands) -> dict[str, tuple[int, ...]]:
     if len(p.ragged) == 1:
         m, tallest = a.extent(p.ragged), tiling[p.ragged] if tiling else None
         # A tile as tall as the buffer would have its dot hoisted out of its loop, where there is more than one.
-        several = tuple(t for t in _HEIGHTS if t < m and t <= (tallest or t))
+        several = tuple(t for t in (_WH if p.kernel.startswith("trans") else _HEIGHTS) if t < m and t <= (tallest or t))
         return {p.ragged: several or (min(m, tallest or m),)}
     tiles: dict[str, Any] = {}
     for (packed, other), shape in ((p.lhs, x.lhs.data.shape), (p.rhs, x.rhs.data.shape), (p.out, call.shape)):
@@ -217,9 +217,7 @@ def _grouped(launch: Launch, x: Operands) -> Array:
     call, (a, b), (existing,), batch = launch.call, launch.call.terms(x), x.epilogue, launch.call.batch(x)
     letter, contracted = a.letters
     m, n, held, elements = a.extent(letter), call.shape[-1], b.data.shape[-3], 1 if batch is None else batch
-    # Sizes that are constants of the program would have XLA fold the loop away, and with it the form of a bfloat16 dot
-    # that its CPU backend can run.
-    starts, ends = schedule.segments(lax.optimization_barrier(x.sizes[letter]), m, x.offset, held)
+    starts, ends = schedule.segments(x.sizes[letter], m, x.offset, held)
     # A batch element is `held` further segments of operands that are read in place, mapped or not.
     element = jnp.arange(elements, dtype=jnp.int32)[:, None]
     index = jnp.arange(held, dtype=jnp.int32)[None] + (held * element if b.data.ndim == 4 else 0)
@@ -229,27 +227,31 @@ def _grouped(launch: Launch, x: Operands) -> Array:
     lhs, rhs, is_stacked = a.data.reshape(-1, a.data.shape[-1]), b.data.reshape(-1, *b.data.shape[-2:]), a.data.ndim > 2
     common = compute_dtype(lhs.dtype, rhs.dtype)
     heights, dims = launch.config.heights[letter], (((1,), (b.axis(contracted),)), ((), ()))
-    full, _, last = _cover(heights, ends - starts)
+    cover = _cover(heights)
 
-    def segment(start: Array, end: Array, which: Array, base: Array, full: Array, last: Array, out: Array) -> Array:
-        weight = lax.dynamic_index_in_dim(rhs, which, 0, keepdims=False).astype(common)
+    def segment(start: Array, end: Array, which: Array, base: Array, out: Array) -> Array:
+        weight = _slice(rhs, which, 1)[0].astype(common)
 
         def visit(height: int, start: Array, out: Array) -> Array:
             at, mine = _window(m, height, start, end)
-            x = lax.dynamic_slice_in_dim(lhs, at + base if is_stacked else at, height).astype(common)
+            x = _slice(lhs, at + base if is_stacked else at, height).astype(common)
             at = at + base
             y = lax.dot_general(x, weight, dims, call.options.precision, accumulator_dtype(common))
-            old = lax.dynamic_slice_in_dim(out, at, height)
+            old = _slice(out, at, height)
             y = finish(y, None if existing is None else _from_carry(old, call.dtype), call).astype(call.dtype)
             y = jnp.where(mine, _to_carry(y), old)  # a neighbour's rows stay
-            return lax.dynamic_update_slice_in_dim(out, y, at, 0)
+            return _put(out, y, at)
 
-        # The start depends on the loop's variable, or XLA would hoist the dot and run it even where there is no trip.
-        out = lax.fori_loop(_ZERO, full, lambda step, out: visit(heights[-1], start + step * heights[-1], out), out)
-        return lax.switch(last, [partial(visit, height) for height in heights], start + full * heights[-1], out)
+        def step(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            start, out = carry
+            choice = jnp.asarray(cover)[jnp.minimum(end - start, heights[-1])]
+            out = lax.switch(choice, [partial(visit, height) for height in heights], start, out)
+            return start + jnp.asarray(heights, jnp.int32)[choice], out
+
+        return lax.while_loop(lambda carry: carry[0] < end, step, (start, out))[1]
 
     out = jnp.zeros((elements * m, n), call.dtype) if existing is None else existing.reshape(elements * m, n)
-    out = _for_each(ends > starts, (starts, ends, index, base, full, last), segment, _to_carry(out))
+    out = _for_each(ends > starts, (starts, ends, index, base), segment, _to_carry(out))
     out = _from_carry(out, call.dtype)
     return out if batch is None else out.reshape(batch, m, n)
 
@@ -276,17 +278,20 @@ def _transposed_grouped(launch: Launch, x: Operands) -> Array:
     common = compute_dtype(operands[0][0].dtype, operands[1][0].dtype)
     accumulator, heights, (summed, h) = accumulator_dtype(common), launch.config.heights[letter], starts.shape
 
+    least = np.searchsorted(heights, np.arange(heights[-1] + 1)).astype(np.int32)
+
     def tile(height: int, start: Array, end: Array, base: Array) -> Array:
         at, mine = _window(k, height, start, end)
-        slices = [lax.dynamic_slice_in_dim(z, at + base if is_stacked else at, height) for z, is_stacked in operands]
+        slices = [_slice(z, at + base if is_stacked else at, height) for z, is_stacked in operands]
         left, right = (jnp.where(mine, z, jnp.zeros((), z.dtype)).astype(common) for z in slices)
         left = _transposed(left, launch.target.portable)
         return lax.dot_general(left, right, (((1,), (0,)), ((), ())), call.options.precision, accumulator)
 
     def segment(start: Array, end: Array, base: Array) -> Array:
         # The partial tile comes first and starts the sum, so most groups need no addition.
-        full, rest, last = _cover(heights, end - start)
-        middle = start + rest
+        full = jnp.maximum(end - start - 1, 0) // heights[-1]
+        middle = end - full * heights[-1]
+        last = jnp.asarray(least)[middle - start]
         total = lax.switch(last, [partial(tile, height) for height in heights], start, middle, base)
 
         def add(step: Array, total: Array) -> Array:
@@ -306,9 +311,9 @@ def _transposed_grouped(launch: Launch, x: Operands) -> Array:
             total = lax.fori_loop(_ZERO, jnp.asarray(summed, jnp.int32), add, zeros)
         old = None
         if existing is not None:
-            old = _from_carry(lax.dynamic_index_in_dim(out, i, 0, keepdims=False), call.dtype)
+            old = _from_carry(_slice(out, i, 1)[0], call.dtype)
         total = finish(total, old, call).astype(call.dtype)
-        return lax.dynamic_update_index_in_dim(out, _to_carry(total), i, 0)
+        return _put(out, _to_carry(total)[None], i)
 
     shape = (h, *call.shape[1:])
     out = jnp.zeros(shape, call.dtype) if existing is None else existing.reshape(shape)
@@ -317,38 +322,59 @@ def _transposed_grouped(launch: Launch, x: Operands) -> Array:
     return out.reshape(batch, held, *call.shape[1:]) if keeps_batch else out
 
 
-_HEIGHTS = (16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+import os
+_HEIGHTS = eval(os.environ.get('XH','(16, 32, 64, 128, 256)'))
+_WH = eval(os.environ.get('XW','(16, 32, 64, 128, 256)'))
 """Tile heights. Powers of two alone were 7-10 % slower, finer steps no faster."""
+
+_OVERHEAD = 24
+"""What a tile costs beyond its rows, in rows: 20 to 40 were measured."""
 
 _ZERO = np.int32(0)  # loops from it count in int32, under x64 too
 
 
-def _cover(heights: tuple[int, ...], size: Array) -> tuple[Array, Array, Array]:
-    """How `size` rows are covered: tiles of the tallest height, and one more, the least that holds what remains.
+def _cover(heights: tuple[int, ...]) -> np.ndarray:
+    """Which of the heights the first tile of `0, 1, ..., heights[-1]` remaining rows has, `(heights[-1] + 1,)`.
 
-    Returns how many tall ones, the remaining rows (1 up to the tallest height), and the index of their tile's height.
+    It covers them at the least cost, where a tile costs its rows and `_OVERHEAD` more; more rows than that begin with a
+    tile of the tallest height.
     """
-    full = jnp.maximum(size - 1, 0) // heights[-1]
-    rest = size - full * heights[-1]
-    return full, rest, jnp.asarray(np.searchsorted(heights, np.arange(heights[-1] + 1)), jnp.int32)[rest]
+    cost, first = np.zeros(heights[-1] + 1), np.zeros(heights[-1] + 1, np.int32)
+    for rows in range(1, heights[-1] + 1):
+        costs = [height + _OVERHEAD + cost[max(rows - height, 0)] for height in heights]
+        first[rows] = np.argmin(costs)
+        cost[rows] = costs[first[rows]]
+    return first
 
 
 def _window(m: Any, height: int, start: Array, end: Array) -> tuple[Array, Array]:
     """Where to slice `height` rows from `start` on, moved up to fit the buffer; which of them are in `[start, end)`."""
     at = jnp.minimum(start, m - height)
-    row = at + lax.iota(jnp.int32, height)
-    return at, ((row >= start) & (row < end))[:, None]
+    row = lax.iota(jnp.int32, height) - (start - at)
+    # As unsigned numbers, rows before the start are past the end too.
+    return at, (row.astype(jnp.uint32) < (end - start).astype(jnp.uint32))[:, None]
+
+
+_slice = partial(lax.dynamic_slice_in_dim, allow_negative_indices=False)
+_put = partial(lax.dynamic_update_slice_in_dim, axis=0, allow_negative_indices=False)
 
 
 def _for_each(chosen: Array, columns: tuple[Array, ...], body: Callable[..., Array], out: Array) -> Array:
     """`out = body(*row, out)`, in place, for each row of the table of `columns` that is chosen."""
-    table = jnp.stack(columns, axis=1)[jnp.argsort(~chosen, stable=True)]
+    count = jnp.asarray(chosen.shape[0], jnp.int32)
+    # The first chosen row from each one on; `count` where there is none.
+    following = lax.cummin(jnp.where(chosen, jnp.arange(chosen.shape[0], dtype=jnp.int32), count), reverse=True)
+    following = jnp.concatenate([following, count[None]])
+    # Sizes that are constants of the program would have XLA fold the loop away, and with it the form of a bfloat16 dot
+    # that its CPU backend can run. What comes before the barrier is computed once for all products of the same groups.
+    following, columns = lax.optimization_barrier((following, columns))
 
-    def visit(number: Array, out: Array) -> Array:
-        row = lax.dynamic_index_in_dim(table, number, 0, keepdims=False)
-        return body(*(row[i] for i in range(len(columns))), out)
+    def visit(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        number, out = carry
+        out = body(*(_slice(column, number, 1)[0] for column in columns), out)
+        return _slice(following, number + 1, 1)[0], out
 
-    return lax.fori_loop(_ZERO, jnp.sum(chosen, dtype=jnp.int32), visit, out)
+    return lax.while_loop(lambda carry: carry[0] < count, visit, (following[0], out))[1]
 
 
 def _transposed(x: Array, portable: bool) -> Array:
