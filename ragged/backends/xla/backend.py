@@ -20,16 +20,17 @@ from ragged.quant.scales import dequantized
 
 
 class Config(NamedTuple):
-    """Heights of the tiles along each ragged letter: several where the last tile of a group may be lower."""
+    """Heights of the tiles along each ragged letter: several where the tiles of a group may differ."""
 
     heights: dict[str, tuple[int, ...]]
+    batched_rows: int = 0  # so many first rows of each group are multiplied by one dot for all groups
 
 
 def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
     """Every product has a kernel: see `ragged.backends.base`."""
     kernel = "zeros" if is_empty(call, x) else call.product.kernel
     try:
-        config = Config({} if kernel == "zeros" else _heights(call, x))
+        config = Config({}) if kernel == "zeros" else Config(_heights(call, x), _batched_rows(call, x))
     except InconclusiveDimensionOperation:
         return Refusal(
             "the extent of a ragged dim is symbolic, and may be smaller than a tile.\n"
@@ -76,7 +77,11 @@ def _heights(call: Call, x: Operands) -> dict[str, tuple[int, ...]]:
     if len(p.ragged) == 1:
         m, tallest = a.extent(p.ragged), tiling[p.ragged] if tiling else None
         # A tile as tall as the buffer would have its dot hoisted out of its loop, where there is more than one.
-        several = tuple(t for t in (_WH if p.kernel.startswith("trans") else _HEIGHTS) if t < m and t <= (tallest or t))
+        small, large = _HEIGHTS[p.kernel]
+        flops = cost(call, x)["flops"]
+        heights = small if flops is not None and flops < 2**29 else large
+        # A tile as tall as the buffer would have its dot hoisted out of its loop, where there is more than one.
+        several = tuple(t for t in heights if t < m and t <= (tallest or t))
         return {p.ragged: several or (min(m, tallest or m),)}
     tiles: dict[str, Any] = {}
     for (packed, other), shape in ((p.lhs, x.lhs.data.shape), (p.rhs, x.rhs.data.shape), (p.out, call.shape)):
@@ -87,6 +92,22 @@ def _heights(call: Call, x: Operands) -> dict[str, tuple[int, ...]]:
         if other in x.sizes:
             tiles[other] = min(tiles.get(other, columns), columns, tiling[other] if tiling else 256)
     return {letter: (tile,) for letter, tile in tiles.items()}
+
+
+def _batched_rows(call: Call, x: Operands) -> int:
+    """Twice the mean group, where groups are so small that the tiles of a loop would mostly wait for each other."""
+    p, (a, b), batch = call.product, call.terms(x), call.batch(x)
+    if len(p.ragged) != 1 or call.options.tiling:
+        return 0
+    rows = a.extent(p.ragged)
+    if p.kernel == "grouped_matmul":  # every segment's matrix is read where it lies
+        fits = b.data.dtype == compute_dtype(a.data.dtype, b.data.dtype) and (batch in (None, 1) or b.data.ndim == 4)
+    else:  # every matrix is written once, and is the sum over one segment
+        fits = x.epilogue.existing is None and (batch in (None, 1) or call.out_batch)
+    are_static = all(isinstance(extent, int) for extent in (rows, x.num_groups, batch or 1))
+    if not fits or not are_static or rows > 16 * x.num_groups:
+        return 0
+    return min(max(2 * _mean_group(rows, x.num_groups), 8), rows)
 
 
 def _zeros(launch: Launch, x: Operands) -> Array:
@@ -206,7 +227,12 @@ def _mean_tile(rows: int | Any, num_groups: int) -> int:
     """About the mean group, a power of two in 16..256."""
     if not (isinstance(rows, int) and isinstance(num_groups, int)):  # symbolic, under `jax.export`
         return 256
-    return int(np.clip(1 << (rows // max(num_groups, 1)).bit_length(), 16, 256))
+    return int(np.clip(_mean_group(rows, num_groups), 16, 256))
+
+
+def _mean_group(rows: int, num_groups: int) -> int:
+    """The rows of a mean group, rounded up to a power of two."""
+    return 1 << (max(rows // max(num_groups, 1), 1) - 1).bit_length()
 
 
 def _grouped(launch: Launch, x: Operands) -> Array:
@@ -226,8 +252,13 @@ def _grouped(launch: Launch, x: Operands) -> Array:
     )
     lhs, rhs, is_stacked = a.data.reshape(-1, a.data.shape[-1]), b.data.reshape(-1, *b.data.shape[-2:]), a.data.ndim > 2
     common = compute_dtype(lhs.dtype, rhs.dtype)
-    heights, dims = launch.config.heights[letter], (((1,), (b.axis(contracted),)), ((), ()))
-    cover = _cover(heights)
+    accumulator, heights = accumulator_dtype(common), launch.config.heights[letter]
+    dims, cover = (((1,), (b.axis(contracted),)), ((), ())), _cover(heights)
+
+    def put(y: Array, at: Array, mine: Array, out: Array) -> Array:
+        old = _slice(out, at, y.shape[0])
+        y = finish(y, None if existing is None else _from_carry(old, call.dtype), call).astype(call.dtype)
+        return _put(out, jnp.where(mine, _to_carry(y), old), at)  # a neighbour's rows stay
 
     def segment(start: Array, end: Array, which: Array, base: Array, out: Array) -> Array:
         weight = _slice(rhs, which, 1)[0].astype(common)
@@ -235,12 +266,8 @@ def _grouped(launch: Launch, x: Operands) -> Array:
         def visit(height: int, start: Array, out: Array) -> Array:
             at, mine = _window(m, height, start, end)
             x = _slice(lhs, at + base if is_stacked else at, height).astype(common)
-            at = at + base
-            y = lax.dot_general(x, weight, dims, call.options.precision, accumulator_dtype(common))
-            old = _slice(out, at, height)
-            y = finish(y, None if existing is None else _from_carry(old, call.dtype), call).astype(call.dtype)
-            y = jnp.where(mine, _to_carry(y), old)  # a neighbour's rows stay
-            return _put(out, y, at)
+            y = lax.dot_general(x, weight, dims, call.options.precision, accumulator)
+            return put(y, at + base, mine, out)
 
         def step(carry: tuple[Array, Array]) -> tuple[Array, Array]:
             start, out = carry
@@ -251,7 +278,27 @@ def _grouped(launch: Launch, x: Operands) -> Array:
         return lax.while_loop(lambda carry: carry[0] < end, step, (start, out))[1]
 
     out = jnp.zeros((elements * m, n), call.dtype) if existing is None else existing.reshape(elements * m, n)
-    out = _for_each(ends > starts, (starts, ends, index, base), segment, _to_carry(out))
+    out = _to_carry(out)
+    if rows := launch.config.batched_rows:
+
+        def first_rows(starts: Array) -> Array:
+            at, _ = _window(m, rows, starts, ends)
+            x = _slices(lhs, at + base if is_stacked else at, rows).astype(common)
+            ((kept,), (other,)), _ = dims
+            batched = ((kept + 1,), (other + 1,)), ((0,), (0,))
+            return lax.dot_general(x, rhs, batched, call.options.precision, accumulator)
+
+        def store(start: Array, end: Array, which: Array, base: Array, out: Array) -> Array:
+            at, mine = _window(m, rows, start, end)
+            return put(_slice(y, which, 1)[0], at + base, mine, out)
+
+        batch_them = _is_worth(ends - starts, rows)
+        zeros = jnp.zeros((elements * held, rows, n), accumulator)
+        y = lax.cond(batch_them, first_rows, lambda _: zeros, starts)
+        rest = jnp.minimum(ends, starts + jnp.where(batch_them, rows, 0))
+        out = _for_each(rest > starts, (starts, rest, index, base), store, out)
+        starts = rest
+    out = _for_each(ends > starts, (starts, ends, index, base), segment, out)
     out = _from_carry(out, call.dtype)
     return out if batch is None else out.reshape(batch, m, n)
 
@@ -278,6 +325,7 @@ def _transposed_grouped(launch: Launch, x: Operands) -> Array:
     common = compute_dtype(operands[0][0].dtype, operands[1][0].dtype)
     accumulator, heights, (summed, h) = accumulator_dtype(common), launch.config.heights[letter], starts.shape
 
+    # The index of the least height that holds so many rows.
     least = np.searchsorted(heights, np.arange(heights[-1] + 1)).astype(np.int32)
 
     def tile(height: int, start: Array, end: Array, base: Array) -> Array:
@@ -316,16 +364,41 @@ def _transposed_grouped(launch: Launch, x: Operands) -> Array:
         return _put(out, _to_carry(total)[None], i)
 
     shape = (h, *call.shape[1:])
-    out = jnp.zeros(shape, call.dtype) if existing is None else existing.reshape(shape)
-    out = _for_each(jnp.any(ends > starts, axis=0), (jnp.arange(h, dtype=jnp.int32),), group, _to_carry(out))
+    chosen = jnp.any(ends > starts, axis=0)
+    if rows := launch.config.batched_rows:
+        # Rounded by the dot itself, from the same float32 sum: else all of that would be written and read again.
+        result = common if common == call.dtype == jnp.bfloat16 else accumulator
+
+        def first_rows(starts: Array) -> Array:
+            at, mine = _window(k, rows, starts, ends[0])
+            slices = [_slices(z, at + base[0] if is_stacked else at, rows) for z, is_stacked in operands]
+            left, right = (jnp.where(mine, z, jnp.zeros((), z.dtype)).astype(common) for z in slices)
+            left = _transposed(left, launch.target.portable)
+            dims = (((2,), (1,)), ((0,), (0,)))
+            return lax.dot_general(left, right, dims, call.options.precision, result).astype(call.dtype)
+
+        # Longer groups are multiplied as a whole below: their sum is rounded once.
+        batch_them = _is_worth(ends[0] - starts[0], rows)
+        out = lax.cond(batch_them, first_rows, lambda _: jnp.zeros(shape, call.dtype), starts[0])
+        chosen = ends[0] - starts[0] > jnp.where(batch_them, rows, 0)
+    else:
+        out = jnp.zeros(shape, call.dtype) if existing is None else existing.reshape(shape)
+    out = _for_each(chosen, (jnp.arange(h, dtype=jnp.int32),), group, _to_carry(out))
     out = _from_carry(out, call.dtype)
     return out.reshape(batch, held, *call.shape[1:]) if keeps_batch else out
 
 
-import os
-_HEIGHTS = eval(os.environ.get('XH','(16, 32, 64, 128, 256)'))
-_WH = eval(os.environ.get('XW','(16, 32, 64, 128, 256)'))
-"""Tile heights. Powers of two alone were 7-10 % slower, finer steps no faster."""
+_HEIGHTS = {
+    "grouped_matmul": ((16, 32, 64, 256), (16, 32, 48, 64, 96, 128, 256, 512)),
+    "transposed_grouped_matmul": (
+        (16, 32, 64, 128, 256),
+        (16, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 512),
+    ),
+}
+"""Tile heights of small products and of large ones.
+
+Each takes about 40 ms to compile. Without the further ones, a product takes 5 to 10 % longer to run.
+"""
 
 _OVERHEAD = 24
 """What a tile costs beyond its rows, in rows: 20 to 40 were measured."""
@@ -350,12 +423,19 @@ def _cover(heights: tuple[int, ...]) -> np.ndarray:
 def _window(m: Any, height: int, start: Array, end: Array) -> tuple[Array, Array]:
     """Where to slice `height` rows from `start` on, moved up to fit the buffer; which of them are in `[start, end)`."""
     at = jnp.minimum(start, m - height)
-    row = lax.iota(jnp.int32, height) - (start - at)
+    row = lax.iota(jnp.int32, height) - jnp.expand_dims(start - at, -1)
     # As unsigned numbers, rows before the start are past the end too.
-    return at, (row.astype(jnp.uint32) < (end - start).astype(jnp.uint32))[:, None]
+    return at, jnp.expand_dims(row.astype(jnp.uint32) < jnp.expand_dims(end - start, -1).astype(jnp.uint32), -1)
+
+
+def _is_worth(sizes: Array, rows: int) -> Array:
+    """Whether one dot for the first `rows` rows of all groups costs less than the tiles that it saves."""
+    saved = jnp.where(sizes > rows, rows, jnp.where(sizes > 0, sizes + _OVERHEAD, 0))
+    return jnp.sum(saved, dtype=jnp.int32) > jnp.asarray(rows * saved.shape[0], jnp.int32)
 
 
 _slice = partial(lax.dynamic_slice_in_dim, allow_negative_indices=False)
+_slices = jax.vmap(_slice, in_axes=(None, 0, None))
 _put = partial(lax.dynamic_update_slice_in_dim, axis=0, allow_negative_indices=False)
 
 
@@ -383,8 +463,8 @@ def _transposed(x: Array, portable: bool) -> Array:
     What pins the order in memory is a custom call that `jax.export` refuses. `portable` is slower without it.
     """
     if portable:
-        return lax.optimization_barrier(x.T)
-    return with_layout_constraint(lax.optimization_barrier(x).T, Layout((0, 1)))
+        return lax.optimization_barrier(x.mT)
+    return with_layout_constraint(lax.optimization_barrier(x).mT, Layout(tuple(range(x.ndim))))
 
 
 # XLA before jaxlib 0.12 converts a whole 2-byte float array that a loop carries, at each trip. There, its bits are
