@@ -282,7 +282,7 @@ def _grouped(launch: Launch, x: Operands) -> Array:
     if rows := launch.config.batched_rows:
 
         def first_rows(starts: Array) -> Array:
-            at, _ = _window(m, rows, starts, ends)
+            at = jnp.minimum(starts, m - rows)
             x = _slices(lhs, at + base if is_stacked else at, rows).astype(common)
             ((kept,), (other,)), _ = dims
             batched = ((kept + 1,), (other + 1,)), ((0,), (0,))
@@ -370,7 +370,7 @@ def _transposed_grouped(launch: Launch, x: Operands) -> Array:
         result = common if common == call.dtype == jnp.bfloat16 else accumulator
 
         def first_rows(starts: Array) -> Array:
-            at, mine = _window(k, rows, starts, ends[0])
+            at, mine = jax.vmap(partial(_window, k, rows))(starts, ends[0])
             slices = [_slices(z, at + base[0] if is_stacked else at, rows) for z, is_stacked in operands]
             left, right = (jnp.where(mine, z, jnp.zeros((), z.dtype)).astype(common) for z in slices)
             left = _transposed(left, launch.target.portable)
@@ -423,9 +423,9 @@ def _cover(heights: tuple[int, ...]) -> np.ndarray:
 def _window(m: Any, height: int, start: Array, end: Array) -> tuple[Array, Array]:
     """Where to slice `height` rows from `start` on, moved up to fit the buffer; which of them are in `[start, end)`."""
     at = jnp.minimum(start, m - height)
-    row = lax.iota(jnp.int32, height) - jnp.expand_dims(start - at, -1)
+    row = lax.iota(jnp.int32, height) - (start - at)
     # As unsigned numbers, rows before the start are past the end too.
-    return at, jnp.expand_dims(row.astype(jnp.uint32) < jnp.expand_dims(end - start, -1).astype(jnp.uint32), -1)
+    return at, (row.astype(jnp.uint32) < (end - start).astype(jnp.uint32))[:, None]
 
 
 def _is_worth(sizes: Array, rows: int) -> Array:
