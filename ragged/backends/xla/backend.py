@@ -389,9 +389,9 @@ def _transposed_grouped(launch: Launch, x: Operands) -> Array:
 
 
 _HEIGHTS = {
-    "grouped_matmul": ((16, 32, 64, 256), (16, 32, 48, 64, 96, 128, 256, 512)),
+    "grouped_matmul": ((16, 64, 256), (16, 32, 48, 64, 96, 128, 256, 512)),
     "transposed_grouped_matmul": (
-        (16, 32, 64, 128, 256),
+        (32, 64, 128, 256),
         (16, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 512),
     ),
 }
