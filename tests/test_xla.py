@@ -20,6 +20,7 @@ SIZES = {
     "even": [5, 6, 7, 6, 5, 4],
     "one is longer": [3, 4, 25, 0, 2, 1],
     "one holds all": [0, 0, 0, 37, 0, 0],
+    "one is short": [0, 0, 3, 0, 0, 0],
     "none": [0, 0, 0, 0, 0, 0],
     "beyond the buffer": [6, 5, 8, 6, 30, 7],
 }
