@@ -389,10 +389,10 @@ def _transposed_grouped(launch: Launch, x: Operands) -> Array:
 
 
 _HEIGHTS = {
-    "grouped_matmul": ((16, 64, 256), (16, 32, 48, 64, 96, 128, 256, 512)),
+    "grouped_matmul": ((16, 64, 256), (16, 32, 48, 64, 96, 128, 160, 192, 256, 512)),
     "transposed_grouped_matmul": (
         (32, 64, 128, 256),
-        (16, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 512),
+        (16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512),
     ),
 }
 """Tile heights of small products and of large ones.
