@@ -435,7 +435,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, taken: Callable[[Config, int], float])
     return measured
 
 
-FAST = XlaConfig(m=(16, 64))
+FAST = XlaConfig(m=(8, 16, 32, 64))
 
 
 def test_the_fastest_is_found_and_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,14 +52,15 @@ def _plain(x: Any) -> str:
 class XlaConfig(Config):
     """Heights of the tiles that XLA's kernels take of each ragged dim, ascending.
 
-    Of products with one ragged dim several: the last tile of a group may be lower. Else one for each ragged dim. Dims
-    that aren't ragged have none: `()`.
+    Of products with one ragged dim several, of which each group takes those that cover it best. Else one for each
+    ragged dim. Dims that aren't ragged have none: `()`.
     """
 
     backend: ClassVar[str] = "xla"
     m: tuple[int, ...] | Any = ()
     k: tuple[int, ...] | Any = ()
     n: tuple[int, ...] | Any = ()
+    batched_rows: int | Any = 0  # of one ragged dim: so many first rows of each group are multiplied by one dot for all
 
     def __post_init__(self) -> None:
         for name in "mkn":
@@ -67,6 +68,7 @@ class XlaConfig(Config):
             object.__setattr__(self, name, heights := tuple(heights) if isinstance(heights, list) else heights)
             is_sound = isinstance(heights, tuple) and all(map(is_count, heights)) and [*heights] == sorted({*heights})
             self._check(name, is_sound, "a tuple of positive ints, ascending: `(32, 128, 512)`")
+        self._check("batched_rows", is_count(self.batched_rows, 0), "an int, 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)

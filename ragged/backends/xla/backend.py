@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -32,7 +32,7 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
             "xla",
             partial(_illegal, call, x),
             lambda tiling: XlaConfig(**_heights(call, x, tiling)),
-            lambda: XlaConfig(**_heights(call, x, None)),
+            lambda: XlaConfig(**_heights(call, x, None), batched_rows=_batched_rows(call, x)),
         )
     except InconclusiveDimensionOperation:
         return Refusal(
@@ -48,9 +48,6 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
     return Launch("xla", call.product.kernel, call, target, config=config, source=source, **cost(call, x))
 
 
-_SETS = ((16, 64, 256), (32, 128, 512), (16, 32, 64, 128, 256, 512), (8, 16, 32, 64), (64, 256), (128, 512))
-
-
 def candidates(launch: Launch, x: Operands) -> Iterator[XlaConfig]:
     """Other heights to try in place of the launch's."""
     if launch.call.product.kernel == "tiled_matmul":
@@ -59,8 +56,10 @@ def candidates(launch: Launch, x: Operands) -> Iterator[XlaConfig]:
             scaled = {z: tuple(max(8, int(height * factor)) for height in chosen.along(z)[0]) for z in "mkn"}
             yield XlaConfig(**scaled)
         return
+    own: XlaConfig = launch.config
+    yield from (replace(own, batched_rows=rows) for rows in dict.fromkeys((0, _batched_rows(launch.call, x), 16)))
     for letter, extent in _packed_extents(launch.call, x).items():
-        for heights in _SETS:
+        for heights in (*_HEIGHTS[launch.kernel], (8, 16, 32, 64), (32, 128, 512), (64, 256)):
             if fitting := tuple(height for height in heights if height < extent):
                 yield XlaConfig(**{letter: fitting})
 
@@ -109,6 +108,14 @@ def _illegal(call: Call, x: Operands, config: XlaConfig) -> Refusal | None:
         if heights[-1] > extents[letter]:
             problem = f"`XlaConfig.{letter}` is {heights} for a buffer of {extents[letter]}."
             return Refusal(problem, "Heights must fit it.")
+    if rows := config.batched_rows:
+        if not _can_batch(call, x):
+            return Refusal(
+                f"`XlaConfig.batched_rows` is {rows} for a product that has no dot for all groups.", "Leave it 0."
+            )
+        if rows > extents[p.ragged]:
+            problem = f"`XlaConfig.batched_rows` is {rows} for a buffer of {extents[p.ragged]}."
+            return Refusal(problem, "They must fit it.")
     return None
 
 
@@ -126,8 +133,11 @@ def _heights(call: Call, x: Operands, tiling: dict[str, int] | None) -> dict[str
     p, (a, _) = call.product, call.terms(x)
     if len(p.ragged) == 1:
         m, tallest = a.extent(p.ragged), tiling[p.ragged] if tiling else None
+        small, large = _HEIGHTS[p.kernel]
+        flops = cost(call, x)["flops"]
+        heights = small if flops is not None and flops < 2**29 else large
         # A tile as tall as the buffer would have its dot hoisted out of its loop, where there is more than one.
-        several = tuple(t for t in _HEIGHTS if t < m and t <= (tallest or t))
+        several = tuple(t for t in heights if t < m and t <= (tallest or t))
         return {p.ragged: several or (min(m, tallest or m),)}
     tiles: dict[str, Any] = {}
     for (packed, other), shape in ((p.lhs, x.lhs.data.shape), (p.rhs, x.rhs.data.shape), (p.out, call.shape)):
@@ -138,6 +148,26 @@ def _heights(call: Call, x: Operands, tiling: dict[str, int] | None) -> dict[str
         if other in x.sizes:
             tiles[other] = min(tiles.get(other, columns), columns, tiling[other] if tiling else 256)
     return {letter: (tile,) for letter, tile in tiles.items()}
+
+
+def _batched_rows(call: Call, x: Operands) -> int:
+    """Twice the mean group, where groups are so small that the tiles of a loop would mostly wait for each other."""
+    rows = _packed_extents(call, x).get(call.product.ragged)
+    if not _can_batch(call, x) or rows is None or rows > 16 * x.num_groups:
+        return 0
+    return min(max(2 * _mean_group(rows, x.num_groups), 8), rows)
+
+
+def _can_batch(call: Call, x: Operands) -> bool:
+    """Whether one dot can multiply the first rows of all groups."""
+    p, (a, b), batch = call.product, call.terms(x), call.batch(x)
+    if p.kernel == "grouped_matmul":  # every segment's matrix is read where it lies
+        fits = b.data.dtype == compute_dtype(a.data.dtype, b.data.dtype) and (batch in (None, 1) or b.data.ndim == 4)
+    elif p.kernel == "transposed_grouped_matmul":  # every matrix is written once, and is the sum over one segment
+        fits = x.epilogue.existing is None and (batch in (None, 1) or call.out_batch)
+    else:
+        return False
+    return fits and all(isinstance(extent, int) for extent in (*a.data.shape, x.num_groups, batch or 1))
 
 
 def _zeros(launch: Launch, x: Operands) -> Array:
@@ -257,7 +287,12 @@ def _mean_tile(rows: int | Any, num_groups: int) -> int:
     """About the mean group, a power of two in 16..256."""
     if not (isinstance(rows, int) and isinstance(num_groups, int)):  # symbolic, under `jax.export`
         return 256
-    return int(np.clip(1 << (rows // max(num_groups, 1)).bit_length(), 16, 256))
+    return int(np.clip(_mean_group(rows, num_groups), 16, 256))
+
+
+def _mean_group(rows: int, num_groups: int) -> int:
+    """The rows of a mean group, rounded up to a power of two."""
+    return 1 << (max(rows // max(num_groups, 1), 1) - 1).bit_length()
 
 
 def _grouped(launch: Launch, x: Operands) -> Array:
@@ -268,9 +303,7 @@ def _grouped(launch: Launch, x: Operands) -> Array:
     call, (a, b), (existing,), batch = launch.call, launch.call.terms(x), x.epilogue, launch.call.batch(x)
     letter, contracted = a.letters
     m, n, held, elements = a.extent(letter), call.shape[-1], b.data.shape[-3], 1 if batch is None else batch
-    # Sizes that are constants of the program would have XLA fold the loop away, and with it the form of a bfloat16 dot
-    # that its CPU backend can run.
-    starts, ends = schedule.segments(lax.optimization_barrier(x.sizes[letter]), m, x.offset, held)
+    starts, ends = schedule.segments(x.sizes[letter], m, x.offset, held)
     # A batch element is `held` further segments of operands that are read in place, mapped or not.
     element = jnp.arange(elements, dtype=jnp.int32)[:, None]
     index = jnp.arange(held, dtype=jnp.int32)[None] + (held * element if b.data.ndim == 4 else 0)
@@ -279,28 +312,53 @@ def _grouped(launch: Launch, x: Operands) -> Array:
     )
     lhs, rhs, is_stacked = a.data.reshape(-1, a.data.shape[-1]), b.data.reshape(-1, *b.data.shape[-2:]), a.data.ndim > 2
     common = compute_dtype(lhs.dtype, rhs.dtype)
-    heights, dims = launch.config.along(letter)[0], (((1,), (b.axis(contracted),)), ((), ()))
-    full, _, last = _cover(heights, ends - starts)
+    accumulator, heights = accumulator_dtype(common), launch.config.along(letter)[0]
+    dims, cover = (((1,), (b.axis(contracted),)), ((), ())), _cover(heights)
 
-    def segment(start: Array, end: Array, which: Array, base: Array, full: Array, last: Array, out: Array) -> Array:
-        weight = lax.dynamic_index_in_dim(rhs, which, 0, keepdims=False).astype(common)
+    def put(y: Array, at: Array, mine: Array, out: Array) -> Array:
+        old = _slice(out, at, y.shape[0])
+        y = finish(y, None if existing is None else _from_carry(old, call.dtype), call).astype(call.dtype)
+        return _put(out, jnp.where(mine, _to_carry(y), old), at)  # a neighbour's rows stay
+
+    def segment(start: Array, end: Array, which: Array, base: Array, out: Array) -> Array:
+        weight = _slice(rhs, which, 1)[0].astype(common)
 
         def visit(height: int, start: Array, out: Array) -> Array:
             at, mine = _window(m, height, start, end)
-            x = lax.dynamic_slice_in_dim(lhs, at + base if is_stacked else at, height).astype(common)
-            at = at + base
-            y = lax.dot_general(x, weight, dims, call.options.precision, accumulator_dtype(common))
-            old = lax.dynamic_slice_in_dim(out, at, height)
-            y = finish(y, None if existing is None else _from_carry(old, call.dtype), call).astype(call.dtype)
-            y = jnp.where(mine, _to_carry(y), old)  # a neighbour's rows stay
-            return lax.dynamic_update_slice_in_dim(out, y, at, 0)
+            x = _slice(lhs, at + base if is_stacked else at, height).astype(common)
+            y = lax.dot_general(x, weight, dims, call.options.precision, accumulator)
+            return put(y, at + base, mine, out)
 
-        # The start depends on the loop's variable, or XLA would hoist the dot and run it even where there is no trip.
-        out = lax.fori_loop(_ZERO, full, lambda step, out: visit(heights[-1], start + step * heights[-1], out), out)
-        return lax.switch(last, [partial(visit, height) for height in heights], start + full * heights[-1], out)
+        def step(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            start, out = carry
+            choice = jnp.asarray(cover)[jnp.minimum(end - start, heights[-1])]
+            out = lax.switch(choice, [partial(visit, height) for height in heights], start, out)
+            return start + jnp.asarray(heights, jnp.int32)[choice], out
+
+        return lax.while_loop(lambda carry: carry[0] < end, step, (start, out))[1]
 
     out = jnp.zeros((elements * m, n), call.dtype) if existing is None else existing.reshape(elements * m, n)
-    out = _for_each(ends > starts, (starts, ends, index, base, full, last), segment, _to_carry(out))
+    out = _to_carry(out)
+    if rows := launch.config.batched_rows:
+
+        def first_rows(starts: Array) -> Array:
+            at = jnp.minimum(starts, m - rows)
+            x = _slices(lhs, at + base if is_stacked else at, rows).astype(common)
+            ((kept,), (other,)), _ = dims
+            batched = ((kept + 1,), (other + 1,)), ((0,), (0,))
+            return lax.dot_general(x, rhs, batched, call.options.precision, accumulator)
+
+        def store(start: Array, end: Array, which: Array, base: Array, out: Array) -> Array:
+            at, mine = _window(m, rows, start, end)
+            return put(_slice(y, which, 1)[0], at + base, mine, out)
+
+        batch_them = _is_worth(ends - starts, rows)
+        zeros = jnp.zeros((elements * held, rows, n), accumulator)
+        y = lax.cond(batch_them, first_rows, lambda _: zeros, starts)
+        rest = jnp.minimum(ends, starts + jnp.where(batch_them, rows, 0))
+        out = _for_each(rest > starts, (starts, rest, index, base), store, out)
+        starts = rest
+    out = _for_each(ends > starts, (starts, ends, index, base), segment, out)
     out = _from_carry(out, call.dtype)
     return out if batch is None else out.reshape(batch, m, n)
 
@@ -327,17 +385,21 @@ def _transposed_grouped(launch: Launch, x: Operands) -> Array:
     common = compute_dtype(operands[0][0].dtype, operands[1][0].dtype)
     accumulator, heights, (summed, h) = accumulator_dtype(common), launch.config.along(letter)[0], starts.shape
 
+    # The index of the least height that holds so many rows.
+    least = np.searchsorted(heights, np.arange(heights[-1] + 1)).astype(np.int32)
+
     def tile(height: int, start: Array, end: Array, base: Array) -> Array:
         at, mine = _window(k, height, start, end)
-        slices = [lax.dynamic_slice_in_dim(z, at + base if is_stacked else at, height) for z, is_stacked in operands]
+        slices = [_slice(z, at + base if is_stacked else at, height) for z, is_stacked in operands]
         left, right = (jnp.where(mine, z, jnp.zeros((), z.dtype)).astype(common) for z in slices)
         left = _transposed(left, launch.target.portable)
         return lax.dot_general(left, right, (((1,), (0,)), ((), ())), call.options.precision, accumulator)
 
     def segment(start: Array, end: Array, base: Array) -> Array:
         # The partial tile comes first and starts the sum, so most groups need no addition.
-        full, rest, last = _cover(heights, end - start)
-        middle = start + rest
+        full = jnp.maximum(end - start - 1, 0) // heights[-1]
+        middle = end - full * heights[-1]
+        last = jnp.asarray(least)[middle - start]
         total = lax.switch(last, [partial(tile, height) for height in heights], start, middle, base)
 
         def add(step: Array, total: Array) -> Array:
@@ -357,49 +419,103 @@ def _transposed_grouped(launch: Launch, x: Operands) -> Array:
             total = lax.fori_loop(_ZERO, jnp.asarray(summed, jnp.int32), add, zeros)
         old = None
         if existing is not None:
-            old = _from_carry(lax.dynamic_index_in_dim(out, i, 0, keepdims=False), call.dtype)
+            old = _from_carry(_slice(out, i, 1)[0], call.dtype)
         total = finish(total, old, call).astype(call.dtype)
-        return lax.dynamic_update_index_in_dim(out, _to_carry(total), i, 0)
+        return _put(out, _to_carry(total)[None], i)
 
     shape = (h, *call.shape[1:])
-    out = jnp.zeros(shape, call.dtype) if existing is None else existing.reshape(shape)
-    out = _for_each(jnp.any(ends > starts, axis=0), (jnp.arange(h, dtype=jnp.int32),), group, _to_carry(out))
+    chosen = jnp.any(ends > starts, axis=0)
+    if rows := launch.config.batched_rows:
+        # Rounded by the dot itself, from the same float32 sum: else all of that would be written and read again.
+        result = common if common == call.dtype == jnp.bfloat16 else accumulator
+
+        def first_rows(starts: Array) -> Array:
+            at, mine = jax.vmap(partial(_window, k, rows))(starts, ends[0])
+            slices = [_slices(z, at + base[0] if is_stacked else at, rows) for z, is_stacked in operands]
+            left, right = (jnp.where(mine, z, jnp.zeros((), z.dtype)).astype(common) for z in slices)
+            left = _transposed(left, launch.target.portable)
+            dims = (((2,), (1,)), ((0,), (0,)))
+            return lax.dot_general(left, right, dims, call.options.precision, result).astype(call.dtype)
+
+        # Longer groups are multiplied as a whole below: their sum is rounded once.
+        batch_them = _is_worth(ends[0] - starts[0], rows)
+        out = lax.cond(batch_them, first_rows, lambda _: jnp.zeros(shape, call.dtype), starts[0])
+        chosen = ends[0] - starts[0] > jnp.where(batch_them, rows, 0)
+    else:
+        out = jnp.zeros(shape, call.dtype) if existing is None else existing.reshape(shape)
+    out = _for_each(chosen, (jnp.arange(h, dtype=jnp.int32),), group, _to_carry(out))
     out = _from_carry(out, call.dtype)
     return out.reshape(batch, held, *call.shape[1:]) if keeps_batch else out
 
 
-_HEIGHTS = (16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-"""Tile heights. Powers of two alone were 7-10 % slower, finer steps no faster."""
+_HEIGHTS = {
+    "grouped_matmul": ((16, 64, 256), (16, 32, 48, 64, 96, 128, 160, 192, 256, 512)),
+    "transposed_grouped_matmul": (
+        (32, 64, 128, 256),
+        (16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512),
+    ),
+}
+"""Tile heights of small products and of large ones.
+
+Each takes about 40 ms to compile. Without the further ones, a product takes 5 to 10 % longer to run.
+"""
+
+_OVERHEAD = 24
+"""What a tile costs beyond its rows, in rows: 20 to 40 were measured."""
 
 _ZERO = np.int32(0)  # loops from it count in int32, under x64 too
 
 
-def _cover(heights: tuple[int, ...], size: Array) -> tuple[Array, Array, Array]:
-    """How `size` rows are covered: tiles of the tallest height, and one more, the least that holds what remains.
+@cache
+def _cover(heights: tuple[int, ...]) -> np.ndarray:
+    """Which of the heights the first tile of `0, 1, ..., heights[-1]` remaining rows has, `(heights[-1] + 1,)`.
 
-    Returns how many tall ones, the remaining rows (1 up to the tallest height), and the index of their tile's height.
+    It covers them at the least cost, where a tile costs its rows and `_OVERHEAD` more; more rows than that begin with a
+    tile of the tallest height.
     """
-    full = jnp.maximum(size - 1, 0) // heights[-1]
-    rest = size - full * heights[-1]
-    return full, rest, jnp.asarray(np.searchsorted(heights, np.arange(heights[-1] + 1)), jnp.int32)[rest]
+    cost, first = np.zeros(heights[-1] + 1), np.zeros(heights[-1] + 1, np.int32)
+    for rows in range(1, heights[-1] + 1):
+        costs = [height + _OVERHEAD + cost[max(rows - height, 0)] for height in heights]
+        first[rows] = np.argmin(costs)
+        cost[rows] = costs[first[rows]]
+    return first
 
 
 def _window(m: Any, height: int, start: Array, end: Array) -> tuple[Array, Array]:
     """Where to slice `height` rows from `start` on, moved up to fit the buffer; which of them are in `[start, end)`."""
     at = jnp.minimum(start, m - height)
-    row = at + lax.iota(jnp.int32, height)
-    return at, ((row >= start) & (row < end))[:, None]
+    row = lax.iota(jnp.int32, height) - (start - at)
+    # As unsigned numbers, rows before the start are past the end too.
+    return at, (row.astype(jnp.uint32) < (end - start).astype(jnp.uint32))[:, None]
+
+
+def _is_worth(sizes: Array, rows: int) -> Array:
+    """Whether one dot for the first `rows` rows of all groups costs less than the tiles that it saves."""
+    saved = jnp.where(sizes > rows, rows, jnp.where(sizes > 0, sizes + _OVERHEAD, 0))
+    return jnp.sum(saved, dtype=jnp.int32) > jnp.asarray(rows * saved.shape[0], jnp.int32)
+
+
+_slice = partial(lax.dynamic_slice_in_dim, allow_negative_indices=False)
+_slices = jax.vmap(_slice, in_axes=(None, 0, None))
+_put = partial(lax.dynamic_update_slice_in_dim, axis=0, allow_negative_indices=False)
 
 
 def _for_each(chosen: Array, columns: tuple[Array, ...], body: Callable[..., Array], out: Array) -> Array:
     """`out = body(*row, out)`, in place, for each row of the table of `columns` that is chosen."""
-    table = jnp.stack(columns, axis=1)[jnp.argsort(~chosen, stable=True)]
+    count = jnp.asarray(chosen.shape[0], jnp.int32)
+    # The first chosen row from each one on; `count` where there is none.
+    following = lax.cummin(jnp.where(chosen, jnp.arange(chosen.shape[0], dtype=jnp.int32), count), reverse=True)
+    following = jnp.concatenate([following, count[None]])
+    # Sizes that are constants of the program would have XLA fold the loop away, and with it the form of a bfloat16 dot
+    # that its CPU backend can run. What comes before the barrier is computed once for all products of the same groups.
+    following, columns = lax.optimization_barrier((following, columns))
 
-    def visit(number: Array, out: Array) -> Array:
-        row = lax.dynamic_index_in_dim(table, number, 0, keepdims=False)
-        return body(*(row[i] for i in range(len(columns))), out)
+    def visit(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        number, out = carry
+        out = body(*(_slice(column, number, 1)[0] for column in columns), out)
+        return _slice(following, number + 1, 1)[0], out
 
-    return lax.fori_loop(_ZERO, jnp.sum(chosen, dtype=jnp.int32), visit, out)
+    return lax.while_loop(lambda carry: carry[0] < count, visit, (following[0], out))[1]
 
 
 def _transposed(x: Array, portable: bool) -> Array:
@@ -408,8 +524,8 @@ def _transposed(x: Array, portable: bool) -> Array:
     What pins the order in memory is a custom call that `jax.export` refuses. `portable` is slower without it.
     """
     if portable:
-        return lax.optimization_barrier(x.T)
-    return with_layout_constraint(lax.optimization_barrier(x).T, Layout((0, 1)))
+        return lax.optimization_barrier(x.mT)
+    return with_layout_constraint(lax.optimization_barrier(x).mT, Layout(tuple(range(x.ndim))))
 
 
 # XLA before jaxlib 0.12 converts a whole 2-byte float array that a loop carries, at each trip. There, its bits are
