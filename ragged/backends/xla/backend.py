@@ -13,7 +13,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import InconclusiveDimensionOperation
 
 from ragged.backends import schedule
-from ragged.backends.base import Launch, Refusal, Target, choice, cost, finish, is_empty
+from ragged.backends.base import Launch, Refusal, Target, Work, choice, cost, finish, is_empty, spans
 from ragged.backends.config import XlaConfig
 from ragged.product.operands import Call, Operand, Operands
 from ragged.quant.formats import accumulator_dtype, compute_dtype
@@ -365,6 +365,39 @@ def _cover(heights: tuple[int, ...], size: Array) -> tuple[Array, Array, Array]:
     full = jnp.maximum(size - 1, 0) // heights[-1]
     rest = size - full * heights[-1]
     return full, rest, jnp.asarray(np.searchsorted(heights, np.arange(heights[-1] + 1)), jnp.int32)[rest]
+
+
+def work(launch: Launch, x: Operands) -> Work:
+    """What the loops come to: see `ragged.backends.base`."""
+    p, groups = launch.call.product, spans(launch.call, x)
+    size, offset = {letter: end - first for letter, (first, end) in groups.items()}, int(x.offset or 0)
+    if not p.ragged:
+        return Work(len(size["m"]), 0, 2 * int(sum(size["m"] * size["k"] * size["n"])))
+    letter = p.ragged if len(p.ragged) == 1 else p.out[0]
+    heights = launch.config.along(letter)[0]
+    tiles = []
+    for group, (first, end) in enumerate(zip(*groups[letter], strict=True)):
+        if len(p.ragged) > 1:
+            covered = [(at, heights[0]) for at in range(first, end, heights[0])]
+        elif end > first:
+            full = (end - first - 1) // heights[-1]
+            rest = end - first - full * heights[-1]
+            last = heights[np.searchsorted(heights, rest)]
+            begin = first if letter in p.out else first + rest  # a wgrad's partial tile comes first
+            covered = [(begin + i * heights[-1], heights[-1]) for i in range(full)]
+            covered.append((first + full * heights[-1] if letter in p.out else first, last))
+        else:
+            covered = []
+        tiles += [(offset + group, int(at), int(height)) for at, height in covered]
+    if len(p.ragged) == 1:
+        others = np.prod([size[other][0] for other in "mkn" if other != letter])
+        return Work(len(tiles), 0, int(2 * sum(height for *_, height in tiles) * others), letter, tuple(tiles))
+    tile = {other: launch.config.along(other)[0][0] if other in p.ragged else size[other][0] for other in "mkn"}
+    count = {other: -(-size[other] // tile[other]) for other in "mkn"}
+    results, steps = count[p.out[0]] * count[p.out[1]], count[p.contracted]
+    visits = int(sum(results * steps))
+    idle = int(sum(results[steps == 0]))
+    return Work(visits, idle, int(2 * visits * np.prod([*tile.values()])), letter, tuple(tiles))
 
 
 def _window(m: Any, height: int, start: Array, end: Array) -> tuple[Array, Array]:
