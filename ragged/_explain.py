@@ -75,6 +75,7 @@ def explain(
     layout = LAYOUTS[call.product.ragged]
     sizes, offset = _sizes(lhs, rhs, call), options.get("group_offset")
     known = sizes is not None and (offset is None or isinstance(offset, int | np.integer) or is_concrete(offset))
+    known = known and not _is_unreduced(options)  # whose product is that of a device, of sizes that only it knows
     recipe = options.get("recipe")
     kinds = [KINDS[layout.kind(term)] for term in ("mk", "kn", "mn")]
     return Explanation(
@@ -122,6 +123,8 @@ def _where(platform: Any, device: Any) -> tuple[list[str], AbstractDevice | None
 def _derivatives(lhs: Any, rhs: Any, out: Any, options: dict[str, Any]) -> dict[str, Any]:
     """The products that the derivatives are, where there are any."""
     given = {"lhs": lhs, "rhs": rhs}
+    if _is_unreduced(options):  # the cotangent is reduced: the derivatives are those of the sum
+        options = options | {"out_sharding": None}
     wrt = [name for name, x in given.items() if _has_derivative(x.dtype) and _has_derivative(out.dtype)]
     if not wrt:
         return {}
@@ -141,6 +144,12 @@ def _derivatives(lhs: Any, rhs: Any, out: Any, options: dict[str, Any]) -> dict[
     names = {"km": "by lhs", "kn": "by rhs"}
     found = {names.get("".join(sorted(_of(each)[0].product.out))): each for each in _products(jaxpr)}
     return {name: found[name] for name in PRODUCTS if name in found}
+
+
+def _is_unreduced(options: dict[str, Any]) -> bool:
+    """Whether the sum over devices is left for later."""
+    sharding = options.get("out_sharding")
+    return bool(getattr(getattr(sharding, "spec", sharding), "unreduced", ()))
 
 
 def _with_data(x: Any, data: Any) -> Any:
@@ -241,8 +250,8 @@ def _counted(told: ProductPlan, launch: Launch, counted: Operands | None) -> Pro
     if counted is None:
         return told
     work = lowering.work_of(launch, counted)
-    full = told.flops / work.flops if work.flops and told.flops is not None else None
-    return replace(told, visits=work.visits, idle=work.idle, full=full, letter=work.letter, tiles=tuple(work.tiles))
+    tiles = {"letter": work.letter, "tiles": tuple(work.tiles)}
+    return replace(told, visits=work.visits, idle=work.idle, multiplied=work.flops, **tiles)
 
 
 def _on_chip(told: ProductPlan, device: tuple[str, int] | None) -> ProductPlan:

@@ -31,10 +31,11 @@ class ProductPlan:
     - `passed_over`: backends that would have come first, and why they don't run.
     - `error`: what lowering raises; `""` if it doesn't.
     - `visits`: products of a tile of one operand with a tile of the other.
-    - `idle`: tiles of the result that the kernel only writes zeros to: the tail's, and empty groups'.
+    - `idle`: tiles of the result that the kernel only writes zeros to, of the tail and of empty groups. (XLA writes all
+      zeros at once.)
+    - `multiplied`: FLOP of all visits: those of whole tiles, with what is masked in them.
     - `is_exact`: whether sizes are known. Else `visits` are all that there can be, idle ones too, or None, and `idle`
-      and `full` are None.
-    - `full`: how much of the visits' multiplications are for elements of groups, 0 to 1; None without any.
+      and `multiplied` are None.
     - `letter`, `tiles`: of the visits along one ragged letter: (group, first element, extent).
     - `chip`: whose numbers these are: `flops_per_second`, dense, in bfloat16, and `bytes_per_second`. Where
       nothing says which device it is, some common one. `""` and None for CPUs, of which nothing is known.
@@ -58,13 +59,18 @@ class ProductPlan:
     error: str = ""
     visits: int | None = None
     idle: int | None = None
+    multiplied: int | None = None
     is_exact: bool = False
-    full: float | None = None
     letter: str = ""
     tiles: tuple[tuple[int, int, int], ...] = field(default=(), repr=False)
     chip: str = ""
     flops_per_second: float | None = None
     bytes_per_second: float | None = None
+
+    @property
+    def full(self) -> float | None:
+        """How much of what is multiplied are elements of groups, 0 to 1; None if nothing is, or sizes aren't known."""
+        return self.flops / self.multiplied if self.multiplied and self.flops is not None else None
 
     @property
     def intensity(self) -> float | None:
@@ -91,7 +97,8 @@ class ProductPlan:
         """All of it, for `json.dumps`; without `tiles`, which may be many."""
         fields = {name: value for name, value in asdict(self).items() if name != "tiles"}
         fields["config"] = None if self.config is None else to_json(self.config)
-        return fields | {"intensity": self.intensity, "bound": self.bound, "seconds": self.seconds}
+        names = ("full", "intensity", "bound", "seconds")
+        return fields | {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +198,7 @@ class Explanation:
         if not self.sizes:
             return f"{text}, all alike"
         letters = [
-            f"{letter} {min(sizes)} to {max(sizes)}, {sum(sizes)} of {self.capacity.get(letter, sum(sizes))} in all"
+            f"{letter} {min(sizes, default=0)} to {max(sizes, default=0)}, {sum(sizes)} of {self.capacity.get(letter, sum(sizes))} in all"
             for letter, sizes in self.sizes.items()
         ]
         return f"{text}, {self.empty} empty: {'; '.join(letters)}"
@@ -227,8 +234,9 @@ class Explanation:
 
     def _notes(self) -> list[str]:
         notes, seen = [], set()
-        for each in self.plans:
-            if each.product != "forward" and (each.error or each.passed_over):
+        for each in self.plans:  # where a derivative's reasons are others than the product's, which the head has
+            forward = self.plan("forward", each.platform)
+            if (each.error, each.passed_over) != (forward.error, forward.passed_over):
                 notes.append(f"{each.product} on {each.platform}: {each.runs}")
         for each in self.plans:
             if each.platform in seen:
@@ -239,10 +247,10 @@ class Explanation:
                 continue
             tera, giga = each.flops_per_second / 1e12, each.bytes_per_second / 1e9
             least = each.flops_per_second / each.bytes_per_second
-            which = "" if each.device else "; nothing says which it is, so"
+            which = f" ({each.chip})" if each.device else f", as if {each.chip}"
             notes.append(
-                f"bound on {each.platform}{which}: by {each.chip}, {tera:.0f} TFLOP/s in bfloat16 and {giga:.0f} GB/s: "
-                f"compute from {least:.0f} FLOP/byte on"
+                f"bound on {each.platform}{which}: {tera:.0f} TFLOP/s in bfloat16 and {giga:.0f} GB/s, compute from "
+                f"{least:.0f} FLOP/byte on"
             )
         return notes
 

@@ -123,7 +123,7 @@ def spans(call: Call, x: Operands) -> dict[str, tuple[np.ndarray, np.ndarray]]:
             begin, size = offsets[group[:-1]], np.diff(offsets[group])
         else:
             begin, size = np.zeros(held, np.int64), np.clip(x.sizes[letter], 0, None)
-        found[letter] = begin, begin + np.minimum(size, min(others, default=size.max()))
+        found[letter] = begin, begin + np.minimum(size, min(others, default=np.iinfo(np.int64).max))
     return found
 
 

@@ -134,7 +134,11 @@ def work(launch: Launch, x: Operands) -> Work:
     letter, small = problem.letters[0], tiles.chunk(tile)
     listed, rows, empty = [], 0, 0
     for group, (first, end) in enumerate(zip(*spans(launch.call, x)[letter], strict=True)):
-        empty += end == first
+        if first == end:
+            empty += 1
+            # For an empty group, a wgrad visits a tile, and multiplies the chunk that the group's place cuts.
+            cut = problem.kind == "groups" and small < tile and min(first, (heights - 1) * tile) == first
+            rows += small * (cut and first % small > 0)
         for at in range(first // tile * tile, end if end > first else 0, tile):
             low, high = max(first - at, 0), min(end - at, tile)
             # A tile that isn't full is multiplied in chunks: those with a row of the group.

@@ -394,10 +394,8 @@ def work(launch: Launch, x: Operands) -> Work:
         return Work(len(tiles), 0, int(2 * sum(height for *_, height in tiles) * others), letter, tuple(tiles))
     tile = {other: launch.config.along(other)[0][0] if other in p.ragged else size[other][0] for other in "mkn"}
     count = {other: -(-size[other] // tile[other]) for other in "mkn"}
-    results, steps = count[p.out[0]] * count[p.out[1]], count[p.contracted]
-    visits = int(sum(results * steps))
-    idle = int(sum(results[steps == 0]))
-    return Work(visits, idle, int(2 * visits * np.prod([*tile.values()])), letter, tuple(tiles))
+    visits = int(sum(count["m"] * count["k"] * count["n"]))
+    return Work(visits, 0, int(2 * visits * np.prod([*tile.values()])), letter, tuple(tiles))
 
 
 def _window(m: Any, height: int, start: Array, end: Array) -> tuple[Array, Array]:
