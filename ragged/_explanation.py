@@ -197,10 +197,10 @@ class Explanation:
             return f"{text}, of sizes that aren't known here: figures are the most that there can be"
         if not self.sizes:
             return f"{text}, all alike"
-        letters = [
-            f"{letter} {min(sizes, default=0)} to {max(sizes, default=0)}, {sum(sizes)} of {self.capacity.get(letter, sum(sizes))} in all"
-            for letter, sizes in self.sizes.items()
-        ]
+        letters = []
+        for letter, sizes in self.sizes.items():
+            of = f" of {self.capacity[letter]}" if letter in self.capacity else ""
+            letters.append(f"{letter} {min(sizes, default=0)} to {max(sizes, default=0)}, {sum(sizes)}{of} in all")
         return f"{text}, {self.empty} empty: {'; '.join(letters)}"
 
     def _tables(self) -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
