@@ -214,8 +214,8 @@ def _info(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
             backends[name] = f"lowers for {backend.platform}, which isn't here; runs interpreted, with `interpret=True`"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        entries = cache.entries()
-    path = cache.path()
+        entries = tuning.cache_entries()
+    path = tuning.cache_path()
     tuned = {
         "path": None if path is None else str(path),
         "entries": sum(map(len, entries.values())),
@@ -299,12 +299,11 @@ def _what(args: argparse.Namespace) -> str:
 def _tune(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     lhs, rhs, options = _operands(args, _random(args))
     floats = jnp.issubdtype(lhs.dtype, jnp.floating) and lhs.dtype.itemsize > 1
-    # A list of sizes is the operands' own.
     found = tuning.autotune(
         lhs,
         rhs,
         derivatives=floats,
-        sizes=args.sizes if args.sizes in KINDS else next(iter(_sizes(args).values()), None),
+        sizes=args.sizes if args.sizes in KINDS else None,  # a list: the operands' own
         seconds=args.seconds,
         progress=sys.stderr.isatty() and not args.json,
         **options,

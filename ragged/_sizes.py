@@ -1,43 +1,52 @@
-"""Sizes of groups for whoever has none at hand: to explain, to measure, to tune."""
+"""Sizes of groups to measure and explain products with, by the name of a distribution."""
 
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 
 from ragged._errors import Site, is_count
 
-KINDS = ("even", "random", "zipf", "one")
+
+def _even(rng: np.random.Generator, groups: int) -> np.ndarray:
+    return np.ones(groups)
 
 
-def sample_sizes(kind: str | Any, groups: int | Any, total: int | Any, seed: int | Any = 0) -> np.ndarray:
-    """Sizes of `groups` groups, `(groups,)` int32, that sum to `total`.
+def _random(rng: np.random.Generator, groups: int) -> np.ndarray:
+    return np.diff(np.concatenate([[0.0], np.sort(rng.random(groups - 1)), [1.0]]))
 
-    - `"even"`: all the same, or one more.
-    - `"random"`: between `groups - 1` cuts, each as likely anywhere.
-    - `"zipf"`: shares of `1 / i` for group `i = 1, 2, ...`.
-    - `"one"`: all in the first group.
 
-    `seed`: of what is random, an int, 0 or more.
+def _zipf(rng: np.random.Generator, groups: int) -> np.ndarray:
+    return 1.0 / np.arange(1, groups + 1)
 
-    **Raises:** `ValueError` for another kind, or what is no such count.
 
-    !!! example
-        ```python
-        import ragged
-        print(ragged.tuning.sample_sizes("zipf", 4, 100))  # [48 24 16 12]
-        ```
+def _one(rng: np.random.Generator, groups: int) -> np.ndarray:
+    return np.eye(groups)[0]
+
+
+KINDS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
+    "even": _even,
+    "random": _random,
+    "zipf": _zipf,
+    "one": _one,
+}
+
+
+def sample_sizes(kind: str, groups: int, total: int, seed: int = 0) -> np.ndarray:
+    """`(groups,)` int32 sizes that add up to `total`.
+
+    **Arguments:**
+
+    - `kind`: `"even"`; `"random"`, between cuts at random places; `"zipf"`, in proportion to 1, 1/2, 1/3, ...; `"one"`,
+      all in the first group.
+
+    **Raises:** `ValueError` for another kind, and for numbers that aren't positive (`total` may be 0).
     """
-    site = Site("ragged.tuning.sample_sizes")
-    if not isinstance(kind, str) or kind not in KINDS:
-        site.fail(ValueError, f"{kind!r} is no distribution of sizes.", f"Pass one of {', '.join(map(repr, KINDS))}.")
-    for name, value, least in (("groups", groups, 1), ("total", total, 0), ("seed", seed, 0)):
-        if not is_count(value, least):
-            site.fail(ValueError, f"`{name}` is {value!r}.", f"It must be an int, {least} or more.")
-    if kind == "random":
-        ends = np.sort(np.random.default_rng(seed).integers(0, total, groups, endpoint=True))
-        ends[-1] = total
-    else:
-        group = np.arange(groups)
-        shares = {"even": np.ones(groups), "zipf": 1 / (1 + group), "one": group == 0}[kind]
-        ends = np.round(total * np.cumsum(shares) / np.sum(shares)).astype(np.int64)
-    return np.diff(ends, prepend=0).astype(np.int32)
+    site = Site("ragged.tuning.sample_sizes(kind, groups, total)")
+    if kind not in KINDS:
+        site.fail(ValueError, f"no distribution is called {kind!r}.", f"There are {', '.join(map(repr, KINDS))}.")
+    if not is_count(groups) or not is_count(total, 0):
+        problem = f"`groups` is {groups!r} and `total` {total!r}."
+        site.fail(ValueError, problem, "They must be ints, and there must be a group.")
+    shares = KINDS[kind](np.random.default_rng(seed), groups)
+    ends = np.rint(np.cumsum(shares) / np.sum(shares) * total).astype(np.int32)
+    return np.diff(ends, prepend=np.int32(0))

@@ -6,9 +6,27 @@ with ragged.tuning.using(GpuConfig(...)): ...      # all products'
 ragged.tuning.autotune(x, w)                       # measures, and remembers what was fastest
 """
 
-from ragged.backends.config import Config as Config
-from ragged.backends.config import Configs as Configs
-from ragged.backends.config import GpuConfig as GpuConfig
-from ragged.backends.config import TpuConfig as TpuConfig
-from ragged.backends.config import XlaConfig as XlaConfig
-from ragged.backends.config import using as using
+from ragged._autotune import Tuned, Tuning, autotune, candidates
+from ragged._sizes import sample_sizes
+from ragged.backends.cache import Found, cache_entries, cache_path, clear_cache, load_cache, save_cache
+from ragged.backends.config import Config, Configs, GpuConfig, TpuConfig, XlaConfig, using
+
+__all__ = [
+    "Config",
+    "Configs",
+    "Found",
+    "GpuConfig",
+    "TpuConfig",
+    "Tuned",
+    "Tuning",
+    "XlaConfig",
+    "autotune",
+    "cache_entries",
+    "cache_path",
+    "candidates",
+    "clear_cache",
+    "load_cache",
+    "sample_sizes",
+    "save_cache",
+    "using",
+]

@@ -137,7 +137,7 @@ def make(
     return Case(layout, sizes, lhs_groups, rhs_groups, lhs, rhs)
 
 
-def check_error(call: Callable[[], Any], error: type[Exception], text: str) -> None:
+def check_error(call: Callable[[], Any], error: type[Exception] | tuple[type[Exception], ...], text: str) -> None:
     """That `call` raises `error`, which says `text`, in the one form: the call and the problem; what came; the mend."""
     with pytest.raises(error) as caught:
         call()

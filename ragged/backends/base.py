@@ -1,7 +1,8 @@
-"""What a backend is: a module with three functions, found by its line in `product.lowering.BACKENDS`.
+"""What a backend is: a module with four functions, found by its line in `product.lowering.BACKENDS`.
 
     plan(call, x, target) -> Launch | Refusal       decides, from shapes and dtypes alone, what runs
     run(launch, x) -> Array                         runs it
+    candidates(launch, x) -> Iterable[Config]       configurations to try in place of the launch's, the best first
     work(launch, x) -> Work                         counts what `run` multiplies, where sizes are known
 
 `x` are a product's `Operands`, for `plan` as avals; the product is `call.product`, an einsum of letters. After `plan`

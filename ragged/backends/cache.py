@@ -95,15 +95,15 @@ def device_key(device: tuple[str, int] | None) -> str | None:
         return None
     kind, cores = device
     if kind == "cpu":
-        kind, cores = _processor(), os.cpu_count() or 1
-    return f"{kind} x {cores}; {_versions()}"
+        return f"{_processor()} x {os.cpu_count()}; {_versions()}"
+    compilers = ("libtpu",) if kind.startswith("TPU") else ("triton", "jax-cuda12-plugin", "jax-cuda13-plugin")
+    return f"{kind} x {cores}; {_versions(*compilers)}"
 
 
 @cache
-def _versions() -> str:
-    names = ("jaxlib", "libtpu", "triton", "jax-cuda13-plugin")
+def _versions(*compilers: str) -> str:
     found = {"ragged": __version__, "jax": jax.__version__}
-    for name in names:
+    for name in ("jaxlib", *compilers):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return " ".join(f"{name} {version}" for name, version in found.items())
@@ -126,7 +126,7 @@ def lookup(call: Call, x: Operands, device: tuple[str, int] | None, backend: str
     on = device_key(device)
     if on is None or not all(isinstance(n, int) for array in jax.tree.leaves(x) for n in array.shape):
         return None
-    key, file = product_key(call, x), path() if _reads_file() else None
+    key, file = product_key(call, x), cache_path() if _reads_file() else None
     for entries in (_memory, {} if file is None else _read(file)):
         found = entries.get(on, {}).get(key)
         if found is not None and found.config.backend == backend:
@@ -134,7 +134,7 @@ def lookup(call: Call, x: Operands, device: tuple[str, int] | None, backend: str
     return None
 
 
-def path() -> Path | None:
+def cache_path() -> Path | None:
     """Where the file is; None if there is to be none."""
     given = os.environ.get(VARIABLE)
     if given is not None:
@@ -214,9 +214,9 @@ def merged(*several: Entries) -> Entries:
     return out
 
 
-def entries() -> Entries:
+def cache_entries() -> Entries:
     """All that is known: of this process, and of the file."""
-    file = path()
+    file = cache_path()
     return merged({} if file is None else _read(file), _memory)
 
 
@@ -224,7 +224,7 @@ def put(new: Entries) -> None:
     """Adds entries, in memory and in the file. Where that can't be written, says so, and keeps them in memory."""
     global _memory
     _memory = merged(_memory, new)
-    if (file := path()) is None:
+    if (file := cache_path()) is None:
         return
     try:
         write(file, new)
@@ -264,6 +264,29 @@ def _locked(file: Path) -> Iterator[None]:
         yield
 
 
-def clear() -> None:
+def save_cache(file: str | os.PathLike[str]) -> None:
+    """Merges all that is known into another file, for another machine of the same kind.
+
+    **Raises:** `OSError` if it can't be written, `ValueError` if it holds something else.
+    """
+    write(Path(file), cache_entries())
+
+
+def load_cache(file: str | os.PathLike[str]) -> int:
+    """Adds what a file holds to what is known, in memory and in the cache's file. Returns how many entries it has.
+
+    Of two for the same product the later one counts.
+
+    **Raises:** `OSError` if it can't be read, `ValueError` if it is no tuning cache.
+    """
+    try:
+        new = parse(Path(file).read_text())
+    except ValueError as error:
+        raise ValueError(f"`ragged.tuning.load_cache({str(file)!r})`: {error}\nPass what `save_cache` wrote.") from None
+    put(new)
+    return sum(map(len, new.values()))
+
+
+def clear_cache() -> None:
     """Forgets what this process holds in memory. The file stays."""
     _memory.clear()

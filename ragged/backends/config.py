@@ -57,9 +57,9 @@ class XlaConfig(Config):
     """
 
     backend: ClassVar[str] = "xla"
-    m: tuple[int, ...] = ()
-    k: tuple[int, ...] = ()
-    n: tuple[int, ...] = ()
+    m: tuple[int, ...] | Any = ()
+    k: tuple[int, ...] | Any = ()
+    n: tuple[int, ...] | Any = ()
 
     def __post_init__(self) -> None:
         for name in "mkn":
@@ -74,10 +74,10 @@ class TpuConfig(Config):
     """Tiles of a TPU's kernel, and how many buffers each streamed operand has."""
 
     backend: ClassVar[str] = "pallas_tpu"
-    m: int
-    k: int
-    n: int
-    buffers: int = 2  # 3 or 4 hide more latency, and take more VMEM
+    m: int | Any
+    k: int | Any
+    n: int | Any
+    buffers: int | Any = 2  # 3 or 4 hide more latency, and take more VMEM
 
     def __post_init__(self) -> None:
         self._check_counts("m", "k", "n", "buffers")
@@ -88,15 +88,15 @@ class GpuConfig(Config):
     """Tiles of a GPU's kernel, powers of two, and how it is compiled and launched."""
 
     backend: ClassVar[str] = "triton_gpu"
-    m: int
-    k: int
-    n: int
-    warps: int  # of a program: 32 threads each
-    stages: int  # tiles of each operand in flight
-    band: int = 8  # rows of tiles that programs go through column by column
-    programs: int = 0  # that a multiprocessor runs at a time; 0 for as many as fit
-    tma: bool = True  # whether TMA loads tiles, where it can
-    variant: str = ""  # or "overlapped" or "specialised": see docs/gpu.md
+    m: int | Any
+    k: int | Any
+    n: int | Any
+    warps: int | Any  # of a program: 32 threads each
+    stages: int | Any  # tiles of each operand in flight
+    band: int | Any = 8  # rows of tiles that programs go through column by column
+    programs: int | Any = 0  # that a multiprocessor runs at a time; 0 for as many as fit
+    tma: bool | Any = True  # whether TMA loads tiles, where it can
+    variant: str | Any = ""  # or "overlapped" or "specialised": see docs/gpu.md
 
     def __post_init__(self) -> None:
         self._check_counts("m", "k", "n", "stages", "band")
@@ -167,7 +167,7 @@ class Using(NamedTuple):
 _using = jax.make_user_context(Using())  # a part of the keys of `jit`'s caches
 
 
-def using(*configs: Config | Configs, cached: bool | Any = True) -> AbstractContextManager[None]:
+def using(*configs: Config | Configs | Any, cached: bool | Any = True) -> AbstractContextManager[None]:
     """In its context, products have these configurations. A record or some, or one `Configs`; nothing: as outside none.
 
     Products that are traced in the context keep theirs, derivatives included. What `jit` compiled outside is compiled

@@ -129,9 +129,14 @@ def check_options(
 
 
 def check_plan(site: Site, x: Operands, call: Call, casts: tuple[Any, Any] = (None, None)) -> None:
-    """Whether the kernels that were asked for by name can do what was asked of them. `casts`: of a recipe."""
-    name = call.options.backend
-    if name in (None, "xla"):
+    """Whether kernels can do what was asked of them: of the backend that was named, or those that `config` is for.
+
+    `casts`: of a recipe.
+    """
+    options = call.options
+    asked = {each.backend for each in options.configs.out} if options.source == "config" else set[str]()
+    names = asked if options.backend is None else {options.backend} - ({"xla"} - asked)
+    if not names:
         return
     x, call, _ = folded(x, call)
     narrow = [
@@ -139,9 +144,10 @@ def check_plan(site: Site, x: Operands, call: Call, casts: tuple[Any, Any] = (No
         for (data, _), cast in zip((x.lhs, x.rhs), casts, strict=True)
     ]
     avals = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), x._replace(lhs=narrow[0], rhs=narrow[1]))
-    found = lowering.ask(name, avals, call._replace(out_batch=True), Target(interpret=True))
-    if isinstance(found, Refusal) and found.mend:
-        site.fail(found.error, found.reason, found.mend)
+    for name in names:
+        found = lowering.ask(name, avals, call._replace(out_batch=True), Target(interpret=True))
+        if isinstance(found, Refusal) and found.mend:
+            site.fail(found.error, found.reason, found.mend)
 
 
 def _is_interpret_params(x: Any) -> bool:

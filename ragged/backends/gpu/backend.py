@@ -166,6 +166,11 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
     )
 
 
+def candidates(launch: Launch, x: Operands) -> list[GpuConfig]:
+    """Configurations to try in place of the launch's, best by the model first."""
+    return tiles.ranked(launch.details.tiled, launch.details.chip)
+
+
 def work(launch: Launch, x: Operands) -> Work:
     """The kernel's tiles of results, and their steps: see `ragged.backends.base`."""
     call, p, config, found = launch.call, launch.call.product, launch.config, spans(launch.call, x)

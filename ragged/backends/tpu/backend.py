@@ -13,6 +13,7 @@ visit's rows that are not the group's are never multiplied, a chunk at a time, o
 """
 
 import math
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -107,6 +108,19 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
         details=details._replace(tiled=tiled_),
         **cost(call, x),
     )
+
+
+def candidates(launch: Launch, x: Operands) -> Iterator[TpuConfig]:
+    """Configurations to try in place of the launch's, best by the model first."""
+    if launch.kernel == "tiled_matmul":
+        yield from tiled.candidates(launch)
+        return
+    problem, lanes = launch.details.tiled, launch.details.lanes
+    for rows, a, b in tiles.ranked(problem, tiles.chip(launch.target.device)):
+        a = tiles.round_up(a, lanes) if lanes is not None and a < problem.a else a
+        tile = dict(zip(problem.letters, (rows, a, b), strict=True))
+        for buffers in (2, 3):
+            yield TpuConfig(**tile, buffers=buffers)
 
 
 def run(launch: Launch, x: Operands) -> Array:

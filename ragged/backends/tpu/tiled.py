@@ -18,8 +18,9 @@ blocks are fetched, and the tile is cut out of them in VMEM. An operand's scales
     tile 2   11111111   column tile 2: neither; one visit writes zeros
 """
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -260,6 +261,14 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
         details=problem,
         **cost(call, x),
     )
+
+
+def candidates(launch: Launch) -> Iterator[TpuConfig]:
+    """Tiles of half and of twice the height along some letters."""
+    chosen: TpuConfig = launch.config
+    for factors in itertools.product((1.0, 0.5, 2.0), repeat=3):
+        sides = zip("mkn", chosen.along("mkn"), factors, strict=True)
+        yield TpuConfig(**{letter: _round_up(int(tile * factor)) for letter, tile, factor in sides})
 
 
 def run(launch: Launch, x: Operands) -> Array:

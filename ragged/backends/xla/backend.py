@@ -1,6 +1,6 @@
 """Grouped products in plain XLA: no custom kernel, any platform, fast on the CPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -46,6 +46,23 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
         return found
     config, source = found
     return Launch("xla", call.product.kernel, call, target, config=config, source=source, **cost(call, x))
+
+
+_SETS = ((16, 64, 256), (32, 128, 512), (16, 32, 64, 128, 256, 512), (8, 16, 32, 64), (64, 256), (128, 512))
+
+
+def candidates(launch: Launch, x: Operands) -> Iterator[XlaConfig]:
+    """Other heights to try in place of the launch's."""
+    if launch.call.product.kernel == "tiled_matmul":
+        chosen: XlaConfig = launch.config
+        for factor in (0.5, 2.0, 0.25, 4.0):
+            scaled = {z: tuple(max(8, int(height * factor)) for height in chosen.along(z)[0]) for z in "mkn"}
+            yield XlaConfig(**scaled)
+        return
+    for letter, extent in _packed_extents(launch.call, x).items():
+        for heights in _SETS:
+            if fitting := tuple(height for height in heights if height < extent):
+                yield XlaConfig(**{letter: fitting})
 
 
 def run(launch: Launch, x: Operands) -> Array:
