@@ -16,6 +16,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -102,15 +103,15 @@ def _add_product(parser: argparse.ArgumentParser) -> None:
     add("--groups", type=_count, required=True, help="how many there are")
     kinds = ", ".join(KINDS)
     add("--sizes", default="even", help=f"of ragged dims: {kinds}; or a list such as 3,5,0,4: %(default)s")
-    add("--seed", type=int, default=0, help="of random sizes and operands: %(default)s")
+    add("--seed", type=partial(_count, least=0), default=0, help="of random sizes and operands: %(default)s")
     add("--dtype", default="bfloat16", help="of the operands: %(default)s")
     add("--recipe", choices=[*PRESETS], help="quantises")
     add("--backend", choices=[*BACKENDS], help="the platform's own by default")
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive int")
+def _count(text: str, least: int = 1) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is no int, {least} or more")
     return int(text)
 
 
@@ -191,7 +192,7 @@ def _random(args: argparse.Namespace) -> Callable[[tuple[int, ...], Any], Any]:
 
 
 def _info(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    versions = {"ragged": __version__, "python": platform.python_version()}
+    versions: dict[str, str | None] = {"ragged": __version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
             versions[name] = importlib.metadata.version(name)

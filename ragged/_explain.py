@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -18,7 +18,7 @@ from ragged._matmul import matmul
 from ragged.backends import schedule
 from ragged.backends.base import DEFAULT_TPU, Launch, cost, spans
 from ragged.product import lowering
-from ragged.product.layout import LAYOUTS
+from ragged.product.layout import LAYOUTS, Layout
 from ragged.product.operands import Call, Operand, Operands
 from ragged.product.primitive import PRIMITIVES
 from ragged.quant.recipe import Recipe
@@ -76,6 +76,7 @@ def explain(
     sizes, offset = _sizes(lhs, rhs, call), options.get("group_offset")
     known = sizes is not None and (offset is None or isinstance(offset, int | np.integer) or is_concrete(offset))
     known = known and not _is_unreduced(options)  # whose product is that of a device, of sizes that only it knows
+    explained = [_Product.of(name, layout, each, sizes if known else None, offset) for name, each in products.items()]
     recipe = options.get("recipe")
     kinds = [KINDS[layout.kind(term)] for term in ("mk", "kn", "mn")]
     return Explanation(
@@ -90,12 +91,7 @@ def explain(
         num_groups=next(x.num_groups for x in (lhs, rhs) if isinstance(x, GroupedTensor)),
         sizes=None if sizes is None else {letter: tuple(each.tolist()) for letter, each in sizes.items()},
         capacity=_capacities(call, operands),
-        plans=tuple(
-            _plan(name, products[name], each, on, sizes if known else None, offset)
-            for each in platforms
-            for name in PRODUCTS
-            if name in products
-        ),
+        plans=tuple(each.on(platform, on) for platform in platforms for each in explained),
     )
 
 
@@ -197,52 +193,54 @@ def _capacities(call: Call, x: Operands) -> dict[str, Any]:
     return {letter: min(extents) if len(extents) > 1 else extents[0] for letter, extents in found.items()}
 
 
-def _plan(
-    name: str,
-    equation: Any,
-    platform: str,
-    device: AbstractDevice | None,
-    sizes: dict[str, np.ndarray] | None,
-    offset: Any,
-) -> ProductPlan:
-    """What is lowered for a product on a platform, or the error in its place; counted, if sizes are known."""
-    call, x = _of(equation)
-    counted = _with_sizes(call, x, sizes, offset)
-    product, found = call.product, cost(call, x)
-    terms = [(_name(letters), operand, letters) for letters, operand in ((product.lhs, x.lhs), (product.rhs, x.rhs))]
-    terms.sort(key=lambda term: ("lhs", "dout", "rhs").index(term[0]))
-    (first, a, a_letters), (second, b, b_letters) = terms
-    if counted is not None:
-        groups = [end - begin for begin, end in spans(call, counted).values()]
-        found["flops"] = int(2 * np.sum(np.prod(groups, axis=0)))
-    told = ProductPlan(
-        product=name,
-        layout=LAYOUTS[product.ragged].name,
-        operands=(first, second),
-        dtypes=(_dtype(a.data.dtype), _dtype(b.data.dtype), _dtype(call.dtype)),
-        scales=(_scales(a, a_letters), _scales(b, b_letters)),
-        platform=platform,
-        is_exact=counted is not None,
-        **found,
-    )
-    try:
-        with lowering.target_of(platform, call.options, device) as target:
-            launch = lowering.launch_of(platform, x, call, target)
-    except (ValueError, NotImplementedError) as error:
-        message = str(error).splitlines()[0].removeprefix("`ragged.matmul`: ")
-        return replace(told, runs=f"{type(error).__name__}: {message}", error=str(error))
-    told = replace(
-        told,
-        device="" if target.device is None else target.device[0],
-        backend=launch.backend,
-        kernel=launch.kernel,
-        runs=str(launch),
-        config=launch.config,
-        source=launch.source,
-        passed_over=launch.passed_over,
-        visits=launch.visits,
-    )
-    return _counted(_on_chip(told, target.device), launch, counted)
+class _Product(NamedTuple):
+    """One of the three products, and what is the same of it on all platforms."""
+
+    call: Call
+    operands: Operands  # avals
+    counted: Operands | None  # with sizes that are known, if they are
+    told: dict[str, Any]  # fields of `ProductPlan`
+
+    @staticmethod
+    def of(name: str, layout: Layout, equation: Any, sizes: dict[str, np.ndarray] | None, offset: Any) -> "_Product":
+        call, x = _of(equation)
+        p, counted, found = call.product, _with_sizes(call, x, sizes, offset), cost(call, x)
+        terms = [(_name(letters), operand, letters) for letters, operand in ((p.lhs, x.lhs), (p.rhs, x.rhs))]
+        terms.sort(key=lambda term: ("lhs", "dout", "rhs").index(term[0]))
+        if counted is not None:
+            groups = [end - begin for begin, end in spans(call, counted).values()]
+            found["flops"] = int(2 * np.sum(np.prod(groups, axis=0)))
+        told = {
+            "product": name,
+            "layout": layout.name if name == "forward" else layout.derivative(name.removeprefix("by ")).name,
+            "operands": tuple(name for name, _, _ in terms),
+            "dtypes": (*(jnp.dtype(x.data.dtype).name for _, x, _ in terms), jnp.dtype(call.dtype).name),
+            "scales": tuple(_scales(x, letters) for _, x, letters in terms),
+            "is_exact": counted is not None,
+        }
+        return _Product(call, x, counted, told | found)
+
+    def on(self, platform: str, device: AbstractDevice | None) -> ProductPlan:
+        """What is lowered for a platform, or the error in its place."""
+        told = ProductPlan(platform=platform, **self.told)
+        try:
+            with lowering.target_of(platform, self.call.options, device) as target:
+                launch = lowering.launch_of(platform, self.operands, self.call, target)
+        except (ValueError, NotImplementedError) as error:
+            message = str(error).splitlines()[0].removeprefix("`ragged.matmul`: ")
+            return replace(told, runs=f"{type(error).__name__}: {message}", error=str(error))
+        told = replace(
+            told,
+            device="" if target.device is None else target.device[0],
+            backend=launch.backend,
+            kernel=launch.kernel,
+            runs=str(launch),
+            config=launch.config,
+            source=launch.source,
+            passed_over=launch.passed_over,
+            visits=launch.visits,
+        )
+        return _on_chip(_counted(told, launch, self.counted), target.device)
 
 
 def _counted(told: ProductPlan, launch: Launch, counted: Operands | None) -> ProductPlan:
@@ -290,10 +288,6 @@ def _with_sizes(call: Call, x: Operands, sizes: dict[str, np.ndarray] | None, of
 def _name(letters: str) -> str:
     """What has these letters: `dout` is the cotangent of the result."""
     return {"km": "lhs", "kn": "rhs", "mn": "dout"}["".join(sorted(letters))]
-
-
-def _dtype(dtype: Any) -> str:
-    return jnp.dtype(dtype).name
 
 
 def _scales(operand: Operand, letters: str) -> str:

@@ -10,6 +10,8 @@ from ragged.backends.config import Config, to_json
 
 PRODUCTS = ("forward", "by lhs", "by rhs")
 
+_Table = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProductPlan:
@@ -203,7 +205,7 @@ class Explanation:
             letters.append(f"{letter} {min(sizes, default=0)} to {max(sizes, default=0)}, {sum(sizes)}{of} in all")
         return f"{text}, {self.empty} empty: {'; '.join(letters)}"
 
-    def _tables(self) -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
+    def _tables(self) -> list[_Table]:
         """A title, a header and rows of each."""
         first = [each for each in self.plans if each.platform == self.plans[0].platform] if self.plans else []
         what = [
@@ -226,7 +228,7 @@ class Explanation:
             for each in self.plans
             if each.kernel and each.kernel != "zeros"
         ]
-        tables = [(self._groups(), what_header[:columns], [row[:columns] for row in what])]
+        tables: list[_Table] = [(self._groups(), what_header[:columns], [row[:columns] for row in what])]
         if runs:
             header = ("on", "product", "kernel", "configuration", "from", "tiles", "idle", "full", "bound")
             tables.append(("", header, runs))
@@ -276,7 +278,7 @@ class Explanation:
         sizes = self.sizes[plan.letter]
         capacity = self.capacity.get(plan.letter, sum(sizes))
 
-        def boxes(spans: Any, half: float) -> list[list[tuple[float, float]]]:
+        def boxes(spans: Any, half: float) -> list[Any]:
             return [
                 [(x, g - half), (x + extent, g - half), (x + extent, g + half), (x, g + half)] for g, x, extent in spans
             ]

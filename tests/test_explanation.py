@@ -1,22 +1,24 @@
-"""What `explain` returns: its counts of tiles against interpreted kernels, its figures against definitions, its forms."""
+"""What `explain` returns: counts of tiles, against interpreted kernels; figures, against definitions; and its forms."""
 
 import json
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.experimental import pallas
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import ragged
 from ragged import Explanation, GroupedTensor, ProductPlan
-from ragged.backends.base import Work
-from ragged.product import lowering
+from ragged.quant.recipe import PRESETS
+from ragged.tuning import Configs, GpuConfig, TpuConfig, XlaConfig
 
 from . import cases, gpu
 from .cases import LETTERS, NAMES, check_error
@@ -99,14 +101,17 @@ def ran(counts: Counter[str], lhs: Any, rhs: Any, product: str, **options: Any) 
     def derivative(x: Any, ct: Any) -> Any:
         if product == "by lhs":
             return jax.vjp(lambda data: forward(lhs._replace_data(data), rhs), x)[1](ct)
-        return jax.vjp(lambda data: forward(lhs, rhs._replace_data(data)), x)[1](ct)
+        return jax.vjp(
+            lambda data: forward(lhs, rhs._replace_data(data) if isinstance(rhs, GroupedTensor) else data), x
+        )[1](ct)
 
     if product == "forward":
         jax.block_until_ready(jax.jit(forward)(lhs, rhs))
     else:
         out = jax.eval_shape(forward, lhs, rhs)
         ct = jnp.ones(out.shape, out.dtype)
-        jax.block_until_ready(jax.jit(derivative)((lhs if product == "by lhs" else rhs).data, ct))
+        x = lhs if product == "by lhs" else rhs
+        jax.block_until_ready(jax.jit(derivative)(x.data if isinstance(x, GroupedTensor) else x, ct))
     return counts
 
 
@@ -114,7 +119,13 @@ def check_counts(counts: Counter[str], backend: str, lhs: Any, rhs: Any, **optio
     """That what `explain` counts is what runs, for the product and both derivatives."""
     options = {"backend": backend, **KERNELS[backend], **options}
     plans = ragged.explain(lhs, rhs, platform="cpu", **options).plans
-    for plan in plans:
+    avals = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (lhs, rhs))
+    at_most = ragged.explain(*avals, platform="cpu", **options).plans
+    for plan, bound in zip(plans, at_most, strict=True):
+        assert not bound.is_exact and bound.idle is bound.multiplied is None and bound.flops is not None
+        assert plan.flops is not None and plan.flops <= bound.flops
+        if bound.visits is not None:
+            assert plan.visits is not None and plan.idle is not None and plan.visits + plan.idle <= bound.visits
         assert plan.is_exact and plan.backend == backend
         got = ran(counts, lhs, rhs, plan.product, **options)
         assert (plan.product, plan.multiplied) == (plan.product, got["flops"])
@@ -164,3 +175,210 @@ def test_counts_of_a_shard(backend: str, offset: int, executed: Counter[str]) ->
     plans = check_counts(executed, backend, x, w, tiling=tiling, group_offset=jnp.int32(offset))
     held = sum(size for group, size in enumerate([50, 0, 70, 20]) if 0 <= group - offset < 2)
     assert [plan.flops for plan in plans] == [2 * held * 16 * 32] * 3
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+def test_counts_of_a_shared_matrix(backend: str, executed: Counter[str]) -> None:
+    """T10: it makes the groups one."""
+    if backend == "triton_gpu":
+        gpu.needs_triton()
+    x = GroupedTensor(jnp.ones((100, 16)), jnp.array([30, 0, 41], jnp.int32))
+    tiling = (16, 16, 32) if backend == "triton_gpu" else (32, 128, 128)
+    plans = check_counts(executed, backend, x, jnp.ones((16, 32)), tiling=tiling)
+    assert [plan.flops for plan in plans] == [2 * 71 * 16 * 32] * 3
+
+
+def forward(m: int = 4096, k: int = 1024, n: int = 512, g: int = 8, dtype: Any = jnp.bfloat16) -> tuple[Any, Any]:
+    """Operands as shapes, with sizes that are known."""
+    sizes = jnp.asarray(ragged.tuning.sample_sizes("zipf", g, m - 96))
+    return GroupedTensor(jax.ShapeDtypeStruct((m, k), dtype), sizes), jax.ShapeDtypeStruct((g, k, n), dtype)
+
+
+def test_figures() -> None:
+    """T10: FLOP, bytes, intensity and bound, of the product and its derivatives, with the chip's numbers."""
+    for device, flops_per_second, bytes_per_second in (
+        ("NVIDIA H200", 989e12, 4.8e12),
+        ("TPU v5 lite", 197e12, 8.2e11),
+    ):
+        for (m, n), bound in (((4096, 1024), "compute"), ((512, 1024), "memory")):
+            found = ragged.explain(*forward(m, n=n), device=device)
+            assert (found.num_groups, found.empty, found.tail, found.capacity) == (8, 0, {"m": 96}, {"m": m})
+            assert found.sizes is not None and sum(found.sizes["m"]) == m - 96
+            assert [plan.product for plan in found.plans] == ["forward", "by lhs", "by rhs"]
+            assert [plan.operands for plan in found.plans] == [("lhs", "rhs"), ("dout", "rhs"), ("lhs", "dout")]
+            assert [plan.layout for plan in found.plans] == ["forward", "forward", "wgrad"]
+            for plan in found.plans:
+                flops, moved = 2 * (m - 96) * 1024 * n, 2 * (m * 1024 + 8 * 1024 * n + m * n) + 4 * 8
+                assert (plan.flops, plan.bytes_accessed, plan.intensity) == (flops, moved, flops / moved)
+                assert (plan.device, plan.chip) == (device, device)
+                assert plan.seconds == {"compute": flops / flops_per_second, "memory": moved / bytes_per_second}
+                assert plan.bound == (bound if device == "NVIDIA H200" else "memory" if m == 512 else plan.bound)
+                assert plan.multiplied is not None and plan.full == flops / plan.multiplied
+                assert flops <= plan.multiplied
+    cpu = ragged.explain(*forward(), platform="cpu").plan()
+    assert (cpu.bound, cpu.seconds, cpu.flops_per_second, cpu.chip) == ("", {}, None, "")
+    nowhere = ragged.explain(*forward(), platform="tpu").plan()
+    assert (nowhere.device, nowhere.chip) == ("", "TPU v5 lite")
+
+
+def test_sources() -> None:
+    """O1, O3: the configuration of each product, and where it comes from."""
+    x, w = forward()
+    gpu_config = partial(GpuConfig, k=32, n=32, warps=4, stages=3)
+    given = Configs((XlaConfig(m=(64,)), gpu_config(m=64)), XlaConfig(m=(32,)), gpu_config(m=16))
+    found = ragged.explain(x, w, config=given)
+    said = {(plan.product, plan.backend): (plan.config, plan.source) for plan in found.plans}
+    assert said["forward", "xla"] == (XlaConfig(m=(64,)), "config")
+    assert said["by lhs", "xla"] == (XlaConfig(m=(32,)), "config")
+    assert said["forward", "triton_gpu"] == (gpu_config(m=64), "config")
+    assert said["by rhs", "triton_gpu"] == (gpu_config(m=16), "config")
+    assert said["by rhs", "xla"][1] == said["by lhs", "triton_gpu"][1] == said["forward", "pallas_tpu"][1] == "model"
+    with ragged.tuning.using(TpuConfig(m=128, k=512, n=512)):
+        plan = ragged.explain(x, w, platform="tpu").plan()
+    assert (plan.config, plan.source) == (TpuConfig(m=128, k=512, n=512), "using")
+    assert ragged.explain(x, w, tiling=(64, 64, 64), platform="cuda").plan().source == "tiling"
+
+
+@pytest.mark.parametrize("recipe", PRESETS)
+def test_dtypes_and_scales_of_recipes(recipe: str) -> None:
+    """T10, Q: each of the three products has its own, along what it contracts: a wgrad's, whole groups of tokens."""
+    gradient = "float8_e5m2" if recipe in ("tensorwise", "delayed") else "float8_e4m3fn"
+    whole = "all m × all k", "all k × all n", "all m × all n"
+    by_lhs_rhs = {"rowwise": "1 k × all n", "blockwise": "128 k × 128 n", "mxfp8": "1 k × 32 n"}
+    x, w, dy = {
+        "rowwise": ("1 m × all k", "all k × 1 n", "1 m × all n"),
+        "blockwise": ("1 m × 128 k", "128 k × 128 n", "1 m × 128 n"),
+        "mxfp8": ("1 m × 32 k", "32 k × 1 n", "1 m × 32 n"),
+    }.get(recipe, whole)
+    rows = recipe in by_lhs_rhs  # scales of rows: in a wgrad, of features
+    found = ragged.explain(*forward(), recipe=recipe, platform="tpu")
+    assert found.recipe == recipe and f"quantised by {recipe}, each product on its own" in str(found)
+    e4m3, bf16 = "float8_e4m3fn", "bfloat16"
+    assert [plan.dtypes for plan in found.plans] == [(e4m3, e4m3, bf16), (gradient, e4m3, bf16), (e4m3, gradient, bf16)]
+    scales = [plan.scales for plan in found.plans]
+    assert scales[0] == (x, w)
+    assert scales[1] == (dy, by_lhs_rhs.get(recipe, "all k × all n"))
+    assert scales[2] == (("all m × 1 k", "all m × 1 n") if rows else ("all m × all k", "all m × all n"))
+    assert f"lhs {x}, rhs {w}" in str(found)
+    assert ragged.explain(*forward()).plan().scales == ("", "")
+
+
+def test_what_is_known_of_sizes() -> None:
+    """T10: sizes, empty groups and tails; of tracers nothing; of an offset that is traced, no counts."""
+    x, w = GroupedTensor(jnp.ones((16, 4)), jnp.array([3, 5, 0, 4], jnp.int32)), jnp.ones((4, 4, 8))
+    found = ragged.explain(x, w)
+    assert (found.sizes, found.empty, found.tail) == ({"m": (3, 5, 0, 4)}, 1, {"m": 4})
+    assert "4 groups, 1 empty: m 0 to 5, 12 of 16 in all" in str(found)
+    for sizes in ([-2, 3, 20, 4], [2**31 - 1] * 4):  # cut off where the buffer ends
+        wrong = ragged.explain(GroupedTensor(x.data, jnp.array(sizes, jnp.int32)), w)
+        assert wrong.plan().flops == 2 * 16 * 4 * 8 and wrong.tail == {"m": 0}
+    both = ragged.explain(x, x.mT, max_last=4)  # the result has fewer columns than a group
+    assert both.plan().flops == 2 * 4 * (3 * 3 + 5 * 4 + 4 * 4) and both.sizes == {"m": x_dims(x), "n": x_dims(x)}
+
+    seen: list[Explanation] = []
+
+    @jax.jit
+    def traced(dims: Any, offset: Any) -> Any:
+        seen.append(ragged.explain(GroupedTensor(x.data, dims), w))
+        seen.append(ragged.explain(x, w[:2], group_offset=offset))
+        seen.append(ragged.explain(x, w))
+        return dims
+
+    traced(x.first_dims, jnp.int32(1))
+    assert (seen[0].sizes, seen[0].empty, seen[0].tail) == (None, None, None)
+    assert "4 groups, of sizes that aren't known here" in str(seen[0]) and "≤ 1024" in str(seen[0])
+    assert seen[1].sizes == seen[2].sizes == found.sizes
+    assert [plan.is_exact for plan in (each.plan() for each in seen)] == [False, False, True]
+    assert str(seen[2]) == str(found)
+
+
+def x_dims(x: GroupedTensor) -> tuple[int, ...]:
+    assert x.first_dims is not None
+    return tuple(x.first_dims.tolist())
+
+
+def test_a_sum_that_is_left_for_later() -> None:
+    """T10, D: its product is one device's, of sizes that aren't known; the derivatives are those of the sum."""
+    mesh = jax.make_mesh((2,), ("e",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x = GroupedTensor(jax.device_put(jnp.ones((16, 4)), P(None, "e")), jnp.array([3, 5, 0, 4], jnp.int32))
+        w = jax.device_put(jnp.ones((4, 4, 8)), P(None, "e"))
+        found = ragged.explain(x, w, out_sharding=P(unreduced=frozenset({"e"})), platform="cpu")
+    assert [(plan.flops, plan.is_exact) for plan in found.plans] == [(512, False), (1024, False), (1024, False)]
+
+
+def test_platforms_and_devices() -> None:
+    """T10: one platform, or one kind of device; and what is no such thing."""
+    x, w = forward()
+    assert {plan.platform for plan in ragged.explain(x, w).plans} == {"cpu", "cuda", "tpu"}
+    assert {plan.platform for plan in ragged.explain(x, w, platform="tpu").plans} == {"tpu"}
+    for device, config in (("NVIDIA A100", 312e12), ("NVIDIA B200", 2250e12), ("TPU v6 lite", 920e12)):
+        plans = ragged.explain(x, w, device=device).plans
+        assert {(plan.device, plan.flops_per_second) for plan in plans} == {(device, config)}
+    named = jax.sharding.AbstractDevice("TPU7x", 1, "tpu")
+    assert ragged.explain(x, w, device=named, platform="tpu").plan().device == "TPU7x"
+    for options, text in (
+        ({"platform": "metal"}, "`platform` is 'metal'."),
+        ({"device": "abacus"}, "`device` is 'abacus', of no kind that kernels are for."),
+        ({"device": "TPU v5 lite", "platform": "cuda"}, "of the platform 'tpu', but `platform` is 'cuda'."),
+    ):
+        check_error(lambda options=options: ragged.explain(x, w, **options), ValueError, text)
+    check_error(lambda: ragged.explain(x, w).plan("by x"), ValueError, "no plan for 'by x'.")
+    check_error(lambda: ragged.explain(x, w).plan(platform="metal"), ValueError, "no plan for 'forward' on 'metal'.")
+
+
+def test_forms() -> None:
+    """T10: text, HTML and JSON say the same; what a platform can't do, or its own backend, is said for each product."""
+    found = ragged.explain(*forward(dtype=jnp.float16), existing_out=None)
+    text, html = str(found), found._repr_html_()
+    assert text.splitlines()[:2] == [
+        "forward: ragged rows × uniform -> ragged rows, f16[4096,512]",
+        "derivatives: by lhs forward, by rhs wgrad",
+    ]
+    why = "(pallas_tpu has no kernels for lhs in float16)"
+    assert f"on tpu: grouped_matmul of xla {why}" in text and text.count(why) == 1  # the same for all three
+    assert html.count("<table>") == 2 and html.count("<tr>") == 1 + 3 + 1 + 9 and "ragged rows × uniform -&gt;" in html
+    record = json.loads(json.dumps(found.to_json()))
+    assert found.sizes is not None
+    assert (record["layout"], record["sizes"]["m"], record["tail"]) == ("forward", list(found.sizes["m"]), {"m": 96})
+    for plan, each in zip(found.plans, record["plans"], strict=True):
+        assert (each["product"], each["visits"], each["bound"]) == (plan.product, plan.visits, plan.bound)
+        assert each["config"]["backend"] == plan.backend and "tiles" not in each
+    refused = ragged.explain(*forward(), backend="triton_gpu")
+    if gpu.triton_call.missing() == "":
+        assert refused.plan(platform="cpu").error.startswith(
+            "`ragged.matmul`: backend 'triton_gpu' does not run on cpu"
+        )
+        assert "on cpu: ValueError: backend 'triton_gpu' does not run on cpu." in str(refused)
+
+
+def test_plot() -> None:
+    """T10: groups, and the tiles that cover them; what can't be drawn is said."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    x, w = GroupedTensor(jnp.ones((64, 4)), jnp.array([20, 0, 31], jnp.int32)), jnp.ones((3, 4, 8))
+    found = ragged.explain(x, w, tiling=(16, 16, 16))
+    for product, platform in (("forward", "cpu"), ("by rhs", "tpu"), ("by lhs", None)):
+        ax = found.plot(product, platform)
+        groups, tiles = (collection.get_paths() for collection in ax.collections)
+        plan = found.plan(product, platform)
+        assert len(groups) == 3 and len(tiles) == len(plan.tiles)
+        boxes = sorted(path.get_extents().intervalx.tolist() for path in groups)
+        assert boxes == [[0, 20], [20, 20], [20, 51]]
+        covered = {(g, i) for g, at, extent in plan.tiles for i in range(at, at + extent)}
+        assert covered >= {(0, i) for i in range(20)} | {(2, i) for i in range(20, 51)}
+        assert [text.get_text() for text in ax.get_legend().get_texts()] == ["groups", "tiles", "tail"]
+        pyplot.close(ax.figure)
+    _, own = pyplot.subplots()
+    assert found.plot(ax=own) is own
+    pyplot.close(own.figure)
+    unknown = ragged.explain(*jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (x, w)))
+    check_error(unknown.plot, ValueError, "the sizes of the groups aren't known.")
+    uniform = ragged.explain(GroupedTensor(jnp.ones((3, 4, 8))), GroupedTensor(jnp.ones((3, 8, 4))))
+    check_error(uniform.plot, ValueError, "nothing tiles a ragged dim in 'forward' on 'cpu'.")
+
+
+def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    """T10: says what to install."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    found = ragged.explain(*forward())
+    check_error(found.plot, ImportError, "it needs matplotlib.\nInstall it: `pip install ragged[plot]`.")
