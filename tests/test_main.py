@@ -36,7 +36,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> s
 
 BLOCKED = """
 import sys, runpy
-for name in ("triton", "jax_triton", "libtpu", "matplotlib", "tqdm", "jax_cuda13_plugin"):
+for name in ("triton", "jax_triton", "libtpu", "matplotlib", "tqdm"):
     sys.modules[name] = None
 import importlib.metadata
 version = importlib.metadata.version
