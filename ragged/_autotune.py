@@ -2,6 +2,7 @@
 
 import datetime
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from jax.core import Tracer
 
 from ragged._errors import Site, describe, is_arraylike
 from ragged._matmul import matmul
+from ragged._mesh import explicit_mesh
 from ragged._sizes import KINDS, sample_sizes
 from ragged.backends import cache
 from ragged.backends.base import Launch
@@ -23,7 +25,7 @@ from ragged.backends.cache import Found
 from ragged.backends.config import Config, Configs, to_json
 from ragged.product import lowering
 from ragged.product.operands import Call, Operand, Operands, Options
-from ragged.product.primitive import PRIMITIVES, bind
+from ragged.product.primitive import PRIMITIVES, bind, partitioned_matmul_p
 from ragged.tensor.tensor import GroupedTensor
 
 
@@ -323,7 +325,10 @@ def _products(closed: Any, args: list[Any] | None) -> Iterator[tuple[_Product, d
         operands = [getattr(x, "val", None) if hasattr(x, "val") else values.get(x) for x in equation.invars]
         known = args is not None and all(x is not None for x in operands)
         inner = [x for x in jax.tree.leaves([*equation.params.values()], is_leaf=_is_jaxpr) if _is_jaxpr(x)]
-        if equation.primitive in PRIMITIVES:
+        if _is_sharded(equation):
+            mend = "Tune one device's part: the function inside `shard_map`, or operands of its extents."
+            warnings.warn(f"`ragged.tuning`: a product over several devices is left out.\n{mend}", stacklevel=3)
+        elif equation.primitive in PRIMITIVES:
             product = _Product([x.aval for x in equation.invars], equation.params["tree"], equation.params["call"])
             own = product.tree.unflatten(operands).sizes if known else None
             yield product, own and {letter: np.asarray(size) for letter, size in own.items()}
@@ -335,6 +340,13 @@ def _products(closed: Any, args: list[Any] | None) -> Iterator[tuple[_Product, d
             out = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(equation.params))
             outs = out if equation.primitive.multiple_results else [out]
             values |= dict(zip(equation.outvars, outs, strict=True))
+
+
+def _is_sharded(equation: Any) -> bool:
+    """Whether it is a product that is cut up only when it is lowered."""
+    if equation.primitive is partitioned_matmul_p:
+        return True
+    return equation.primitive in PRIMITIVES and explicit_mesh([x.aval for x in equation.invars], None) is not None
 
 
 def _is_jaxpr(x: Any) -> bool:
@@ -377,7 +389,7 @@ def _tuned(
 
 def _bar(products: list[Any], progress: bool) -> Iterator[Any]:
     try:
-        from tqdm.auto import tqdm
+        from tqdm.auto import tqdm  # pyright: ignore[reportMissingModuleSource]
     except ImportError:
         return iter(products)
     return iter(tqdm(products, desc="autotune", unit="product", disable=not progress))
@@ -412,7 +424,7 @@ def _measured(
     for config in configs:
         try:
             run = _compiled(product, config, arrays)
-            got = np.asarray(run().astype(jnp.float32))
+            got = np.asarray(run()).astype(np.float64)
         except Exception as error:
             if config is default:
                 raise

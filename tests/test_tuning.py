@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import ragged
 from ragged import GroupedTensor, _autotune
@@ -324,6 +326,7 @@ def test_what_a_key_tells_apart() -> None:
         key(*of(), group_offset=jnp.int32(0)),
         key(*of(), existing_out=jnp.ones((96, 8))),
         key(ragged.quantize(of()[0], jnp.float8_e4m3fn, "row"), of()[1]),
+        key(ragged.quantize(of()[0], jnp.float8_e4m3fn, "group"), of()[1]),
     ]
     assert len({base, *others}) == 1 + len(others)
 
@@ -507,12 +510,42 @@ def test_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     def in_a_loop(x: Any, w: Any) -> Any:
         return jax.lax.scan(lambda total, w: (total + forward(x, w).sum(), None), 0.0, jnp.stack([w, w]))[0]
 
-    assert [each.sizes for each in autotune(in_a_loop, X, W, progress=False, again=True, most=2).products] == ["random"]
+    def first_outside(x: Any, w: Any) -> Any:
+        return forward(x, w).sum() + in_a_loop(x, w)
+
+    for fn, sizes in ((in_a_loop, "random"), (first_outside, "own")):
+        (found,) = autotune(fn, X, W, progress=False, again=True, most=2).products
+        assert found.sizes == sizes
     assert [each.sizes for each in autotune(X, W, sizes="zipf", again=True, most=2, progress=False).products] == [
         "zipf"
     ] * 3
     given = autotune(X, W, sizes=[1, 2, 3, 4], again=True, most=2, progress=False).products
     assert [each.sizes for each in given] == ["given"] * 3
+
+
+def test_products_over_several_devices_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are cut up when they are lowered; a device's part, inside a map, is tuned."""
+    fake(monkeypatch, lambda config, number: 1.0)
+    mesh = jax.make_mesh((2,), ("d",), (AxisType.Explicit,))
+    rows = jax.sharding.NamedSharding(mesh, P("d"))
+    x = GroupedTensor(jax.device_put(X.data, rows), X.first_dims)
+    w = jax.device_put(W, jax.sharding.NamedSharding(mesh, P()))
+    with pytest.warns(UserWarning, match="a product over several devices is left out"), pytest.raises(ValueError):
+        autotune(lambda x, w: forward(x, w, out_sharding=P("d")), x, w, progress=False)
+
+    def part(data: Any, w: Any) -> Any:
+        return forward(GroupedTensor(data, jnp.array([20, 0, 20, 8], jnp.int32)), w)
+
+    mapped = jax.shard_map(part, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"))
+    (found,) = autotune(mapped, x.data, w, most=2, progress=False).products
+    assert found.product == "mk:float32 kn:float32 mn:float32 k=16 m~64/16 n=8 held=4"
+
+
+def test_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """O5: each of the three products, in the dtypes and with the scales that it has."""
+    fake(monkeypatch, lambda config, number: 1.0)
+    keys = [each.product for each in autotune(X, W, recipe="rowwise", most=2, progress=False).products]
+    assert len(keys) == 3 and all(key.count("float8_e4m3fn/") == 2 for key in keys)
 
 
 def test_own_sizes_are_the_call_s() -> None:

@@ -3,6 +3,7 @@ for."""
 
 import itertools
 import math
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -159,7 +160,7 @@ def choose(problem: Problem, on: Chip) -> GpuConfig:
 
 def ranked(problem: Problem, on: Chip) -> list[GpuConfig]:
     """Configurations to try: what `choose` takes, and then other tiles, warps and stages that fit, best by the model
-    first."""
+    first; behind the best of them, what the model knows nothing of."""
     first = choose(problem, on)
     depths = {*first.along(problem.letters[2]), 128 // problem.itemsize, 64 // problem.itemsize}
     tried = itertools.product((16, 32, 64, 128, 256), (16, 32, 64, 128, 256), sorted(depths), (4, 8), (3, 4, 2))
@@ -171,7 +172,10 @@ def ranked(problem: Problem, on: Chip) -> list[GpuConfig]:
         fits = 8 <= totals <= MOST_TOTALS and r * c <= small and shared(problem, config, on) <= on.shared
         if fits and r <= max(SMALLEST, 2 * problem.r) and config != first and config not in rest:
             rest.append(config)
-    return [first, *sorted(rest, key=lambda config: _seconds(problem, config, on))]
+    rest.sort(key=lambda config: _seconds(problem, config, on))
+    others = [replace(first, band=4), replace(first, band=16), replace(first, programs=1)]
+    others += [replace(first, tma=False)] * on.has_tma
+    return [first, *rest[:8], *others, *rest[8:]]
 
 
 def _config(p: Problem, r: int, c: int, k: int, on: Chip) -> GpuConfig | None:
