@@ -10,6 +10,7 @@ from ragged.backends.config import Config, to_json
 
 PRODUCTS = ("forward", "by lhs", "by rhs")
 
+_ONE_RAGGED = ("forward", "forward_left", "wgrad")
 _Table = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
 
 
@@ -22,8 +23,9 @@ class ProductPlan:
     - `operands`: what is multiplied, `("lhs", "rhs")`, where `"dout"` is the result's cotangent.
     - `dtypes`: of the operands and the result, as kernels get them.
     - `scales`: what of each operand shares a scale, as `"1 m × all k"`; `""` without scales.
-    - `flops`: of what the groups hold, or where sizes aren't known the most that it can be. None where an extent is
-      symbolic, and so `bytes_accessed`: each buffer once.
+    - `flops`: of what the groups hold; where sizes aren't known, of full buffers, which groups share evenly: with one
+      ragged dim the most that it can be. None where an extent is symbolic.
+    - `bytes_accessed`: each buffer once. None where an extent is symbolic.
     - `platform`: `"cpu"`, `"cuda"` or `"tpu"`.
     - `device`: the kind that kernels are for; `""` where nothing says.
     - `backend`, `kernel`: what runs; `""` where nothing does: see `error`.
@@ -196,7 +198,7 @@ class Explanation:
     def _groups(self) -> str:
         text = f"{self.num_groups} groups"
         if self.sizes is None:
-            return f"{text}, of sizes that aren't known here: figures are the most that there can be"
+            return f"{text}, of sizes that aren't known here: figures are of full buffers"
         if not self.sizes:
             return f"{text}, all alike"
         letters = []
@@ -212,7 +214,7 @@ class Explanation:
             (
                 each.product,
                 " × ".join(map(_operand, each.operands, each.dtypes)) + f" -> {short_name(each.dtypes[2])}",
-                _number(each.flops, each.is_exact),
+                _number(each.flops, "" if each.is_exact else "≤ " if each.layout in _ONE_RAGGED else "~ "),
                 _number(each.bytes_accessed),
                 "?" if each.intensity is None else f"{each.intensity:.3g}",
                 ", ".join(
@@ -314,15 +316,15 @@ def _operand(name: str, dtype: str) -> str:
 _UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k"))
 
 
-def _number(x: int | None, is_exact: bool = True) -> str:
-    """About 3 digits; at most it, if it isn't exact."""
+def _number(x: int | None, sign: str = "") -> str:
+    """To 3 digits."""
     if x is None:
         return "?"
     for unit, name in _UNITS:
         if x >= unit:
             unit = 1e3 if name == "k" else unit
-            return f"{'' if is_exact else '≤ '}{x / unit:.3g} {name}"
-    return f"{'' if is_exact else '≤ '}{x}"
+            return f"{sign}{x / unit:.3g} {name}"
+    return f"{sign}{x}"
 
 
 def _configuration(plan: ProductPlan) -> tuple[str, str]:

@@ -26,8 +26,8 @@ from .cases import LETTERS, NAMES, check_error
 KERNELS = {"xla": {}, "pallas_tpu": {"interpret": True}, "triton_gpu": {"interpret": True}}
 
 
-@pytest.fixture
-def executed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+@pytest.fixture(scope="module")
+def executed() -> Iterator[Counter[str]]:
     """What kernels and XLA's loops do in here, each time that they run: "dots", "flops" of those, and "idle": tiles of
     Triton's results without a dot, or, after `steps` of a Pallas grid, those that aren't dots."""
     counts: Counter[str] = Counter()
@@ -64,31 +64,36 @@ def executed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
         return run
 
-    monkeypatch.setattr(jax.lax, "dot_general", counted_dot)
-    monkeypatch.setattr(jnp, "einsum", counted_einsum)
-    monkeypatch.setattr(pallas, "pallas_call", counted_call)
-    if gpu.triton_call.missing() == "":
-        from ragged.backends.gpu import interpreter
-
-        builder, since = interpreter._Builder, Counter[str]()
-        store, dot = builder.create_masked_store, builder.create_dot
-
-        def counted_store(*args: Any, **options: Any) -> Any:
-            counts.update(idle=int(not since["dots"]))
-            since.clear()
-            return store(*args, **options)
-
-        def counted_tl_dot(self: Any, a: Any, b: Any, *args: Any) -> Any:
-            since.update(dots=1)
-            (rows, depth), columns = a.data.shape, b.data.shape[1]
-            counts.update(dots=1, flops=2 * rows * depth * columns)
-            return dot(self, a, b, *args)
-
-        monkeypatch.setattr(builder, "create_masked_store", counted_store)
-        monkeypatch.setattr(builder, "create_dot", counted_tl_dot)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.lax, "dot_general", counted_dot)
+        patch.setattr(jnp, "einsum", counted_einsum)
+        patch.setattr(pallas, "pallas_call", counted_call)
+        if gpu.triton_call.missing() == "":
+            _count_triton(patch, counts)
+        jax.clear_caches()  # programs that were compiled before don't count
+        yield counts
     jax.clear_caches()
-    yield counts
-    jax.clear_caches()
+
+
+def _count_triton(patch: pytest.MonkeyPatch, counts: Counter[str]) -> None:
+    from ragged.backends.gpu import interpreter
+
+    builder, since = interpreter._Builder, Counter[str]()
+    store, dot = builder.create_masked_store, builder.create_dot
+
+    def counted_store(*args: Any, **options: Any) -> Any:
+        counts.update(idle=int(not since["dots"]))
+        since.clear()
+        return store(*args, **options)
+
+    def counted_dot(self: Any, a: Any, b: Any, *args: Any) -> Any:
+        since.update(dots=1)
+        (rows, depth), columns = a.data.shape, b.data.shape[1]
+        counts.update(dots=1, flops=2 * rows * depth * columns)
+        return dot(self, a, b, *args)
+
+    patch.setattr(builder, "create_masked_store", counted_store)
+    patch.setattr(builder, "create_dot", counted_dot)
 
 
 def ran(counts: Counter[str], lhs: Any, rhs: Any, product: str, **options: Any) -> Counter[str]:
@@ -122,8 +127,13 @@ def check_counts(counts: Counter[str], backend: str, lhs: Any, rhs: Any, **optio
     avals = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (lhs, rhs))
     at_most = ragged.explain(*avals, platform="cpu", **options).plans
     for plan, bound in zip(plans, at_most, strict=True):
+        if bound.layout == "batched":
+            assert bound == plan
+            continue
         assert not bound.is_exact and bound.idle is bound.multiplied is None and bound.flops is not None
-        assert plan.flops is not None and plan.flops <= bound.flops
+        assert plan.flops is not None
+        if bound.layout in ("forward", "forward_left", "wgrad"):
+            assert plan.flops <= bound.flops
         if bound.visits is not None:
             assert plan.visits is not None and plan.idle is not None and plan.visits + plan.idle <= bound.visits
         assert plan.is_exact and plan.backend == backend
@@ -137,7 +147,7 @@ def check_counts(counts: Counter[str], backend: str, lhs: Any, rhs: Any, **optio
     return list(plans)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", ["zipf", "half_empty", "giant"])
 @pytest.mark.parametrize("layout", NAMES)
 @pytest.mark.parametrize("backend", KERNELS)
@@ -152,6 +162,7 @@ def test_counts_are_what_kernels_execute(backend: str, layout: str, kind: str, e
     check_counts(executed, backend, case.lhs, case.rhs, tiling=(16, 32, 64) if backend == "triton_gpu" else tiling)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("backend", KERNELS)
 def test_counts_of_large_tiles(backend: str, executed: Counter[str]) -> None:
     """T10, K25: tiles that groups share are multiplied in chunks on a TPU; several steps of what is contracted."""
@@ -163,6 +174,7 @@ def test_counts_of_large_tiles(backend: str, executed: Counter[str]) -> None:
     assert plans[0].flops == 2 * 505 * 40 * 24
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("offset", [-1, 1, 4])
 @pytest.mark.parametrize("backend", KERNELS)
 def test_counts_of_a_shard(backend: str, offset: int, executed: Counter[str]) -> None:
@@ -177,6 +189,7 @@ def test_counts_of_a_shard(backend: str, offset: int, executed: Counter[str]) ->
     assert [plan.flops for plan in plans] == [2 * held * 16 * 32] * 3
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", KERNELS)
 def test_counts_of_a_shared_matrix(backend: str, executed: Counter[str]) -> None:
     """T10: it makes the groups one."""

@@ -78,11 +78,8 @@ def test_info_on_a_bare_machine(tmp_path: Path) -> None:
         assert line in lines, found.stdout
 
 
-def test_a_bare_machine_explains_and_draws_nothing() -> None:
-    """T10: what Triton would run is said, not run; a plot names what to install."""
-    found = bare("explain", *SMALL, "--platform", "cuda")
-    assert found.returncode == 0, found.stderr
-    assert "on cuda: grouped_matmul of xla (there is no Triton here: `pip install ragged[cuda]`)" in found.stdout
+def test_a_bare_machine_draws_nothing() -> None:
+    """T10: a plot names what to install."""
     failed = bare("explain", *SMALL, "--plot", "/nowhere/plot.png")
     assert (failed.returncode, failed.stdout) == (1, "")
     assert "it needs matplotlib.\nInstall it: `pip install ragged[plot]`." in failed.stderr
@@ -109,6 +106,7 @@ def test_info(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: p
     assert "none: `RAGGED_TUNING_CACHE` says so" in run(capsys, "info")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", NAMES)
 def test_explain_of_each_layout(layout: str, capsys: pytest.CaptureFixture[str]) -> None:
     """T10: shapes and sizes on the command line, as JSON."""
