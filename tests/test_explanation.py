@@ -201,6 +201,20 @@ def test_counts_of_a_shared_matrix(backend: str, executed: Counter[str]) -> None
     assert [plan.flops for plan in plans] == [2 * 71 * 16 * 32] * 3
 
 
+def test_counts_of_a_variant(executed: Counter[str]) -> None:
+    """T10: one loop over all steps of all tiles, gaps too."""
+    gpu.needs_triton()
+    x = GroupedTensor(jnp.ones((100, 64), jnp.bfloat16), jnp.array([30, 0, 41], jnp.int32))
+    w = GroupedTensor(jnp.ones((3, 64, 32), jnp.bfloat16))
+    options: dict[str, Any] = {"backend": "triton_gpu", "interpret": True}
+    options["config"] = GpuConfig(m=32, n=32, k=32, warps=4, stages=2, variant="overlapped")
+    with gpu.on("NVIDIA H200"):
+        plan = ragged.explain(x, w, platform="cpu", **options).plan()
+        got = ran(executed, x, w, "forward", **options)
+    assert (plan.visits, plan.multiplied) == (got["dots"], got["flops"])
+    assert (plan.visits, plan.idle) == ((1 + 2 + 1) * 2, 0)
+
+
 def forward(m: int = 4096, k: int = 1024, n: int = 512, g: int = 8, dtype: Any = jnp.bfloat16) -> tuple[Any, Any]:
     """Operands as shapes, with sizes that are known."""
     sizes = jnp.asarray(ragged.tuning.sample_sizes("zipf", g, m - 96))
