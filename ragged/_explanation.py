@@ -139,8 +139,8 @@ class Explanation:
 
     @property
     def tail(self) -> dict[str, int] | None:
-        """How much of each capacity no group has, by ragged letter; None where sizes aren't known."""
-        if self.sizes is None:
+        """How much of each capacity no group has, by ragged letter; None where sizes or capacities aren't known."""
+        if self.sizes is None or not all(isinstance(capacity, int) for capacity in self.capacity.values()):
             return None
         held = {letter: sum(max(size, 0) for size in sizes) for letter, sizes in self.sizes.items()}
         return {letter: max(capacity - held[letter], 0) for letter, capacity in self.capacity.items()}
@@ -158,10 +158,11 @@ class Explanation:
         Site("Explanation.plan").fail(ValueError, problem, f"There are {there}.")
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, for `json.dumps`; tiles but for their number."""
+        """All of it, for `json.dumps`; symbolic extents as text."""
         own = {name: getattr(self, name) for name in ("layout", "kinds", "result", "derivatives", "recipe")}
-        counts = {name: getattr(self, name) for name in ("num_groups", "sizes", "capacity", "empty", "tail")}
-        return own | counts | {"plans": [each.to_json() for each in self.plans]}
+        counts = {name: getattr(self, name) for name in ("num_groups", "sizes", "empty", "tail")}
+        capacity = {letter: n if isinstance(n, int) else str(n) for letter, n in self.capacity.items()}
+        return own | counts | {"capacity": capacity, "plans": [each.to_json() for each in self.plans]}
 
     def __str__(self) -> str:
         parts = ["\n".join(self._head())]

@@ -1,5 +1,6 @@
 """`explain` says what is lowered: for every layout, platform and awkward call, against the lowered program."""
 
+import json
 import os
 import re
 import subprocess
@@ -261,6 +262,26 @@ def check_symbolic(machine: str, product: Any) -> None:
     assert not re.findall(r"custom_call @(tpu_custom_call|triton_kernel_call)", module)
 
 
+def check_symbolic_explanation() -> None:
+    """What `explain` says of symbolic extents, with sizes that are known and without."""
+    (rows,), f32 = jax.export.symbolic_shape("rows", constraints=["rows >= 513"]), jnp.float32
+    sizes = jnp.array([3, 5, 0, 4], jnp.int32)
+    for dims in (sizes, jax.ShapeDtypeStruct(sizes.shape, sizes.dtype)):
+        x = GroupedTensor(jax.ShapeDtypeStruct((rows, 64), f32), dims)
+        found = ragged.explain(x, jax.ShapeDtypeStruct((4, 64, 32), f32))
+        assert "f32[rows,32]" in str(found) and len(found.plans) == 9
+        for plan in found.plans:
+            assert (plan.flops, plan.intensity, plan.bound, plan.is_exact, plan.multiplied) == (
+                None,
+                None,
+                "",
+                False,
+                None,
+            )
+        record = json.loads(json.dumps(found.to_json()))
+        assert (record["capacity"], record["tail"]) == ({"m": "rows"}, None)
+
+
 def test_symbolic_extents_lower_to_their_launch() -> None:
     """T10, B5: kernels are for extents that are known; XLA's loops take any.
 
@@ -269,9 +290,10 @@ def test_symbolic_extents_lower_to_their_launch() -> None:
     code = """
 import itertools
 import ragged
-from tests.test_explain import check_symbolic
+from tests.test_explain import check_symbolic, check_symbolic_explanation
 for each in itertools.product(("CPU", "H200", "v5e"), (ragged.grouped_matmul, ragged.transposed_grouped_matmul)):
     check_symbolic(*each)
+check_symbolic_explanation()
 print("checked")
 """
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}

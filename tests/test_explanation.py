@@ -168,8 +168,8 @@ def test_counts_of_large_tiles(backend: str, executed: Counter[str]) -> None:
     """T10, K25: tiles that groups share are multiplied in chunks on a TPU; several steps of what is contracted."""
     if backend == "triton_gpu":
         gpu.needs_triton()
-    sizes = jnp.array([300, 0, 5, 256, 20], jnp.int32)
-    x, w = GroupedTensor(jnp.ones((600, 40)), sizes), GroupedTensor(jnp.ones((5, 40, 24)))
+    sizes = jnp.array([300, 0, 5, 256, 20, 0], jnp.int32)
+    x, w = GroupedTensor(jnp.ones((600, 40)), sizes), GroupedTensor(jnp.ones((6, 40, 24)))
     plans = check_counts(executed, backend, x, w, tiling=(256, 128, 128) if backend != "triton_gpu" else (128, 32, 16))
     assert plans[0].flops == 2 * 581 * 40 * 24
 

@@ -188,8 +188,8 @@ def work(launch: Launch, x: Operands) -> Work:
     letter = r if r in p.ragged else k if k in p.ragged else ""
     tile = tile_r if letter == r else tile_k
     tiles = [
-        (int(x.offset or 0) + group, int(at), tile)
-        for group, (first, end) in enumerate(zip(*found[letter or r], strict=True))
+        (group, int(at), tile)
+        for group, (first, end) in enumerate(zip(*found[letter or r], strict=True), int(x.offset or 0))
         for at in range(first, end, tile)
         if letter
     ]

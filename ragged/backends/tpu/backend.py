@@ -138,7 +138,7 @@ def work(launch: Launch, x: Operands) -> Work:
     """What `schedule.row_visits` and `group_visits` list, and what of each tile is multiplied."""
     if launch.kernel == "tiled_matmul":
         return tiled.work(launch, x)
-    problem, offset = launch.details.tiled, int(x.offset or 0)
+    problem = launch.details.tiled
     tile, a, b = launch.config.along(problem.letters)
     tiles_a, tiles_b, heights = (-(-n // t) for n, t in ((problem.a, a), (problem.b, b), (problem.rows, tile)))
     each = tiles_a * tiles_b
@@ -147,17 +147,16 @@ def work(launch: Launch, x: Operands) -> Work:
         return Work(visits, 0, 2 * visits * tile * a * b)
     letter, small = problem.letters[0], tiles.chunk(tile)
     listed, rows, empty = [], 0, 0
-    for group, (first, end) in enumerate(zip(*spans(launch.call, x)[letter], strict=True)):
+    for group, (first, end) in enumerate(zip(*spans(launch.call, x)[letter], strict=True), int(x.offset or 0)):
         if first == end:
             empty += 1
-            # For an empty group, a wgrad visits a tile, and multiplies the chunk that the group's place cuts.
-            cut = problem.kind == "groups" and small < tile and min(first, (heights - 1) * tile) == first
-            rows += small * (cut and first % small > 0)
+            # For an empty group, a wgrad visits a tile, and multiplies the chunk that the group's place cuts, if any.
+            rows += small * (problem.kind == "groups" and small < tile and first % small > 0)
         for at in range(first // tile * tile, end if end > first else 0, tile):
             low, high = max(first - at, 0), min(end - at, tile)
             # A tile that isn't full is multiplied in chunks: those with a row of the group.
             rows += tile if (low, high) == (0, tile) else (-(-high // small) - low // small) * small
-            listed.append((offset + group, int(at), tile))
+            listed.append((group, int(at), tile))
     gaps = heights - len(np.unique([at for _, at, _ in listed]))
     idle = empty * each if problem.kind == "groups" else gaps * tiles_b
     return Work(len(listed) * each, int(idle), int(2 * rows * each * a * b), letter, tuple(listed))

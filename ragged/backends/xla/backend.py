@@ -1,5 +1,6 @@
 """Grouped products in plain XLA: no custom kernel, any platform, fast on the CPU."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -384,35 +385,38 @@ def _cover(heights: tuple[int, ...], size: Array) -> tuple[Array, Array, Array]:
     return full, rest, jnp.asarray(np.searchsorted(heights, np.arange(heights[-1] + 1)), jnp.int32)[rest]
 
 
+def _covered(heights: tuple[int, ...], first: int, end: int, rest_first: bool) -> list[tuple[int, int]]:
+    """The tiles of `_cover`, of a size that is known: where each begins, and its height."""
+    if first == end:
+        return []
+    full = (end - first - 1) // heights[-1]
+    rest = end - first - full * heights[-1]
+    last = heights[np.searchsorted(heights, rest)]
+    begin = first + rest if rest_first else first
+    tiles = [(begin + i * heights[-1], heights[-1]) for i in range(full)]
+    return [(first, last), *tiles] if rest_first else [*tiles, (begin + full * heights[-1], last)]
+
+
 def work(launch: Launch, x: Operands) -> Work:
     """What the loops come to: see `ragged.backends.base`."""
     p, groups = launch.call.product, spans(launch.call, x)
-    size, offset = {letter: end - first for letter, (first, end) in groups.items()}, int(x.offset or 0)
+    size = {letter: end - first for letter, (first, end) in groups.items()}
     if not p.ragged:
         return Work(len(size["m"]), 0, 2 * int(sum(size["m"] * size["k"] * size["n"])))
+    tile = {z: launch.config.along(z)[0][-1] if z in p.ragged else int(size[z][0]) for z in "mkn"}
     letter = p.ragged if len(p.ragged) == 1 else p.out[0]
-    heights = launch.config.along(letter)[0]
     tiles = []
-    for group, (first, end) in enumerate(zip(*groups[letter], strict=True)):
+    for group, (first, end) in enumerate(zip(*groups[letter], strict=True), int(x.offset or 0)):
         if len(p.ragged) > 1:
-            covered = [(at, heights[0]) for at in range(first, end, heights[0])]
-        elif end > first:
-            full = (end - first - 1) // heights[-1]
-            rest = end - first - full * heights[-1]
-            last = heights[np.searchsorted(heights, rest)]
-            begin = first if letter in p.out else first + rest  # a wgrad's partial tile comes first
-            covered = [(begin + i * heights[-1], heights[-1]) for i in range(full)]
-            covered.append((first + full * heights[-1] if letter in p.out else first, last))
+            covered = [(at, tile[letter]) for at in range(first, end, tile[letter])]
         else:
-            covered = []
-        tiles += [(offset + group, int(at), int(height)) for at, height in covered]
+            covered = _covered(launch.config.along(letter)[0], first, end, letter == p.contracted)
+        tiles += [(group, int(at), int(height)) for at, height in covered]
     if len(p.ragged) == 1:
-        others = np.prod([size[other][0] for other in "mkn" if other != letter])
-        return Work(len(tiles), 0, int(2 * sum(height for *_, height in tiles) * others), letter, tuple(tiles))
-    tile = {other: launch.config.along(other)[0][0] if other in p.ragged else size[other][0] for other in "mkn"}
-    count = {other: -(-size[other] // tile[other]) for other in "mkn"}
-    visits = int(sum(count["m"] * count["k"] * count["n"]))
-    return Work(visits, 0, int(2 * visits * np.prod([*tile.values()])), letter, tuple(tiles))
+        visits, rows = len(tiles), sum(height for *_, height in tiles)
+        return Work(visits, 0, 2 * rows * math.prod(tile[z] for z in "mkn" if z != letter), letter, tuple(tiles))
+    visits = int(sum(math.prod(-(-size[z] // tile[z]) for z in "mkn")))
+    return Work(visits, 0, 2 * visits * math.prod(tile.values()), letter, tuple(tiles))
 
 
 def _window(m: Any, height: int, start: Array, end: Array) -> tuple[Array, Array]:
