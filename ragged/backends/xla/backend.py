@@ -415,7 +415,7 @@ def work(launch: Launch, x: Operands) -> Work:
     if len(p.ragged) == 1:
         visits, rows = len(tiles), sum(height for *_, height in tiles)
         return Work(visits, 0, 2 * rows * math.prod(tile[z] for z in "mkn" if z != letter), letter, tuple(tiles))
-    visits = int(sum(math.prod(-(-size[z] // tile[z]) for z in "mkn")))
+    visits = int(np.sum(np.prod([-(-size[z] // tile[z]) for z in "mkn"], axis=0)))
     return Work(visits, 0, 2 * visits * math.prod(tile.values()), letter, tuple(tiles))
 
 
