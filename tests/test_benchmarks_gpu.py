@@ -14,10 +14,14 @@ gpu.needs_triton()
 
 @pytest.mark.long
 def test_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--dry", "--tune", "--json", str(tmp_path / "out.json")])
+    main(["--dry", "--tune", "--series", "--json", str(tmp_path / "out.json")])
     results = json.loads((tmp_path / "out.json").read_text())
-    found = [(row["product"], row["sizes"]) for row in results["rows"]]
+    found = [(row["product"], row["sizes"]) for row in results["rows"] if "series" not in row]
     assert found == [(product, sizes) for product in OPERANDS for sizes in SPREADS]
+    assert [(row["series"], row["at"], row["product"]) for row in results["rows"][len(found) :]] == [
+        ("skew", "giant", "forward"),
+        ("skew", "giant", "wgrad"),
+    ]
     for row in results["rows"]:
         mine, is_fp8 = row["figures"]["ours"], row["product"] == "fp8"
         assert mine["seconds"] > 0 and mine["of_dense"] > 0

@@ -16,8 +16,7 @@ The file is written after every row. What fails is noted in its row, and the oth
 """
 
 import argparse
-import importlib.metadata
-import json
+import importlib
 import os
 import subprocess
 import time
@@ -44,6 +43,7 @@ from ragged.backends.config import VARIANTS, GpuConfig
 from ragged.backends.gpu import tiles as triton_tiling
 from ragged.product.operands import Scales
 from tests import products
+from tests.benchmarks import report
 from tests.cases import spread
 
 SHAPES = [  # rows, k, n, groups: the most important first
@@ -64,6 +64,11 @@ OPERANDS = {  # of `Data`
 CONTRACTED = {"forward": (1, 0), "fp8": (1, 1), "wgrad": (0, 0), "dgrad": (1, 1)}  # axes of dense operands
 PEERS = ("dense", "ragged_dot", "torch", "tokamax")
 SPREADS = ("even", "zipf")
+SERIES: dict[str, list[tuple["Shape", str]]] = {  # with how the rows are spread among the groups
+    "groups": [((32768, 2048, 2048, g), "zipf") for g in (1, 4, 16, 64, 128, 256, 512)],
+    "rows": [((m, 2048, 2048, 16), "zipf") for m in (64, 256, 1024, 4096, 16384, 65536)],
+    "skew": [((32768, 2048, 2048, 64), kind) for kind in ("even", "half_empty", "zipf", "giant")],
+}
 BANDWIDTH = 4.8e12  # of an H200's memory, bytes a second, by its data sheet
 MOST_TEMPORARY = 40 << 30  # bytes that a variant may take,
 MOST_WASTE = 32  # and the FLOPs, as a multiple of those it needs
@@ -382,13 +387,6 @@ def tune(product: str, data: Data, sizes: np.ndarray, setting: Setting, tried: T
     }
 
 
-def version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def clocks() -> str | None:
     command = "nvidia-smi --format=csv,noheader --query-gpu=name,driver_version,clocks.sm,clocks.mem,temperature.gpu"
     try:
@@ -409,12 +407,14 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
-def measure(product: str, shape: Shape, peers: Sequence[str], setting: Setting) -> Iterator[dict[str, Any]]:
+def measure(
+    product: str, shape: Shape, peers: Sequence[str], setting: Setting, spreads: Sequence[str] = SPREADS
+) -> Iterator[dict[str, Any]]:
     """A row for each way to spread the sizes."""
     rng, data = np.random.default_rng(0), jax.block_until_ready(make(shape))
-    sizes = {kind: spread(rng, kind, shape[3], shape[0]) for kind in SPREADS}
-    runs, failed = variants(product, data, sizes["zipf"], peers, setting)
-    for kind in SPREADS:
+    sizes = {kind: spread(rng, kind, shape[3], shape[0]) for kind in spreads}
+    runs, failed = variants(product, data, sizes[spreads[-1]], peers, setting)
+    for kind in spreads:
         figures = interleave(runs, sizes[kind], setting)
         add_ratios(product, shape, sizes[kind], figures)
         row = {"product": product, "shape": shape, "sizes": kind, "figures": figures, "failed": failed}
@@ -429,22 +429,12 @@ def tuned(product: str, shape: Shape, setting: Setting, tried: Tried = others) -
 
 def machine() -> dict[str, Any]:
     """What the figures were measured on."""
-    packages = ("jax", "jaxlib", "triton", "jax-triton", "torch", "tokamax")
     return {
         "date": time.strftime("%F %H:%M"),
         "device": jax.devices()[0].device_kind,
-        "versions": {name: version(name) for name in packages},
+        "versions": report.versions("ragged", "jax", "jaxlib", "triton", "jax-triton", "torch", "tokamax"),
         "clocks": clocks(),
     }
-
-
-def save(results: dict[str, Any], path: str | None) -> None:
-    """Writes the file anew; whatever happens meanwhile, there is a whole one."""
-    if path:
-        with open(f"{path}.new", "w") as file:
-            json.dump(results, file, indent=2)
-            file.write("\n")
-        os.replace(f"{path}.new", path)
 
 
 def tuned_line(row: dict[str, Any]) -> str:
@@ -459,6 +449,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--products", nargs="+", choices=OPERANDS, default=list(OPERANDS))
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
     parser.add_argument("--quick", action="store_true", help="three rounds in place of seven")
+    parser.add_argument("--series", action="store_true", help="also forwards and wgrads over groups, rows and skew")
     parser.add_argument("--tune", action="store_true", help="also try other configurations than the library's choice")
     parser.add_argument("--first", nargs="*", metavar="STEPS", help="launches, tests, figures and a sweep, or some")
     parser.add_argument("--budget", type=float, default=540, help="begin no row after these seconds (%(default)s)")
@@ -475,18 +466,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results: dict[str, Any] = machine() | {"rows": [], "tuned": []}
     print(results["device"], results["versions"], results["clocks"], flush=True)
 
-    def measure_one(product: str, shape: Shape) -> None:
-        for row in measure(product, shape, args.peers, setting):
-            results["rows"].append(row)
-            save(results, args.json)
+    def measure_one(
+        product: str, shape: Shape, spreads: Sequence[str] = SPREADS, where: dict[str, Any] | None = None
+    ) -> None:
+        for row in measure(product, shape, args.peers, setting, spreads):
+            results["rows"].append((where or {}) | row)
+            report.save(results, args.json)
             print(line(row), flush=True)
 
     def tune_one(product: str, shape: Shape) -> None:
         results["tuned"].append(row := tuned(product, shape, setting))
         print(tuned_line(row), flush=True)
 
-    steps = [measure_one, tune_one] if args.tune else [measure_one]
-    for step, product, shape in [(a, b, c) for a in steps for b in args.products for c in shapes]:
+    chosen = list(cartesian(args.products, shapes))
+    steps: list[tuple[Run, str, Shape]] = [(measure_one, *each) for each in chosen]
+    for name, points in ({"skew": [(TINY, "giant")]} if args.dry else SERIES).items() if args.series else ():
+        for product, (shape, kind) in cartesian([x for x in ("forward", "wgrad") if x in args.products], points):
+            where = {"series": name, "at": report.place(name, shape, kind)}
+            steps.append((partial(measure_one, spreads=(kind,), where=where), product, shape))
+    steps += [(tune_one, *each) for each in chosen if args.tune]
+    for step, product, shape in steps:
         if time.monotonic() > end:
             results["stopped"] = f"before {product} {shape}" + " was tuned" * (step is tune_one)
             break
@@ -495,8 +494,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except Exception as error:
             results["rows"].append({"product": product, "shape": shape, "error": reason(error)})
             print(product, shape, reason(error), flush=True)
-        save(results, args.json)
-    save(results, args.json)
+        report.save(results, args.json)
+    report.save(results, args.json)
 
 
 if __name__ == "__main__":

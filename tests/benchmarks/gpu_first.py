@@ -28,6 +28,7 @@ from typing import Any
 from unittest import mock
 
 from tests.benchmarks import gpu as bench  # sets what JAX reads when it is imported
+from tests.benchmarks import report
 from tests.benchmarks.watched import Child, Row, Step, is_broken_on_purpose, watch
 
 # isort: split
@@ -187,7 +188,7 @@ def run(kinds: Sequence[str], path: str | None, end: float, dry: bool) -> None:
 
     def record(row: Row) -> None:
         rows.append(row)
-        bench.save(results, path)
+        report.save(results, path)
         print(line(row), flush=True)
 
     sampler = sample(samples)
@@ -197,7 +198,7 @@ def run(kinds: Sequence[str], path: str | None, end: float, dry: bool) -> None:
         if sampler is not None:
             sampler.kill()
     results["left"] = [step["name"] for step in left]
-    bench.save(results, path)
+    report.save(results, path)
     wrong = [row for row in rows if "error" in row or row.get("exit", 0) not in (0, 5)]
     print(f"{len(rows)} rows, {len(wrong)} with an error; not begun: {results['left'] or 'none'}", flush=True)
 

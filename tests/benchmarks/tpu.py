@@ -22,7 +22,6 @@ import argparse
 import functools
 import glob
 import importlib
-import importlib.metadata
 import json
 import math
 import os
@@ -35,7 +34,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import date
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,6 +46,8 @@ from jax.experimental import pallas as pl
 from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
+
+from tests.benchmarks import report as files
 
 M, K, N, G = 4096, 2048, 2048, 8
 ROWS = M // G  # of each group
@@ -465,7 +465,8 @@ def hot_block(folder: Path, call: str) -> dict[str, Any]:
     _, units, slots, _, *used = use_path.read_text().splitlines()
     totals = [sum(column) for column in zip(*(map(int, row.split()) for row in used[start:end]), strict=True)]
     shares = [total / int(most) / (end - start) for total, most in zip(totals, slots.split(), strict=True)]
-    return {"bundles": end - start, **dict(zip(units.replace(",", "").split(), shares, strict=True))}
+    names = units.replace(",", "").replace("MXU", "MATMUL").split()  # as newer versions of libtpu call it
+    return {"bundles": end - start, **dict(zip(names, shares, strict=True))}
 
 
 def measure(name: str, generation: str, timeout: float) -> dict[str, Any]:
@@ -538,12 +539,12 @@ def main() -> None:
         return
     names = [name for name in KERNELS if name.startswith(tuple(args.only))]
     report: dict[str, Any] = {
-        "date": date.today().isoformat(),
-        "jax": jax.__version__,
-        "libtpu": importlib.metadata.version("libtpu"),
+        "date": files.today(),
+        "device": "simulated by libtpu",
+        "versions": files.versions("ragged", "jax", "libtpu", "tokamax"),
         "rows": [],
     }
-    print(f"jax {report['jax']}, libtpu {report['libtpu']}\n")
+    print(f"{report['versions']}\n")
     print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|", flush=True)
     with ThreadPoolExecutor(max_workers=2) as pool:
         pairs = [(name, generation) for name in names for generation in args.generations]
@@ -551,10 +552,7 @@ def main() -> None:
             report["rows"].append(row)
             cells = (format(row[x], spec) if row.get(x) is not None else "" for x, spec in COLUMNS.items())
             print(f"| {' | '.join(cells)} |", flush=True)
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(report, file, indent=2)
-            file.write("\n")
+            files.save(report, args.json)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,349 @@
+"""Draws the figures of `docs/benchmarks/*.json`, and writes them into the tables of `docs/benchmarks.md`.
+
+    python -m tests.benchmarks.plots [--folder docs/benchmarks] [--page docs/benchmarks.md]
+
+Files that aren't there are left out. Needs matplotlib. The same figures give the same bytes, with one matplotlib.
+"""
+
+import argparse
+import importlib.util
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+DOCS = Path(__file__).parent.parent.parent / "docs"
+GREY = "#7a7a7a"  # can be read on white and on black
+STYLE: Any = {
+    "svg.hashsalt": "ragged",
+    "svg.fonttype": "none",  # text stays text
+    "font.size": 9,
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],
+    "text.color": GREY,
+    "axes.edgecolor": GREY,
+    "axes.labelcolor": GREY,
+    "axes.titlecolor": GREY,
+    "axes.titlesize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GREY,
+    "grid.alpha": 0.25,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+    "legend.frameon": False,
+}
+MARKS = {  # colour and marker: neither alone says which
+    "ragged": ("#2f81e0", "o"),
+    "ours": ("#2f81e0", "o"),
+    "torch": ("#e0700f", "s"),
+    "torch loop": ("#e0a30f", "D"),
+    "JAX loop": ("#33a06f", "^"),
+    "lax.ragged_dot": ("#b45cc9", "v"),
+    "ragged_dot": ("#b45cc9", "v"),
+    "megablox": ("#33a06f", "^"),
+    "tokamax": ("#e0700f", "s"),
+}
+PRODUCTS = ("forward", "dgrad", "wgrad", "forward + backward")
+TIME, SPEED = "time / dense product's", "speed / dense product's"
+
+
+def by_row(cpu: dict[str, Any], key: str) -> dict[tuple[Any, str, str], dict[str, Any]]:
+    """Rows that have this key, by its value, dtype and product, in the file's order."""
+    return {(row[key], row["dtype"], row["product"]): row for row in cpu["rows"] if key in row and "figures" in row}
+
+
+def distinct[T](values: Iterable[T]) -> list[T]:
+    return list(dict.fromkeys(values))
+
+
+def panel(axes: Any, points: Sequence[Any], rows: Sequence[dict[str, Any] | None], line: str, key: str) -> None:
+    """Each variant's `key` at each point; a row may lack some variants, or be missing."""
+    for name, (color, marker) in MARKS.items():
+        found = [
+            (i, row["figures"][name][key]) for i, row in enumerate(rows) if row and key in row["figures"].get(name, {})
+        ]
+        if found:
+            axes.plot(*zip(*found, strict=True), ls=line, color=color, marker=marker, ms=4, lw=1, label=name)
+    axes.set_xticks(range(len(points)), map(str, points), fontsize=7)
+    axes.margins(x=0.08)
+
+
+def logarithmic(axes: Any) -> None:
+    from matplotlib.ticker import LogLocator
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=20))
+    axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+    axes.minorticks_off()
+
+
+def grid(height: int, width: int) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(2.6 * width, 0.5 + 2.1 * height), layout="constrained")
+    return figure, figure.subplots(height, width, squeeze=False)
+
+
+def legend(figure: Any, panels: Any) -> None:
+    """One for all panels."""
+    handles = {
+        label: handle for axes in panels.flat for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    if handles:
+        figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=len(handles))
+
+
+def cpu_products(cpu: dict[str, Any]) -> Any:
+    found = by_row(cpu, "shape")
+    shapes, dtypes, products = (distinct(key[i] for key in found) for i in range(3))
+    figure, panels = grid(len(dtypes), len(products))
+    for axes_of, dtype in zip(panels, dtypes, strict=True):
+        for axes, product in zip(axes_of, products, strict=True):
+            panel(axes, shapes, [found.get((shape, dtype, product)) for shape in shapes], "none", "of_dense")
+            axes.set_title(f"{product}, {dtype}")
+            logarithmic(axes)
+        axes_of[0].set_ylabel(TIME)
+    legend(figure, panels)
+    return figure
+
+
+def series(report: dict[str, Any], label: str, is_logarithmic: bool) -> Any:
+    """A panel for each product and dtype, and for each of what varies."""
+    rows = [row for row in report["rows"] if "series" in row and "figures" in row]
+    names, titles = distinct(row["series"] for row in rows), distinct(map(title, rows))
+    figure, panels = grid(len(titles), len(names))
+    for axes_of, head in zip(panels, titles, strict=True):
+        for axes, name in zip(axes_of, names, strict=True):
+            found = {row["at"]: row for row in rows if (row["series"], title(row)) == (name, head)}
+            panel(axes, list(found), list(found.values()), "none" if name == "skew" else "-", "of_dense")
+            axes.set_title(head)
+            axes.set_xlabel(name)
+            if is_logarithmic:
+                logarithmic(axes)
+            else:
+                axes.set_ylim(0)
+        axes_of[0].set_ylabel(label)
+    legend(figure, panels)
+    return figure
+
+
+def title(row: dict[str, Any]) -> str:
+    return ", ".join([row["product"], *filter(None, [row.get("dtype")])])
+
+
+def tpu(report: dict[str, Any]) -> Any:
+    """Of each library the kernel in its own tiles, or in its best."""
+    kernels = {
+        "forward": {"ours": "ours forward", "megablox": "megablox gmm", "tokamax": "tokamax gmm_v2"},
+        "wgrad": {"ours": "ours wgrad", "megablox": "megablox tgmm", "tokamax": "tokamax tgmm_v2"},
+    }
+    keys = {"of peak, memory-bound": "share of peak, simulated", "MATMUL": "hot block: bundles that multiply"}
+    generations = distinct(row["generation"] for row in report["rows"])
+    figure, panels = grid(len(keys), len(kernels))
+    for axes_of, (key, label) in zip(panels, keys.items(), strict=True):
+        for axes, (product, names) in zip(axes_of, kernels.items(), strict=True):
+            rows = [
+                {
+                    "figures": {
+                        library: row
+                        for row in reversed(report["rows"])  # of several tiles, the library's own comes first
+                        for library, name in names.items()
+                        if row["kernel"].startswith(name) and row["generation"] == generation
+                    }
+                }
+                for generation in generations
+            ]
+            panel(axes, generations, rows, "none", key)
+            axes.set_title(product)
+            axes.set_ylim(0, 1)
+        axes_of[0].set_ylabel(label)
+    legend(figure, panels)
+    return figure
+
+
+def gpu(report: dict[str, Any]) -> Any:
+    rows = [row for row in report["rows"] if "figures" in row and "series" not in row]
+    found = {(tuple(row["shape"]), row["sizes"], row["product"]): row for row in rows}
+    shapes, spreads, products = (distinct(key[i] for key in found) for i in range(3))
+    figure, panels = grid(len(products), len(spreads))
+    for axes_of, product in zip(panels, products, strict=True):
+        for axes, spread in zip(axes_of, spreads, strict=True):
+            labels = ["×".join(map(str, shape[:3])) + f"\ng{shape[3]}" for shape in shapes]
+            panel(axes, labels, [found.get((shape, spread, product)) for shape in shapes], "none", "of_dense")
+            axes.set_title(f"{product}, {spread}")
+            axes.tick_params(axis="x", labelrotation=60)
+            axes.set_ylim(0)
+        axes_of[0].set_ylabel(SPEED)
+    legend(figure, panels)
+    return figure
+
+
+class Plot(NamedTuple):
+    file: str  # whose figures it draws
+    draw: Callable[[dict[str, Any]], Any]
+    key: str  # that a row has, if it is drawn
+
+
+PLOTS = {
+    "cpu-products": Plot("cpu", cpu_products, "shape"),
+    "cpu-series": Plot("cpu", partial(series, label=TIME, is_logarithmic=True), "series"),
+    "tpu": Plot("tpu", tpu, "generation"),
+    "gpu": Plot("gpu", gpu, "figures"),
+    "gpu-series": Plot("gpu", partial(series, label=SPEED, is_logarithmic=False), "series"),
+}
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def number(x: float | None) -> str:
+    """Two digits or three, as a reader compares them."""
+    return "–" if x is None else f"{x:.2f}" if x < 10 else f"{x:.1f}" if x < 100 else f"{x:.0f}"
+
+
+def layer(row: dict[str, Any]) -> str:
+    tokens, d, hidden, experts, top_k = row["tokens, d, hidden, experts, top_k"]
+    return f"{tokens} tokens, d {d}, hidden {hidden}, {experts} experts, top-{top_k}, float32"
+
+
+def tables(cpu: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """What stands between `<!-- NAME -->` and `<!-- /NAME -->` in the page."""
+    versions = ", ".join(f"{name} {version}" for name, version in cpu["versions"].items() if version)
+    busy = "" if cpu["load"] is None else f"; load before it began: {cpu['load']:.1f}"
+    yield "cpu", f"{cpu['device']}, {cpu['date']}; {versions}; {cpu['threads']} threads on both sides{busy}."
+
+    found = by_row(cpu, "shape")
+    pairs: list[tuple[str, str]] = distinct((shape, dtype) for shape, dtype, _ in found)
+
+    def head(shape: str, dtype: str) -> str:
+        m, k, n, g = next(row["m, k, n, g"] for (s, _, _), row in found.items() if s == shape)
+        return f"{shape} {m}×{k}×{n} g{g} · {dtype}"
+
+    def figure(shape: str, dtype: str, product: str, name: str, key: str = "of_dense") -> float | None:
+        return found.get((shape, dtype, product), {"figures": {}})["figures"].get(name, {}).get(key)
+
+    def dense(shape: str, dtype: str) -> str:
+        row = found.get((shape, dtype, "forward"))
+        return "–" if row is None else f"{row['figures'][row['dense']]['seconds'] * 1e3:.2f} ms, {row['dense'][6:]}"
+
+    def cells(shape: str, dtype: str, product: str, names: Sequence[str]) -> str:
+        return " · ".join(number(figure(shape, dtype, product, name)) for name in names)
+
+    yield (
+        "cpu-products",
+        table(
+            ["ragged · torch's grouped product", "dense", *PRODUCTS],
+            (
+                [head(*pair), dense(*pair), *(cells(*pair, product, ("ragged", "torch")) for product in PRODUCTS)]
+                for pair in pairs
+            ),
+        ),
+    )
+    others = ("ragged", "torch loop", "JAX loop", "even", "lax.ragged_dot")
+    yield (
+        "cpu-others",
+        table(
+            ["forward · wgrad", *others],
+            (
+                [head(*pair)]
+                + [" · ".join(number(figure(*pair, product, x)) for product in ("forward", "wgrad")) for x in others]
+                for pair in pairs
+            ),
+        ),
+    )
+
+    def cost(shape: str, dtype: str, product: str, key: str, unit: str) -> str:
+        x = figure(shape, dtype, product, "ragged", key)
+        return "–" if x is None else f"{x:.2f} {unit}" if unit == "s" else f"{x:.1f} {unit}"
+
+    both = "forward + backward"
+    yield (
+        "cpu-cost",
+        table(
+            ["", f"trace and lower, {both}", f"compile, {both}", "temporary memory: forward", "wgrad", both],
+            (
+                [head(*pair), cost(*pair, both, "trace_s", "s"), cost(*pair, both, "compile_s", "s")]
+                + [cost(*pair, product, "temporary_mib", "MiB") for product in ("forward", "wgrad", both)]
+                for pair in pairs
+            ),
+        ),
+    )
+    named = {row["name"]: row for row in cpu["rows"] if "error" not in row}
+    lines = []
+    if row := named.get("compile gated layer"):
+        mine, theirs = row["figures"]["ragged"], row["figures"]["lax.ragged_dot"]
+        lines.append(
+            f"- `nn.MoE`, gated ({layer(row)}), forward and backward: {mine['compile_cpu_s']:.2f} s of CPU to trace, "
+            f"lower and compile, on `lax.ragged_dot` {theirs['compile_cpu_s']:.2f} s "
+            f"({number(row['compile_over_ragged_dot'])} ×); {mine['stablehlo_lines']:,} lines of StableHLO, "
+            f"{theirs['stablehlo_lines']:,}; {mine['seconds'] * 1e3:.1f} ms to run, {theirs['seconds'] * 1e3:.1f} ms."
+        )
+    if row := named.get("vmap"):
+        alone = number(row["single_calls"])
+        lines.append(f"- `vmap` over 4 elements, each with its own rows and sizes, L in float32: {alone} single calls.")
+    if row := named.get("expert layer"):
+        routing, slower = row["dispatch_and_combine_of_two_products"], row["ragged_dot_times_as_long"]
+        lines.append(
+            f"- An expert layer without its router ({layer(row)}): dispatch and combine take {number(routing)} of what "
+            f"its two products do; on `lax.ragged_dot` it takes {number(slower)} times as long."
+        )
+    yield "cpu-layers", "\n".join(lines)
+    reasons: dict[str, list[str]] = {}
+    for row in cpu["rows"]:
+        for variant, why in row.get("skipped", {}).items():
+            reasons.setdefault(f"{variant}: {why}", []).append(row["name"])
+    skipped = (f"- {reason} ({', '.join(names)})" for reason, names in reasons.items())
+    yield "cpu-skipped", "\n".join(skipped) or "Nothing was left out."
+
+
+def fill(page: str, texts: Iterable[tuple[str, str]]) -> str:
+    """The page with these texts between their marks, of which it must have one pair each."""
+    for name, text in texts:
+        between = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+        page, count = between.subn(lambda found, text=text: f"{found[1]}\n{text}\n\n{found[2]}", page)
+        if count != 1:
+            raise ValueError(f"the page has {count} places `<!-- {name} -->`, not one")
+    return page
+
+
+def draw(reports: dict[str, dict[str, Any]], folder: Path) -> list[Path]:
+    """Writes an SVG for each plot that there are figures for."""
+    import matplotlib
+
+    written = []
+    for name, plot in PLOTS.items():
+        if any(plot.key in row and "error" not in row for row in reports.get(plot.file, {"rows": []})["rows"]):
+            with matplotlib.rc_context(matplotlib.rcParamsDefault | STYLE):
+                figure = plot.draw(reports[plot.file])
+                path = folder / f"{name}.svg"
+                figure.savefig(path, transparent=True, metadata={"Date": None, "Creator": None})
+            written.append(path)
+    return written
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=DOCS / "benchmarks", help="of the figures and plots")
+    parser.add_argument("--page", type=Path, default=DOCS / "benchmarks.md", help="whose tables are filled")
+    args = parser.parse_args(arguments)
+    paths = {name: args.folder / f"{name}.json" for name in distinct(plot.file for plot in PLOTS.values())}
+    reports = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
+    if not reports:
+        parser.error(f"{args.folder} has none of {', '.join(path.name for path in paths.values())}")
+    if "cpu" in reports:
+        args.page.write_text(fill(args.page.read_text(), tables(reports["cpu"])))
+        print(args.page)
+    if importlib.util.find_spec("matplotlib") is None:
+        raise SystemExit("matplotlib isn't installed: `uv sync --group dev`. No plots were drawn.")
+    for path in draw(reports, args.folder):
+        print(path)
+
+
+if __name__ == "__main__":
+    main()
