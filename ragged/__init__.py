@@ -5,6 +5,8 @@ from ragged import nn as nn
 from ragged import parallel as parallel
 from ragged import tuning as tuning
 from ragged._explain import explain as explain
+from ragged._explanation import Explanation as Explanation
+from ragged._explanation import ProductPlan as ProductPlan
 from ragged._grouped import grouped_matmul as grouped_matmul
 from ragged._grouped import transposed_grouped_matmul as transposed_grouped_matmul
 from ragged._matmul import matmul as matmul

@@ -41,13 +41,18 @@ def describe(x: Any) -> str:
         return str(x)
     if is_arraylike(x) or isinstance(x, jax.ShapeDtypeStruct):
         dtype = "float0" if x.dtype == jax.dtypes.float0 else str(x.dtype)
-        for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
-            dtype = dtype.replace(long, short)
-        return f"{dtype}[{','.join(map(str, x.shape))}]"
+        return f"{short_name(dtype)}[{','.join(map(str, x.shape))}]"
     if isinstance(x, list | tuple):
         return f"[{', '.join(map(describe, x[:8]))}{', ...' if len(x) > 8 else ''}]"
     prints = isinstance(x, eqx.Module) and type(x).__repr__ is not eqx.Module.__repr__  # in a line of its own making
     return repr(x) if x is None or prints or isinstance(x, int | float | str) else f"a {type(x).__name__}"
+
+
+def short_name(dtype: str) -> str:
+    """`"bf16"` for `"bfloat16"`."""
+    for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
+        dtype = dtype.replace(long, short)
+    return dtype
 
 
 def is_arraylike(x: Any) -> bool:

@@ -1,5 +1,6 @@
 """`explain` says what is lowered: for every layout, platform and awkward call, against the lowered program."""
 
+import json
 import os
 import re
 import subprocess
@@ -109,7 +110,7 @@ def check(
         options["existing_out"] = jnp.zeros(out.shape, out.dtype)
 
     with context(machine):
-        lines = ragged.explain(*operands, **options).splitlines()
+        lines = str(ragged.explain(*operands, **options)).splitlines()
     (said,) = [line.partition(": ")[2] for line in lines if line.startswith(f"on {MACHINES[machine][0]}: ")]
 
     def run(*args: Any) -> GroupedTensor:
@@ -261,6 +262,26 @@ def check_symbolic(machine: str, product: Any) -> None:
     assert not re.findall(r"custom_call @(tpu_custom_call|triton_kernel_call)", module)
 
 
+def check_symbolic_explanation() -> None:
+    """What `explain` says of symbolic extents, with sizes that are known and without."""
+    (rows,), f32 = jax.export.symbolic_shape("rows", constraints=["rows >= 513"]), jnp.float32
+    sizes = jnp.array([3, 5, 0, 4], jnp.int32)
+    for dims in (sizes, jax.ShapeDtypeStruct(sizes.shape, sizes.dtype)):
+        x = GroupedTensor(jax.ShapeDtypeStruct((rows, 64), f32), dims)
+        found = ragged.explain(x, jax.ShapeDtypeStruct((4, 64, 32), f32))
+        assert "f32[rows,32]" in str(found) and len(found.plans) == 9
+        for plan in found.plans:
+            assert (plan.flops, plan.intensity, plan.bound, plan.is_exact, plan.multiplied) == (
+                None,
+                None,
+                "",
+                False,
+                None,
+            )
+        record = json.loads(json.dumps(found.to_json()))
+        assert (record["capacity"], record["tail"]) == ({"m": "rows"}, None)
+
+
 def test_symbolic_extents_lower_to_their_launch() -> None:
     """T10, B5: kernels are for extents that are known; XLA's loops take any.
 
@@ -269,9 +290,10 @@ def test_symbolic_extents_lower_to_their_launch() -> None:
     code = """
 import itertools
 import ragged
-from tests.test_explain import check_symbolic
+from tests.test_explain import check_symbolic, check_symbolic_explanation
 for each in itertools.product(("CPU", "H200", "v5e"), (ragged.grouped_matmul, ragged.transposed_grouped_matmul)):
     check_symbolic(*each)
+check_symbolic_explanation()
 print("checked")
 """
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
@@ -292,7 +314,7 @@ def test_a_launch_says_what_it_costs() -> None:
         assert launch.flops == 2 * 1000 * 256 * 384
         assert launch.bytes_accessed == 4 * (1000 * 256 + 4 * 256 * 384 + 4 + 1000 * 384)
     assert launch.config == TpuConfig(m=64, k=128, n=128)
-    assert launch.visits == (16 + 4 - 1) * 3
+    assert launch.visits == (16 + 4 - 1) * 2 * 3
 
 
 class _WithBias(NamedTuple):
@@ -320,13 +342,12 @@ def test_explain_leaks_no_tracer_and_takes_arrays_of_numpy() -> None:
     x = GroupedTensor(jnp.ones((16, 4)), jnp.array([3, 5, 0, 4], jnp.int32))
     with jax.check_tracer_leaks():
         for options in ({}, {"recipe": "delayed"}, {"existing_out": np.ones((16, 8), np.float32)}):
-            assert "on tpu: grouped_matmul of pallas_tpu" in ragged.explain(
-                x, np.ones((4, 4, 8), np.float32), **options
-            )
+            text = str(ragged.explain(x, np.ones((4, 4, 8), np.float32), **options))
+            assert "on tpu: grouped_matmul of pallas_tpu" in text
 
 
 def test_explain_of_nothing() -> None:
     """T10: where an extent is 0 there is no kernel at all; a result of 8 bits has no derivative."""
     x = GroupedTensor(jnp.ones((0, 4)), jnp.zeros(4, jnp.int32))
-    text = ragged.explain(x, jnp.ones((4, 4, 8)), preferred_element_type=jnp.float8_e4m3fn)
+    text = str(ragged.explain(x, jnp.ones((4, 4, 8)), preferred_element_type=jnp.float8_e4m3fn))
     assert "derivatives: by lhs none, by rhs none\non cpu: no product (an extent is 0)" in text

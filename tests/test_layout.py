@@ -71,11 +71,13 @@ def test_explain() -> None:
         "on cuda: grouped_matmul of triton_gpu\n"
         "on tpu: grouped_matmul of pallas_tpu"
     )
-    assert ragged.explain(x, w) == want
+    assert str(ragged.explain(x, w)).partition("\n\n")[0] == want
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (x, w))
-    assert ragged.explain(*shapes) == want
-    assert ragged.explain(x, w, backend="xla").endswith("on tpu: grouped_matmul of xla")
-    assert ragged.explain(w.mT, x.mT).startswith("forward_left: uniform × ragged columns -> ragged columns, f32[8,16]")
+    assert str(ragged.explain(*shapes)).partition("\n\n")[0] == want
+    assert "on tpu: grouped_matmul of xla\n" in str(ragged.explain(x, w, backend="xla"))
+    assert str(ragged.explain(w.mT, x.mT)).startswith(
+        "forward_left: uniform × ragged columns -> ragged columns, f32[8,16]"
+    )
     with pytest.raises(ValueError, match="contracted dims must both be ragged"):
         ragged.explain(x, x)
     with pytest.raises(TypeError, match="unexpected keyword argument 'tilings'"):
@@ -87,4 +89,4 @@ def test_explain_knows_every_layout(layout: str) -> None:
     from . import cases
 
     case = cases.make(layout)
-    assert ragged.explain(case.lhs, case.rhs).startswith(f"{layout}: {case.lhs.kind} × {case.rhs.kind}")
+    assert str(ragged.explain(case.lhs, case.rhs)).startswith(f"{layout}: {case.lhs.kind} × {case.rhs.kind}")

@@ -452,7 +452,7 @@ def test_a_fixed_operand_may_be_quantised_inside() -> None:
 
 
 def test_explain() -> None:
-    text = ragged.explain(QX, QW)
+    text = str(ragged.explain(QX, QW))
     assert "derivatives: by lhs none, by rhs none" in text
     assert "forward: ragged rows × uniform -> ragged rows, bf16[8,16]" in text
     assert "on tpu: grouped_matmul of pallas_tpu" in text

@@ -359,9 +359,10 @@ def test_options_reach_the_quantised_products() -> None:
     np.testing.assert_allclose(total.data[inside], (bare.data + existing)[inside], rtol=1e-5, atol=1e-6)
     half = matmul(case.lhs.astype(jnp.bfloat16), case.rhs.astype(jnp.bfloat16), recipe="mxfp8")
     assert half.dtype == jnp.bfloat16
-    text = ragged.explain(case.lhs.astype(jnp.float16), case.rhs, recipe="rowwise")
+    text = str(ragged.explain(case.lhs.astype(jnp.float16), case.rhs, recipe="rowwise"))
     assert "quantised by rowwise" in text and "on tpu: grouped_matmul of pallas_tpu" in text  # of fp8, not of float16
-    assert "on tpu: grouped_matmul of pallas_tpu" in ragged.explain(case.lhs, case.rhs.data[0], recipe="rowwise")
+    shared = ragged.explain(case.lhs, case.rhs.data[0], recipe="rowwise")
+    assert "on tpu: grouped_matmul of pallas_tpu" in str(shared)
 
 
 @pytest.mark.long

@@ -38,14 +38,15 @@ def test_nothing_imports_from_further_down(room: str) -> None:
 
 
 def test_platforms_are_imported_when_they_are_lowered_for() -> None:
-    """`import ragged` takes in no Pallas and no Triton; a product on the CPU neither."""
+    """`import ragged` takes in no Pallas, Triton, matplotlib or command line; a product on the CPU neither."""
     code = """
 import sys
 import jax.numpy as jnp
 import ragged
 def loaded():
     backends = ("ragged.backends.tpu.backend", "ragged.backends.gpu.backend")
-    return [name for name in ("jax.experimental.pallas", "triton", "jax_triton", *backends) if name in sys.modules]
+    others = ("jax.experimental.pallas", "triton", "jax_triton", "matplotlib", "ragged.__main__")
+    return [name for name in (*others, *backends) if name in sys.modules]
 assert not loaded(), loaded()
 ragged.grouped_matmul(jnp.ones((4, 2)), jnp.ones((1, 2, 3)), jnp.array([3], jnp.int32)).block_until_ready()
 assert not loaded(), loaded()

@@ -383,7 +383,7 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_call, "missing", lambda: sentence)
     assert "triton_kernel_call" not in lowered("NVIDIA H200")
     x = GroupedTensor(jnp.ones((4, 2)), jnp.array([1, 3], jnp.int32))
-    assert f"on cuda: grouped_matmul of xla ({sentence})" in ragged.explain(x, jnp.ones((2, 2, 3)))
+    assert f"on cuda: grouped_matmul of xla ({sentence})" in str(ragged.explain(x, jnp.ones((2, 2, 3))))
     monkeypatch.setattr(lowering, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="backend 'triton_gpu' is not available here") as error:
         ragged.matmul(x, jnp.ones((2, 2, 3)), backend="triton_gpu")

@@ -1,11 +1,13 @@
-"""What a backend is: a module with three functions, found by its line in `product.lowering.BACKENDS`.
+"""What a backend is: a module with four functions, found by its line in `product.lowering.BACKENDS`.
 
     plan(call, x, target) -> Launch | Refusal       decides, from shapes and dtypes alone, what runs
     run(launch, x) -> Array                         runs it
     candidates(launch, x) -> Iterable[Config]       configurations to try in place of the launch's, the best first
+    work(launch, x) -> Work                         counts what `run` multiplies, where sizes are known
 
 `x` are a product's `Operands`, for `plan` as avals; the product is `call.product`, an einsum of letters. After `plan`
-nothing refuses any more. XLA plans every product there is.
+nothing refuses any more. XLA plans every product there is. `work` is for people, not for `run`: its `x` are avals, but
+for sizes and offset, NumPy's, and there is no batch axis.
 
 **The contract.** All backends:
 
@@ -34,9 +36,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
-from ragged.backends import cache
+from ragged.backends import cache, schedule
 from ragged.product.operands import Call, Operands, Term
 from ragged.quant.formats import Units, accumulator_dtype
 
@@ -75,7 +78,7 @@ class Launch:
     source: str = ""  # of the configuration: "tiling", "config", "using", "cache" or "model"
     flops: int | None = None  # None where an extent is symbolic
     bytes_accessed: int | None = None
-    visits: int | None = None  # of tiles, at most, where they are known
+    visits: int | None = None  # products of two tiles, or tiles that get zeros, at most; None where nothing says
     details: Any = None  # what else `run` has to know, as the backend puts it
     passed_over: tuple[tuple[str, str], ...] = ()  # backends that would have come first, and why they don't run
 
@@ -85,6 +88,44 @@ class Launch:
         why = [reason for _, reason in self.passed_over]
         why += ["interpreted"] * bool(self.target.interpret and self.backend != "xla")
         return f"{self.kernel} of {self.backend}" + (f" ({why[0]})" if why else "")
+
+
+class Work(NamedTuple):
+    """What a kernel does for known sizes."""
+
+    visits: int = 0  # products of a tile of one operand with a tile of the other
+    idle: int = 0  # tiles of the result that a kernel only writes zeros to
+    flops: int = 0  # of all visits: whole tiles, with what is masked in them
+    letter: str = ""  # along which `tiles` lie: the ragged one, the result's packed one if there are several
+    tiles: Any = ()  # (group, first element, extent) of those that are multiplied, each once
+
+
+def spans(call: Call, x: Operands) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """The first and the end element of each group that a product computes, along each of its letters; known sizes.
+
+    Counted in the buffers that pack the letter, else from 0. What any buffer cuts off isn't counted.
+    """
+    p, shapes = call.product, {}
+    for letters, shape in ((p.lhs, x.lhs.data.shape), (p.rhs, x.rhs.data.shape), (p.out, call.shape)):
+        for place, letter in enumerate(letters):
+            is_packed = letter in p.ragged and place == 0
+            shapes.setdefault(letter, ([], []))[is_packed].append(shape[place - 2])
+    uniform = [z.shape[-3] for z, letters in ((x.lhs.data, p.lhs), (x.rhs.data, p.rhs)) if p.is_uniform(letters)]
+    held = call.shape[0] if p.is_uniform(p.out) else next(iter(uniform), x.num_groups)
+    first = int(x.offset or 0)
+    found = {}
+    for letter, (others, packed) in shapes.items():
+        if letter not in p.ragged:
+            found[letter] = np.zeros(held, np.int64), np.full(held, min(others), np.int64)
+            continue
+        group = np.clip(first + np.arange(held + 1), 0, x.num_groups)
+        if packed:
+            offsets = schedule.known_offsets(x.sizes[letter], min(packed))
+            begin, size = offsets[group[:-1]], np.diff(offsets[group])
+        else:
+            begin, size = np.zeros(held, np.int64), np.clip(x.sizes[letter], 0, None)
+        found[letter] = begin, begin + np.minimum(size, min(others, default=np.iinfo(np.int64).max))
+    return found
 
 
 KERNELS = ("batched_matmul", "grouped_matmul", "transposed_grouped_matmul", "tiled_matmul")

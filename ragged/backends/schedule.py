@@ -41,6 +41,12 @@ def group_offsets(group_sizes: Integer[Array, "*batch g"], capacity: int) -> Int
     return jnp.concatenate([jnp.zeros((*ends.shape[:-1], 1), jnp.int32), ends], axis=-1)
 
 
+def known_offsets(group_sizes: Any, capacity: int) -> np.ndarray:
+    """`group_offsets` of sizes that are known, `(g,)`, in NumPy: nothing is traced, and nothing runs on a device."""
+    sizes = np.clip(np.asarray(group_sizes).astype(np.int64), 0, capacity)
+    return np.minimum(np.concatenate([[0], np.cumsum(sizes)]), capacity)
+
+
 def group_ids(offsets: Int[Array, " g_plus_1"], capacity: int) -> Int[Array, " capacity"]:
     """The group of each row, int32; `g` in the tail."""
     # How many groups have ended by each row.

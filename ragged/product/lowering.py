@@ -16,7 +16,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from ragged._errors import Site
 from ragged.backends import schedule
-from ragged.backends.base import DEFAULT_TPU, Launch, Refusal, Target
+from ragged.backends.base import DEFAULT_TPU, Launch, Refusal, Target, Work
 from ragged.product.operands import Call, Operand, Operands, Options
 from ragged.quant.formats import accumulator_dtype
 
@@ -29,7 +29,7 @@ class Backend(NamedTuple):
     runs_anywhere: bool = False  # and not only, or interpreted, on its platform
 
     def load(self) -> ModuleType:
-        """The module, with its `plan` and `run`."""
+        """The module, with its `plan`, `run` and `work`."""
         return importlib.import_module(self.module)
 
     @property
@@ -86,6 +86,11 @@ def compute(platform: str, x: Operands, call: Call, target: Target) -> Array:
 def launch_of(platform: str, x: Operands, call: Call, target: Target) -> Launch:
     """What `compute` runs. Operands may be avals."""
     return plan(platform, jax.eval_shape(partial(prepared, call=call), x), _inner(x, call), target)
+
+
+def work_of(launch: Launch, x: Operands) -> Work:
+    """What a launch does for sizes that are known: see `backends.base`."""
+    return Work() if launch.kernel == "zeros" else BACKENDS[launch.backend].load().work(launch, x)
 
 
 def _inner(x: Operands, call: Call) -> Call:

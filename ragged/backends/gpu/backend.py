@@ -19,12 +19,14 @@ from ragged.backends.base import (
     Launch,
     Refusal,
     Target,
+    Work,
     choice,
     cost,
     kernel_metadata,
     precision_name,
     refuse,
     scale_ways,
+    spans,
     too_old,
 )
 from ragged.backends.config import GpuConfig
@@ -86,6 +88,7 @@ class _Details(NamedTuple):
     held: int  # matrices of the uniform term
     elements: int  # of a batch, each with a result of its own
     summed: int  # of a batch, which make one result
+    results: int = 0  # tiles of each element's result, at most
 
 
 def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
@@ -146,6 +149,10 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
     rows_of_tiles = -(-call.shape[-2] // tile_r)
     # A result that packs its rows has a tile more for each group that doesn't fill its last.
     count = rows_of_tiles + min(held, call.shape[-2]) + 1 if r in sizes else rows_of_tiles * held
+    results = count * -(-call.shape[-1] // tile_c)
+    steps = -(-extent[k] // config.along(k)[0])
+    # Groups share what is contracted in a wgrad.
+    visits = results // held * (steps + held) if p.ragged == k else results * steps
     return Launch(
         "triton_gpu",
         p.kernel,
@@ -153,8 +160,8 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
         target,
         config=config,
         source=source,
-        visits=elements * count * -(-call.shape[-1] // tile_c),
-        details=details,
+        visits=elements * summed * visits,
+        details=details._replace(results=results),
         **cost(call, x),
     )
 
@@ -162,6 +169,32 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
 def candidates(launch: Launch, x: Operands) -> list[GpuConfig]:
     """Configurations to try in place of the launch's, best by the model first."""
     return tiles.ranked(launch.details.tiled, launch.details.chip)
+
+
+def work(launch: Launch, x: Operands) -> Work:
+    """The kernel's tiles of results, and their steps: see `ragged.backends.base`."""
+    call, p, config, found = launch.call, launch.call.product, launch.config, spans(launch.call, x)
+    (r, c), k = p.out, p.contracted
+    tile_r, tile_c, tile_k = config.along(r + c + k)
+    size = {letter: end - first for letter, (first, end) in found.items()}
+    rows, columns, steps = -(-size[r] // tile_r), -(-call.shape[-1] // tile_c), -(-size[k] // tile_k)
+    visits, idle = int(sum(rows * steps)), int(sum(rows[steps == 0]))
+    if r in p.ragged:  # rows in front of all groups that are held, and behind them, get zeros
+        gaps = -(-found[r][0][0] // tile_r) + -(-(call.shape[-2] - found[r][1][-1]) // tile_r)
+        if config.variant == "overlapped" and k not in p.ragged:  # which are multiplied too
+            visits += int(gaps * steps[0])
+        else:
+            idle += int(gaps)
+    letter = r if r in p.ragged else k if k in p.ragged else ""
+    tile = tile_r if letter == r else tile_k
+    tiles = [
+        (group, int(at), tile)
+        for group, (first, end) in enumerate(zip(*found[letter or r], strict=True), int(x.offset or 0))
+        for at in range(first, end, tile)
+        if letter
+    ]
+    visits, idle = visits * columns, idle * columns
+    return Work(visits, idle, 2 * visits * tile_r * tile_c * tile_k, letter, tuple(tiles))
 
 
 def _refuse(call: Call, x: Operands, target: Target) -> Refusal | None:
@@ -308,7 +341,7 @@ def _dot(a: Any, b: Any, ways: tuple[str, str], precision: Any, chip: Chip) -> _
 def run(launch: Launch, x: Operands) -> Array:
     """Runs the kernel."""
     call, p, sizes, config = launch.call, launch.call.product, x.sizes, launch.config
-    tiled, chip, dot, stored, held, elements, summed = launch.details
+    tiled, chip, dot, stored, held, elements, summed, results = launch.details
     (r, c), k = p.out, p.contracted
     a, b = (
         term._replace(data=term.data.astype(jnp.int8)) if term.data.dtype == jnp.int4 else term
@@ -368,7 +401,7 @@ def run(launch: Launch, x: Operands) -> Array:
             out,
             static,
             existing=existing,
-            grid=(min(launch.visits // elements, programs), elements),
+            grid=(min(results, programs), elements),
             config=config,
             name=f"{name}_{tile_r}x{tile_k}x{tile_c}",
             metadata=kernel_metadata((a.letters, b.letters, p.out), tile, dtypes, held),

@@ -18,11 +18,25 @@ from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from ragged.backends import schedule
-from ragged.backends.base import KERNELS, Launch, Refusal, Target, choice, cost, finish, refuse, scale_ways, too_old
+from ragged.backends.base import (
+    KERNELS,
+    Launch,
+    Refusal,
+    Target,
+    Work,
+    choice,
+    cost,
+    finish,
+    refuse,
+    scale_ways,
+    spans,
+    too_old,
+)
 from ragged.backends.config import TpuConfig
 from ragged.backends.schedule import Visits
 from ragged.backends.tpu import scales as tpu_scales
@@ -90,7 +104,7 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
         target,
         config=found[0],
         source=source,
-        visits=visits * -(-tiled_.b // b),
+        visits=visits * -(-tiled_.a // a) * -(-tiled_.b // b),
         details=details._replace(tiled=tiled_),
         **cost(call, x),
     )
@@ -118,6 +132,34 @@ def run(launch: Launch, x: Operands) -> Array:
         "tiled_matmul": tiled.run,
     }[launch.kernel]
     return kernel(launch, x)
+
+
+def work(launch: Launch, x: Operands) -> Work:
+    """What `schedule.row_visits` and `group_visits` list, and what of each tile is multiplied."""
+    if launch.kernel == "tiled_matmul":
+        return tiled.work(launch, x)
+    problem = launch.details.tiled
+    tile, a, b = launch.config.along(problem.letters)
+    tiles_a, tiles_b, heights = (-(-n // t) for n, t in ((problem.a, a), (problem.b, b), (problem.rows, tile)))
+    each = tiles_a * tiles_b
+    if problem.kind == "batched":
+        visits = problem.groups * heights * each
+        return Work(visits, 0, 2 * visits * tile * a * b)
+    letter, small = problem.letters[0], tiles.chunk(tile)
+    listed, rows, empty = [], 0, 0
+    for group, (first, end) in enumerate(zip(*spans(launch.call, x)[letter], strict=True), int(x.offset or 0)):
+        if first == end:
+            empty += 1
+            # For an empty group, a wgrad visits a tile, and multiplies the chunk that the group's place cuts, if any.
+            rows += small * (problem.kind == "groups" and small < tile and first % small > 0)
+        for at in range(first // tile * tile, end if end > first else 0, tile):
+            low, high = max(first - at, 0), min(end - at, tile)
+            # A tile that isn't full is multiplied in chunks: those with a row of the group.
+            rows += tile if (low, high) == (0, tile) else (-(-high // small) - low // small) * small
+            listed.append((group, int(at), tile))
+    gaps = heights - len(np.unique([at for _, at, _ in listed]))
+    idle = empty * each if problem.kind == "groups" else gaps * tiles_b
+    return Work(len(listed) * each, int(idle), int(2 * rows * each * a * b), letter, tuple(listed))
 
 
 def _refuse(call: Call, x: Operands, target: Target) -> Refusal | None:

@@ -19,19 +19,32 @@ blocks are fetched, and the tile is cut out of them in VMEM. An operand's scales
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import ManualAxisType
 
 from ragged.backends import schedule
-from ragged.backends.base import Launch, Refusal, Target, choice, cost, finish, kernel_metadata, scale_ways
+from ragged.backends.base import (
+    Launch,
+    Refusal,
+    Target,
+    Work,
+    choice,
+    cost,
+    finish,
+    kernel_metadata,
+    scale_ways,
+    spans,
+)
 from ragged.backends.config import TpuConfig
 from ragged.backends.tpu import scales as tpu_scales
 from ragged.backends.tpu.pipeline import in_place
@@ -233,6 +246,7 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
     if isinstance(found, Refusal):
         return found
     config, source = found
+    column, contracted = call.product.out[1], call.product.contracted
     problem = room.build(dict(zip("mkn", config.along("mkn"), strict=True)))
     if problem.smem > SMEM:
         return Refusal(f"up to {problem.visits} visits: more than a TPU's scalar memory can list")
@@ -243,7 +257,7 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
         target,
         config=config,
         source=source,
-        visits=problem.visits,
+        visits=problem.visits * math.prod(problem.tiles(x) for x in {column, contracted} - problem.ragged),
         details=problem,
         **cost(call, x),
     )
@@ -507,6 +521,34 @@ def _tables(
     count = jnp.where(active, steps, opens.astype(jnp.int32))
     _, visit, total = schedule.expand(word.reshape(-1), count.reshape(-1), p.visits)
     return _Tables(visit, rows.tile, group, begin, end, block, offset), total
+
+
+def work(launch: Launch, x: Operands) -> Work:
+    """What `_tables` lists: see `ragged.backends.base`."""
+    p, product, found = launch.details, launch.call.product, spans(launch.call, x)
+    aligned = _aligned((product.lhs, product.rhs, product.out))
+    first, count = {}, {}  # by letter: each group's first tile, and how many it has
+    for letter, (begin, end) in found.items():
+        begin, size = (begin if letter in aligned else 0 * begin), end - begin
+        first[letter] = begin // p.tile[letter]
+        reached = np.where(size > 0, -(-(begin + size) // p.tile[letter]), first[letter])
+        count[letter] = reached - first[letter]
+    # A tile of the result is opened by the first group in its rows, which is idle if it has none of the columns.
+    columns, idle = p.tiles(p.column), 0
+    has = np.where(count[p.contracted] > 0, count[p.column], 0)
+    reached = 0
+    for begin, size, own in zip(first[p.row], count[p.row], has, strict=True):
+        if size:
+            idle += (max(begin - reached, 0)) * columns + (begin + size - max(begin, reached)) * (columns - own)
+            reached = begin + size
+    idle += (p.tiles(p.row) - reached) * columns
+    visits = int(sum(count["m"] * count["k"] * count["n"]))
+    tiles = [
+        (group, int(at) * p.tile[p.row], p.tile[p.row])
+        for group, (begin, size) in enumerate(zip(first[p.row], count[p.row], strict=True))
+        for at in range(begin, begin + size)
+    ]
+    return Work(visits, int(idle), 2 * visits * math.prod(p.tile.values()), p.row, tuple(tiles))
 
 
 def _launch(

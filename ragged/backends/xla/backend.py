@@ -1,5 +1,6 @@
 """Grouped products in plain XLA: no custom kernel, any platform, fast on the CPU."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
@@ -13,7 +14,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import InconclusiveDimensionOperation
 
 from ragged.backends import schedule
-from ragged.backends.base import Launch, Refusal, Target, choice, cost, finish, is_empty
+from ragged.backends.base import Launch, Refusal, Target, Work, choice, cost, finish, is_empty, spans
 from ragged.backends.config import XlaConfig
 from ragged.product.operands import Call, Operand, Operands
 from ragged.quant.formats import accumulator_dtype, compute_dtype
@@ -479,6 +480,40 @@ def _cover(heights: tuple[int, ...]) -> np.ndarray:
         first[rows] = np.argmin(costs)
         cost[rows] = costs[first[rows]]
     return first
+
+
+def _covered(heights: tuple[int, ...], first: int, end: int, rest_first: bool) -> list[tuple[int, int]]:
+    """The tiles of `_cover`, of a size that is known: where each begins, and its height."""
+    if first == end:
+        return []
+    full = (end - first - 1) // heights[-1]
+    rest = end - first - full * heights[-1]
+    last = heights[np.searchsorted(heights, rest)]
+    begin = first + rest if rest_first else first
+    tiles = [(begin + i * heights[-1], heights[-1]) for i in range(full)]
+    return [(first, last), *tiles] if rest_first else [*tiles, (begin + full * heights[-1], last)]
+
+
+def work(launch: Launch, x: Operands) -> Work:
+    """What the loops come to: see `ragged.backends.base`."""
+    p, groups = launch.call.product, spans(launch.call, x)
+    size = {letter: end - first for letter, (first, end) in groups.items()}
+    if not p.ragged:
+        return Work(len(size["m"]), 0, 2 * int(sum(size["m"] * size["k"] * size["n"])))
+    tile = {z: launch.config.along(z)[0][-1] if z in p.ragged else int(size[z][0]) for z in "mkn"}
+    letter = p.ragged if len(p.ragged) == 1 else p.out[0]
+    tiles = []
+    for group, (first, end) in enumerate(zip(*groups[letter], strict=True), int(x.offset or 0)):
+        if len(p.ragged) > 1:
+            covered = [(at, tile[letter]) for at in range(first, end, tile[letter])]
+        else:
+            covered = _covered(launch.config.along(letter)[0], first, end, letter == p.contracted)
+        tiles += [(group, int(at), int(height)) for at, height in covered]
+    if len(p.ragged) == 1:
+        visits, rows = len(tiles), sum(height for *_, height in tiles)
+        return Work(visits, 0, 2 * rows * math.prod(tile[z] for z in "mkn" if z != letter), letter, tuple(tiles))
+    visits = int(np.sum(np.prod([-(-size[z] // tile[z]) for z in "mkn"], axis=0)))
+    return Work(visits, 0, 2 * visits * math.prod(tile.values()), letter, tuple(tiles))
 
 
 def _window(m: Any, height: int, start: Array, end: Array) -> tuple[Array, Array]:
