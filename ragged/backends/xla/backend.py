@@ -482,16 +482,17 @@ def _cover(heights: tuple[int, ...]) -> np.ndarray:
     return first
 
 
-def _covered(heights: tuple[int, ...], first: int, end: int, rest_first: bool) -> list[tuple[int, int]]:
-    """The tiles of `_cover`, of a size that is known: where each begins, and its height."""
-    if first == end:
-        return []
-    full = (end - first - 1) // heights[-1]
-    rest = end - first - full * heights[-1]
-    last = heights[np.searchsorted(heights, rest)]
-    begin = first + rest if rest_first else first
-    tiles = [(begin + i * heights[-1], heights[-1]) for i in range(full)]
-    return [(first, last), *tiles] if rest_first else [*tiles, (begin + full * heights[-1], last)]
+def _covered(heights: tuple[int, ...], first: int, end: int, is_contracted: bool) -> list[tuple[int, int]]:
+    """The tiles of a group whose size is known: where each begins, and its height."""
+    tiles = []
+    if is_contracted:  # the partial tile comes first
+        rest = first + (end - first - 1) % heights[-1] + 1 if end > first else end
+        tiles = [(first, heights[np.searchsorted(heights, rest - first)])] if end > first else []
+        return tiles + [(at, heights[-1]) for at in range(rest, end, heights[-1])]
+    while first < end:
+        tiles.append((first, heights[_cover(heights)[min(end - first, heights[-1])]]))
+        first += tiles[-1][1]
+    return tiles
 
 
 def work(launch: Launch, x: Operands) -> Work:
@@ -502,16 +503,22 @@ def work(launch: Launch, x: Operands) -> Work:
         return Work(len(size["m"]), 0, 2 * int(sum(size["m"] * size["k"] * size["n"])))
     tile = {z: launch.config.along(z)[0][-1] if z in p.ragged else int(size[z][0]) for z in "mkn"}
     letter = p.ragged if len(p.ragged) == 1 else p.out[0]
-    tiles = []
+    tiles, rows = [], launch.config.batched_rows
+    is_batched = rows and bool(_is_worth(size[letter], rows, np))
     for group, (first, end) in enumerate(zip(*groups[letter], strict=True), int(x.offset or 0)):
+        if is_batched:  # of each group that is held, empty or not; a longer one's wgrad is computed anew
+            tiles.append((group, int(first), rows))
+            first = min(first + rows, end) if letter != p.contracted else first if end - first > rows else end
         if len(p.ragged) > 1:
             covered = [(at, tile[letter]) for at in range(first, end, tile[letter])]
         else:
             covered = _covered(launch.config.along(letter)[0], first, end, letter == p.contracted)
         tiles += [(group, int(at), int(height)) for at, height in covered]
     if len(p.ragged) == 1:
-        visits, rows = len(tiles), sum(height for *_, height in tiles)
-        return Work(visits, 0, 2 * rows * math.prod(tile[z] for z in "mkn" if z != letter), letter, tuple(tiles))
+        multiplied = sum(height for *_, height in tiles)
+        return Work(
+            len(tiles), 0, 2 * multiplied * math.prod(tile[z] for z in "mkn" if z != letter), letter, tuple(tiles)
+        )
     visits = int(np.sum(np.prod([-(-size[z] // tile[z]) for z in "mkn"], axis=0)))
     return Work(visits, 0, 2 * visits * math.prod(tile.values()), letter, tuple(tiles))
 
@@ -524,10 +531,10 @@ def _window(m: Any, height: int, start: Array, end: Array) -> tuple[Array, Array
     return at, (row.astype(jnp.uint32) < (end - start).astype(jnp.uint32))[:, None]
 
 
-def _is_worth(sizes: Array, rows: int) -> Array:
+def _is_worth(sizes: Any, rows: int, numpy: Any = jnp) -> Any:
     """Whether one dot for the first `rows` rows of all groups costs less than the tiles that it saves."""
-    saved = jnp.where(sizes > rows, rows, jnp.where(sizes > 0, sizes + _OVERHEAD, 0))
-    return jnp.sum(saved, dtype=jnp.int32) > jnp.asarray(rows * saved.shape[0], jnp.int32)
+    saved = numpy.where(sizes > rows, rows, numpy.where(sizes > 0, sizes + _OVERHEAD, 0))
+    return numpy.sum(saved, dtype=np.int32) > np.int32(rows * saved.shape[0])
 
 
 _slice = partial(lax.dynamic_slice_in_dim, allow_negative_indices=False)
