@@ -332,9 +332,9 @@ def _grouped(launch: Launch, x: Operands) -> Array:
 
         def step(carry: tuple[Array, Array]) -> tuple[Array, Array]:
             start, out = carry
-            choice = jnp.asarray(cover)[jnp.minimum(end - start, heights[-1])]
+            choice = _slice(cover, jnp.minimum(end - start, heights[-1]), 1)[0]
             out = lax.switch(choice, [partial(visit, height) for height in heights], start, out)
-            return start + jnp.asarray(heights, jnp.int32)[choice], out
+            return start + _slice(np.asarray(heights, np.int32), choice, 1)[0], out
 
         return lax.while_loop(lambda carry: carry[0] < end, step, (start, out))[1]
 
@@ -400,7 +400,7 @@ def _transposed_grouped(launch: Launch, x: Operands) -> Array:
         # The partial tile comes first and starts the sum, so most groups need no addition.
         full = jnp.maximum(end - start - 1, 0) // heights[-1]
         middle = end - full * heights[-1]
-        last = jnp.asarray(least)[middle - start]
+        last = _slice(least, middle - start, 1)[0]
         total = lax.switch(last, [partial(tile, height) for height in heights], start, middle, base)
 
         def add(step: Array, total: Array) -> Array:
@@ -425,7 +425,6 @@ def _transposed_grouped(launch: Launch, x: Operands) -> Array:
         return _put(out, _to_carry(total)[None], i)
 
     shape = (h, *call.shape[1:])
-    chosen = jnp.any(ends > starts, axis=0)
     if rows := launch.config.batched_rows:
         # Rounded by the dot itself, from the same float32 sum: else all of that would be written and read again.
         result = common if common == call.dtype == jnp.bfloat16 else accumulator
@@ -444,6 +443,7 @@ def _transposed_grouped(launch: Launch, x: Operands) -> Array:
         chosen = ends[0] - starts[0] > jnp.where(batch_them, rows, 0)
     else:
         out = jnp.zeros(shape, call.dtype) if existing is None else existing.reshape(shape)
+        chosen = jnp.any(ends > starts, axis=0)
     out = _for_each(chosen, (jnp.arange(h, dtype=jnp.int32),), group, _to_carry(out))
     out = _from_carry(out, call.dtype)
     return out.reshape(batch, held, *call.shape[1:]) if keeps_batch else out
