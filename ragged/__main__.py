@@ -31,6 +31,7 @@ from ragged._version import __version__
 from ragged.backends import cache
 from ragged.product.layout import NAMES
 from ragged.product.lowering import BACKENDS, PLATFORMS
+from ragged.quant.formats import has_derivative
 from ragged.quant.recipe import PRESETS
 from ragged.tensor.tensor import GroupedTensor
 
@@ -254,7 +255,7 @@ def _bench(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     runs = {}
     for way, product in ways.items():
         runs["forward", way] = jax.jit(product), (a, b)
-        if jnp.issubdtype(a.dtype, jnp.floating) and a.dtype.itemsize > 1:
+        if has_derivative(a.dtype):
             by_lhs = jax.jit(lambda a, b, ct, product=product: jax.vjp(lambda a: product(a, b), a)[1](ct))
             by_rhs = jax.jit(lambda a, b, ct, product=product: jax.vjp(lambda b: product(a, b), b)[1](ct))
             runs["by lhs", way], runs["by rhs", way] = (by_lhs, (a, b, ct)), (by_rhs, (a, b, ct))
@@ -299,11 +300,9 @@ def _what(args: argparse.Namespace) -> str:
 
 def _tune(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     lhs, rhs, options = _operands(args, _random(args))
-    floats = jnp.issubdtype(lhs.dtype, jnp.floating) and lhs.dtype.itemsize > 1
     found = tuning.autotune(
         lhs,
         rhs,
-        derivatives=floats,
         sizes=args.sizes if args.sizes in KINDS else None,  # a list: the operands' own
         seconds=args.seconds,
         progress=sys.stderr.isatty() and not args.json,

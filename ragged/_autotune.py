@@ -26,6 +26,7 @@ from ragged.backends.config import Config, Configs, to_json
 from ragged.product import lowering
 from ragged.product.operands import Call, Operand, Operands, Options
 from ragged.product.primitive import PRIMITIVES, bind, partitioned_matmul_p
+from ragged.quant.formats import has_derivative
 from ragged.tensor.tensor import GroupedTensor
 
 
@@ -176,7 +177,7 @@ def _function(site: Site, first: Any, args: Any, derivatives: bool, options: Any
 
 
 def _has_cotangent(x: Any) -> bool:
-    return eqx.is_array(x) and jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 1
+    return eqx.is_array(x) and has_derivative(x.dtype)
 
 
 def _check_sizes(site: Site, sizes: Any) -> None:

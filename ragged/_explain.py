@@ -21,6 +21,7 @@ from ragged.product import lowering
 from ragged.product.layout import LAYOUTS, Layout
 from ragged.product.operands import Call, Operand, Operands
 from ragged.product.primitive import PRIMITIVES
+from ragged.quant.formats import has_derivative
 from ragged.quant.recipe import Recipe
 from ragged.tensor.tensor import KINDS, GroupedTensor
 
@@ -121,7 +122,7 @@ def _derivatives(lhs: Any, rhs: Any, out: Any, options: dict[str, Any]) -> dict[
     given = {"lhs": lhs, "rhs": rhs}
     if _is_unreduced(options):  # the cotangent is reduced: the derivatives are those of the sum
         options = options | {"out_sharding": None}
-    wrt = [name for name, x in given.items() if _has_derivative(x.dtype) and _has_derivative(out.dtype)]
+    wrt = [name for name, x in given.items() if has_derivative(x.dtype) and has_derivative(out.dtype)]
     if not wrt:
         return {}
 
@@ -165,10 +166,6 @@ def _of(equation: Any) -> tuple[Call, Operands]:
     """What a product's equation says, its operands as avals."""
     avals = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in equation.invars]
     return equation.params["call"], equation.params["tree"].unflatten(avals)
-
-
-def _has_derivative(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize > 1
 
 
 def _sizes(lhs: Any, rhs: Any, call: Call) -> dict[str, np.ndarray] | None:

@@ -42,8 +42,8 @@ def test_the_budget_is_kept(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_the_first_minutes_outlive_what_breaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A variant that ends its process, one that hangs and one that raises cost themselves alone."""
-    broken = {"ragged_dot": "exit", "16x32x32 warps 4 stages 4 programs 1": "hang", "dense": "raise"}
-    monkeypatch.setenv("BREAK", ",".join(f"{name}={how}" for name, how in broken.items()))
+    broken = {"ragged_dot": "exit", "m=16, k=32, n=32, warps=4, stages=4, programs=1": "hang", "dense": "raise"}
+    monkeypatch.setenv("BREAK", ";".join(f"{name}:{how}" for name, how in broken.items()))
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     main(["--dry", "--first", "launch", "measure", "sweep", "--json", str(tmp_path / "out.json")])
     results = json.loads((tmp_path / "out.json").read_text())

@@ -215,9 +215,9 @@ def test_tune(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     (lhs, rhs, options), (integers, _, own) = given
     assert (lhs.shape, rhs.shape, lhs.dtype) == ((96, 64), (4, 64, 48), jnp.bfloat16)
     assert lhs.first_dims.tolist() == ragged.tuning.sample_sizes("zipf", 4, 96).tolist()
-    assert options == {"derivatives": True, "sizes": "zipf", "seconds": 2.0, "progress": False, "recipe": "rowwise"}
+    assert options == {"sizes": "zipf", "seconds": 2.0, "progress": False, "recipe": "rowwise"}
     assert integers.dtype == jnp.int8 and integers.first_dims.tolist() == [9, 8, 7, 6]
-    assert own == {"derivatives": False, "sizes": None, "seconds": 60.0, "progress": False}
+    assert own == {"sizes": None, "seconds": 60.0, "progress": False}
 
 
 @pytest.mark.long

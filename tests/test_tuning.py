@@ -546,6 +546,8 @@ def test_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
     fake(monkeypatch, lambda config, number: 1.0)
     keys = [each.product for each in autotune(X, W, recipe="rowwise", most=2, progress=False).products]
     assert len(keys) == 3 and all(key.count("float8_e4m3fn/") == 2 for key in keys)
+    eight_bits = X._replace_data(X.data.astype(jnp.int8)), W.astype(jnp.int8)  # which have no derivatives
+    assert len(autotune(*eight_bits, most=2, progress=False).products) == 1
 
 
 def test_own_sizes_are_the_call_s() -> None:

@@ -36,6 +36,11 @@ LARGEST = {name: known.largest for name, known in FORMATS.items() if known.large
 """The formats to quantise to, and the largest value of each."""
 
 
+def has_derivative(dtype: Any) -> bool:
+    """Whether products of operands or results of this dtype can be differentiated: floats of more than 8 bits."""
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize > 1
+
+
 def promote(lhs: Any, rhs: Any) -> Any:
     """The operands' common dtype, also where the user has made implicit promotion strict: here it is asked for."""
     bytes_of = {"int2": "int8", "int4": "int8", "uint2": "uint8", "uint4": "uint8"}

@@ -102,9 +102,9 @@ def _attempt(
 
 
 def is_broken_on_purpose(variant: str) -> None:
-    """For a rehearsal: `BREAK="name=exit,other=hang"` in the environment has those variants do so."""
-    for pair in filter(None, os.environ.get("BREAK", "").split(",")):
-        name, how = pair.split("=")
+    """For a rehearsal: `BREAK="name:exit;other:hang"` in the environment has those variants do so."""
+    for pair in filter(None, os.environ.get("BREAK", "").split(";")):
+        name, how = pair.rsplit(":", 1)
         if name == variant:
             match how:
                 case "exit":
