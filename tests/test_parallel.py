@@ -96,7 +96,7 @@ def programs(**options: Any) -> list[tuple[Callable[..., Any], tuple[str, ...]]]
     return found if "chunks" in options else [*found, (with_gradient(dispatch), ("dispatch", "dispatch gradient"))]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [{}, {"capacity": 70}, {"chunks": 3, "capacity": 100}, {"chunks": 2, "wire": "mxfp8"}, {"wire": "rowwise"}],

@@ -86,7 +86,7 @@ def half_a_unit(value: np.ndarray, dtype: str) -> np.ndarray:
     return 2.0 ** (exponent - mantissa - 1)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_half_a_unit_in_the_last_place(kind: str, dtype: str) -> None:

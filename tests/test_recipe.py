@@ -296,6 +296,7 @@ def test_delayed_scaling() -> None:
     assert error_table(x * 3, w, [first]).overflow[0, 0] > 0
 
 
+@pytest.mark.long
 def test_a_history_that_a_map_shares() -> None:
     """Under `vmap` one history gets the largest value of all elements; it is not added up."""
     case = cases.make("forward", g=2, kind="even", capacity=16, slack=False, uniform=(0, 6, 4))

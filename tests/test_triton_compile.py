@@ -116,6 +116,7 @@ def test_what_is_measured(chip: str, shape: Shape) -> None:
         assert kernel.sass_counts["HGMMA"] or rows == 64  # 8 a group: fewer than HGMMA takes
 
 
+@pytest.mark.long
 def test_without_tma(monkeypatch: pytest.MonkeyPatch) -> None:
     """A configuration can ask for pointers in place of TMA: the tensor cores are the same."""
     choose, function, avals = tiles.choose, *product("forward", LARGE, jnp.dtype(jnp.bfloat16))

@@ -246,7 +246,7 @@ def products_on(machine: str, fn: Any, *args: Any) -> Iterator[tuple[Launch, Any
                 yield launch, product
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("backend", ["xla", "pallas_tpu", "triton_gpu"])
 @pytest.mark.parametrize("layout", NAMES)
 def test_candidates_compute_the_same(backend: str, layout: str) -> None:
@@ -516,11 +516,10 @@ def test_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     for fn, sizes in ((in_a_loop, "random"), (first_outside, "own")):
         (found,) = autotune(fn, X, W, progress=False, again=True, most=2).products
         assert found.sizes == sizes
-    assert [each.sizes for each in autotune(X, W, sizes="zipf", again=True, most=2, progress=False).products] == [
-        "zipf"
-    ] * 3
-    given = autotune(X, W, sizes=[1, 2, 3, 4], again=True, most=2, progress=False).products
-    assert [each.sizes for each in given] == ["given"] * 3
+    (zipf,) = autotune(X, W, derivatives=False, sizes="zipf", again=True, most=2, progress=False).products
+    assert zipf.sizes == "zipf"
+    (given,) = autotune(X, W, derivatives=False, sizes=[1, 2, 3, 4], again=True, most=2, progress=False).products
+    assert given.sizes == "given"
 
 
 def test_products_over_several_devices_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -541,6 +540,7 @@ def test_products_over_several_devices_are_left_out(monkeypatch: pytest.MonkeyPa
     assert found.product == "mk:float32 kn:float32 mn:float32 k=16 m~64/16 n=8 held=4"
 
 
+@pytest.mark.long
 def test_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
     """O5: each of the three products, in the dtypes and with the scales that it has."""
     fake(monkeypatch, lambda config, number: 1.0)
