@@ -107,6 +107,7 @@ def test_moe_on_one_device(options: dict[str, Any]) -> None:
     assert int(stats.dropped) == 0 and y.dtype == jnp.float32
 
 
+@pytest.mark.long
 def test_moe_dtypes() -> None:
     """Rows are of the tokens' dtype, whatever the matrices' is; what the router did is float32."""
     layer = moe()

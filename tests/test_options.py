@@ -559,6 +559,7 @@ def test_capacity_and_max_last() -> None:
     oracle.assert_close(inner.unpack(np.asarray(out.data)), oracle.matmul(inner.lhs_groups, inner.rhs_groups), max=2e-5)
 
 
+@pytest.mark.long
 def test_attention_forward_and_backward() -> None:
     """The layouts at work together: softmax(q kᵀ) v for sequences of different lengths, against a loop."""
     rng = np.random.default_rng(0)

@@ -220,6 +220,7 @@ def test_tiny_and_huge_values() -> None:
                 np.testing.assert_allclose(back, value, rtol=0.08)
 
 
+@pytest.mark.long
 def test_no_groups_and_no_elements() -> None:
     for scaling in SCALINGS:
         for x in (

@@ -119,6 +119,7 @@ def test_by_kernels(preset: str, backend: str) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("one_side", [0, 1])
+@pytest.mark.long
 def test_one_side_only(one_side: int) -> None:
     """A cast without a dtype leaves its operand as it is."""
     none, e4m3 = Cast(None), Cast(E4M3, "row")
@@ -469,6 +470,7 @@ def test_a_heat_map(agg: None) -> None:
         table.plot("fgrad")
 
 
+@pytest.mark.long
 def test_a_heat_map_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     x, w = GroupedTensor(jnp.ones((8, 16)), jnp.array([3, 5], jnp.int32)), jnp.ones((2, 16, 4))

@@ -169,6 +169,7 @@ def test_compiles_with_scales(generation: str) -> None:
     assert len(tpu.compile_for(generation, both, *avals).kernels) == 2
 
 
+@pytest.mark.long
 def test_tiles_of_two_ragged_letters() -> None:
     """O3: as much of the uniform letter as fits; half the mean group where two letters' tiles are shared."""
     function, avals = product("outer", LARGE, jnp.bfloat16)

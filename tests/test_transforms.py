@@ -102,6 +102,7 @@ def test_hessian_vector_products_agree(layout: str, x64: None) -> None:
             assert float(jnp.max(jnp.abs(got[which] - want))) <= 1e-6 * scale
 
 
+@pytest.mark.long
 def test_hessian_is_symmetric_and_full(x64: None) -> None:
     """B2: the Hessian of a wgrad, all of it."""
     case = cases.make("wgrad", g=2, capacity=4, uniform=(2, 0, 2), dtype="float64")
