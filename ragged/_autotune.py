@@ -323,7 +323,7 @@ def _products(closed: Any, args: list[Any] | None) -> Iterator[tuple[_Product, d
         values = dict(zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=True))
         values |= dict(zip(jaxpr.invars, args, strict=True))
     for equation in jaxpr.eqns:
-        operands = [getattr(x, "val", None) if hasattr(x, "val") else values.get(x) for x in equation.invars]
+        operands = [x.val if hasattr(x, "val") else values.get(x) for x in equation.invars]
         known = args is not None and all(x is not None for x in operands)
         inner = [x for x in jax.tree.leaves([*equation.params.values()], is_leaf=_is_jaxpr) if _is_jaxpr(x)]
         if _is_sharded(equation):
@@ -438,7 +438,7 @@ def _measured(
             failed[str(config)] = "its result is not the default's"
     first = _rounds(runs, 0.6 * seconds, rng)
     ratios = {config: float(np.median(np.divide(first[config], first[default]))) for config in runs}
-    best, times = default, first
+    best = default
     others = sorted((config for config in runs if config is not default), key=lambda config: ratios[config])[:3]
     last = _rounds({config: runs[config] for config in (default, *others)}, 0.4 * seconds, rng)
     for config in others:

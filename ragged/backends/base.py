@@ -110,9 +110,7 @@ def spans(call: Call, x: Operands) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         for place, letter in enumerate(letters):
             is_packed = letter in p.ragged and place == 0
             shapes.setdefault(letter, ([], []))[is_packed].append(shape[place - 2])
-    uniform = [z.shape[-3] for z, letters in ((x.lhs.data, p.lhs), (x.rhs.data, p.rhs)) if p.is_uniform(letters)]
-    held = call.shape[0] if p.is_uniform(p.out) else next(iter(uniform), x.num_groups)
-    first = int(x.offset or 0)
+    held, first = call.held(x), int(x.offset or 0)
     found = {}
     for letter, (others, packed) in shapes.items():
         if letter not in p.ragged:

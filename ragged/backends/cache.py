@@ -69,7 +69,7 @@ def product_key(call: Call, x: Operands) -> str:
         operand(x.rhs, p.rhs),
         f"{p.out}:{jnp.dtype(call.dtype).name}",
         *(f"{z}~{_bucket(n)}/{_bucket(mean[z])}" if z in mean else f"{z}={n}" for z, n in sorted(extents.items())),
-        f"held={call.shape[0] if p.is_uniform(p.out) else _held(x, p)}" if len(sizes) < 2 else "",
+        f"held={call.held(x)}" if len(sizes) < 2 else "",
         f"precision={call.options.precision}" if call.options.precision is not None else "",
         "existing" if x.epilogue.existing is not None else "",
         "offset" if x.offset is not None else "",
@@ -78,10 +78,6 @@ def product_key(call: Call, x: Operands) -> str:
         mapped = "".join("01"[is_mapped] for is_mapped in jax.tree.leaves(call.batched(x)))
         parts.append(f"batch~{_bucket(batch)}/{mapped}{'' if call.out_batch else '/summed'}")
     return " ".join(filter(None, parts))
-
-
-def _held(x: Operands, p: Any) -> int:
-    return next((o.data.shape[-3] for o, z in ((x.lhs, p.lhs), (x.rhs, p.rhs)) if p.is_uniform(z)), x.num_groups)
 
 
 def _bucket(n: int) -> int:

@@ -143,6 +143,14 @@ class Call(NamedTuple):
         (size,) = {array.shape[0] for array, is_batched in arrays if is_batched} or {None}
         return size
 
+    def held(self, x: Operands) -> Any:
+        """How many groups are computed: those that the uniform term holds, operand or result; else all."""
+        p = self.product
+        if p.is_uniform(p.out):
+            return self.shape[0]
+        uniform = (data.shape[-3] for data, z in ((x.lhs.data, p.lhs), (x.rhs.data, p.rhs)) if p.is_uniform(z))
+        return next(uniform, x.num_groups)
+
     def terms(self, x: Operands) -> tuple[Term, Term]:
         """The operands as kernels see them: first the one that has the result's rows."""
         p = self.product

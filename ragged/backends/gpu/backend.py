@@ -97,8 +97,7 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
         return refusal
     p, sizes, (a, b), chip = call.product, x.sizes, _terms(call, x), tiles.chip(target.device)
     (r, c), k = p.out, p.contracted
-    uniform = [term.data.shape[-3] for term in (a, b) if p.is_uniform(term.letters)]
-    held = call.shape[0] if p.is_uniform(p.out) else max(uniform, default=x.num_groups)
+    held = call.held(x)
     batch, sums = call.batch(x), not call.out_batch
     elements, summed = (1, batch or 1) if sums else (batch or 1, 1)
 
