@@ -2,9 +2,9 @@
 
     uv run examples/varlen_attention.py    about fifteen seconds on two CPU cores
 
-The scores of a head are one product of each sequence's queries with its own keys, ragged in both dims; the weighted sum
-of the values is another. Beside it runs what one does without ragged products: pad to the longest sequence, and attend
-there. Half of the scores, those of the future, are computed and masked in both.
+The scores are one product of each sequence's queries with its own keys, ragged in both dims; the weighted sum of the
+values is another; the heads are a letter of both. Beside it runs what one does without ragged products: pad to the
+longest sequence, and attend there. Half of the scores, those of the future, are computed and masked in both.
 """
 
 import time
@@ -31,19 +31,10 @@ def attention(
     longest: int,
 ) -> Float[Array, "rows heads head_dim"]:
     """Sequence `i` is `lengths[i]` rows; no length is above `longest`. Rows after the last sequence get zeros."""
-
-    def one_head(q: Array, k: Array, v: Array) -> Float[Array, "rows head_dim"]:
-        queries, keys, values = (GroupedTensor(x, first_dims=lengths) for x in (q, k, v))
-        scores = ragged.matmul(queries * q.shape[1] ** -0.5, keys.mT, max_last=longest)  # ragged both [rows, longest]
-        return ragged.matmul(causal(scores).softmax(), values).data
-
-    return jax.vmap(one_head, in_axes=1, out_axes=1)(q, k, v)
-
-
-def causal(scores: Float[GroupedTensor, "rows longest"]) -> Float[GroupedTensor, "rows longest"]:
-    """Minus infinity where the column, a key's place in its sequence, is behind the row's place."""
-    past = jnp.arange(scores.shape[1])[None] <= scores.positions[:, None]  # [rows, longest]
-    return scores.map(lambda s: jnp.where(past, s, -jnp.inf))
+    queries, keys, values = (GroupedTensor(x, first_dims=lengths) for x in (q, k, v))
+    # Ragged both: rows of queries, and as many columns as their sequence has keys.
+    scores = ragged.einsum("q head d, k head d -> q head k", queries * q.shape[2] ** -0.5, keys, max_last=longest)
+    return ragged.einsum("q head k, k head d -> q head d", scores.softmax(causal=True), values).data
 
 
 def padded_attention(
@@ -56,12 +47,10 @@ def padded_attention(
     """The same, in sequences padded to `longest`. What is behind a sequence is in the future of all of it."""
 
     def padded(x: Array) -> Float[Array, "sequences longest heads head_dim"]:
-        flat = GroupedTensor(x.reshape(len(x), -1), first_dims=lengths)
-        return flat.to_padded(longest).reshape(len(lengths), longest, *x.shape[1:])
+        return GroupedTensor(x, first_dims=lengths).to_padded(longest)
 
     out = jax.nn.dot_product_attention(padded(q), padded(k), padded(v), is_causal=True)
-    flat = out.reshape(*out.shape[:2], -1)  # [sequences, longest, heads * head_dim]
-    return GroupedTensor.from_padded(flat, lengths, capacity=len(q)).data.reshape(q.shape)
+    return GroupedTensor.from_padded(out, lengths, capacity=len(q)).data
 
 
 def with_gradients(attend: Callable[..., Array]) -> Callable[..., tuple]:

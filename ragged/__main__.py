@@ -11,9 +11,9 @@ Exit codes: 0; 2 for a wrong command line; 1 for what fails, with the error's te
 import argparse
 import importlib.metadata
 import json
+import os
 import platform
 import sys
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -26,11 +26,12 @@ import numpy as np
 from ragged import tuning
 from ragged._explain import explain
 from ragged._matmul import matmul
+from ragged._rounds import rounds
 from ragged._sizes import KINDS, sample_sizes
 from ragged._version import __version__
 from ragged.backends import cache
 from ragged.product.layout import NAMES
-from ragged.product.lowering import BACKENDS, PLATFORMS
+from ragged.product.lowering import BACKENDS, PLATFORMS, platform_name
 from ragged.quant.formats import has_derivative
 from ragged.quant.recipe import PRESETS
 from ragged.tensor.tensor import GroupedTensor
@@ -60,7 +61,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:  # whatever the library or XLA says: here it is read by people, and by scripts
         print(f"ragged {args.command}: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
-    print(json.dumps(record, indent=1, default=_plain) if args.json else said)
+    try:
+        print(json.dumps(record, indent=1, default=_plain) if args.json else said, flush=True)
+    except BrokenPipeError:  # who reads has seen enough; or Python would say so again when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        print(f"ragged {args.command}: {error}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -92,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     timed.add_argument(
         "--seconds", type=_positive, default=5.0, help="how long to measure, at least 3 rounds: %(default)s"
     )
-    tuned.add_argument("--seconds", type=_positive, default=60.0, help="how long to search: %(default)s")
+    tuned.add_argument("--seconds", type=_positive, default=60.0, help="how long to measure each product: %(default)s")
     return parser
 
 
@@ -158,6 +165,8 @@ def _operands(args: argparse.Namespace, make: Callable[[tuple[int, ...], Any], A
         dtype = jnp.dtype(args.dtype)
     except TypeError:
         raise _Usage(f"--dtype {args.dtype!r} is no dtype") from None
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise _Usage(f"--dtype {args.dtype!r} is one that JAX has with `JAX_ENABLE_X64=1` alone")
     ragged, sizes, dims = LETTERS[args.layout], _sizes(args), {}
     for letter, each in sizes.items():
         dims[letter] = jnp.asarray(each)
@@ -203,7 +212,7 @@ def _info(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
         devices = [f"{device.platform}: {device.device_kind}" for device in jax.devices()]
     except RuntimeError as error:  # a platform that was asked for and can't be had
         devices = [f"none: {error}"]
-    here = {{"gpu": "cuda"}.get(device.partition(":")[0], device.partition(":")[0]) for device in devices}
+    here = {platform_name(device.partition(":")[0]) for device in devices}
     backends = {}
     for name, backend in BACKENDS.items():
         if refusal := backend.refusal:
@@ -227,7 +236,8 @@ def _info(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     lines = [f"{name:<18}{version or 'not installed'}" for name, version in versions.items()]
     lines += ["", *(f"{'device':<18}{each} × {devices.count(each)}" for each in dict.fromkeys(devices))]
     lines += ["", *(f"{name:<18}{each}" for name, each in backends.items())]
-    where = path or f"none: `{cache.VARIABLE}` says so"
+    why = "says so" if cache.VARIABLE in os.environ else "names none, and there is no home directory"
+    where = path or f"none: `{cache.VARIABLE}` {why}"
     lines += ["", f"{'tuning cache':<18}{where}", f"{'':<18}{tuned['entries']} configurations", *tuned["problems"]]
     return "\n".join(lines), {"versions": versions, "devices": devices, "backends": backends, "tuning_cache": tuned}
 
@@ -259,22 +269,17 @@ def _bench(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
             by_lhs = jax.jit(lambda a, b, ct, product=product: jax.vjp(lambda a: product(a, b), a)[1](ct))
             by_rhs = jax.jit(lambda a, b, ct, product=product: jax.vjp(lambda b: product(a, b), b)[1](ct))
             runs["by lhs", way], runs["by rhs", way] = (by_lhs, (a, b, ct)), (by_rhs, (a, b, ct))
-    taken: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
-    for function, operands in runs.values():
-        jax.block_until_ready(function(*operands))  # compiles
-    end, rounds = time.perf_counter() + args.seconds, 0
-    while rounds < 3 or time.perf_counter() < end:
-        for key, (function, operands) in runs.items():  # in turns, so that what else the machine does hits all alike
-            begin = time.perf_counter()
-            jax.block_until_ready(function(*operands))
-            taken[key].append(time.perf_counter() - begin)
-        rounds += 1
+    ready = {key: partial(_ready, function, operands) for key, (function, operands) in runs.items()}
+    for run in ready.values():
+        run()  # compiles
+    taken = rounds(ready, args.seconds, np.random.default_rng(args.seed), 3, None)
+    count = len(taken["forward", "ragged"])
     medians = {key: float(np.median(each)) for key, each in taken.items()}
     flops = {each.product: each.flops for each in explain(lhs, rhs, **options).plans}
     own = jax.devices()[0]
     products = list(dict.fromkeys(product for product, _ in medians))
     lines = [
-        f"{_what(args)} on {own.platform} ({own.device_kind}), median of {rounds} rounds",
+        f"{_what(args)} on {own.platform} ({own.device_kind}), median of {count} rounds",
         f"{'':<10}" + "".join(f"{way:>12}" for way in ways) + f"{'GFLOP/s':>12}",
     ]
     for product in products:
@@ -285,11 +290,15 @@ def _bench(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
         "product": _what(args),
         "device": {"platform": own.platform, "kind": own.device_kind},
         "versions": {"ragged": __version__, "jax": jax.__version__},
-        "rounds": rounds,
+        "rounds": count,
         "seconds": {product: {way: medians[product, way] for way in ways} for product in products},
         "flops": {product: flops[product] for product in products},
     }
     return "\n".join(lines), record
+
+
+def _ready(function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
+    return jax.block_until_ready(function(*operands))
 
 
 def _what(args: argparse.Namespace) -> str:

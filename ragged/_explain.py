@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -12,17 +13,21 @@ import numpy as np
 from jax import Array
 from jax.sharding import AbstractDevice
 
+from ragged._einsum import einsum, read, site_of
 from ragged._errors import Site, describe, is_concrete
 from ragged._explanation import PRODUCTS, Explanation, ProductPlan
-from ragged._matmul import matmul
+from ragged._letters import Einsum
+from ragged._matmul import einsum_of_matmul, matmul
+from ragged._products import products, trained
 from ragged.backends import schedule
 from ragged.backends.base import DEFAULT_TPU, Launch, cost, spans
 from ragged.product import lowering
+from ragged.product.check import has_more_dims
 from ragged.product.layout import LAYOUTS, Layout
 from ragged.product.operands import Call, Operand, Operands
-from ragged.product.primitive import PRIMITIVES
-from ragged.quant.formats import has_derivative
 from ragged.quant.recipe import Recipe
+from ragged.quant.weights import unquantized
+from ragged.tensor.route import Gathered
 from ragged.tensor.tensor import KINDS, GroupedTensor
 
 
@@ -30,12 +35,16 @@ def explain(
     lhs: GroupedTensor | Array | Any,
     rhs: GroupedTensor | Array | Any,
     *,
+    spec: str | Any = None,
     platform: str | Any = None,
     device: str | AbstractDevice | Any = None,
     **options: Any,
 ) -> Explanation:
     """Says what `matmul(lhs, rhs, **options)` is, and what runs it and its derivatives on each platform. Computes
     nothing.
+
+    With a `spec`, what `einsum(spec, lhs, rhs, **options)` is: the product that it comes to, of letters that are merged
+    and mapped. Its `lhs` is the operand that has the result's first letter which isn't mapped.
 
     The operands' arrays may be `jax.ShapeDtypeStruct`s. Tiles are counted, one by one, where the groups' sizes are
     arrays, and are at most so many where they aren't.
@@ -49,7 +58,7 @@ def explain(
     **Returns:** an `Explanation`: it prints, `.plot()` draws, `.plans` has the figures, `.to_json()` all of it.
 
     **Raises:** what `matmul` would, except for what only values tell; `ValueError` for a platform or device that there
-    isn't.
+    isn't, `TypeError` for a device that is neither a kind nor abstract.
 
     !!! example
         ```python
@@ -68,28 +77,32 @@ def explain(
         ```
     """
     inspect.signature(matmul).bind(lhs, rhs, **options)
+    lhs, rhs = unquantized(lhs), unquantized(rhs)
     platforms, on = _where(platform, device)
-    jaxpr, out, _ = eqx.filter_make_jaxpr(matmul)(lhs, rhs, **options)
-    (forward,) = _products(jaxpr)
-    products = {"forward": forward} | _derivatives(lhs, rhs, out, options)
+    multiply = matmul if spec is None else partial(einsum, spec)
+    jaxpr, out, _ = eqx.filter_make_jaxpr(multiply)(lhs, rhs, **options)
+    ((forward, _),) = products(jaxpr)
+    each_of = {"forward": forward} | _derivatives(multiply, lhs, rhs, options)
     call, operands = _of(forward)
     layout = LAYOUTS[call.product.ragged]
-    sizes, offset = _sizes(lhs, rhs, call), options.get("group_offset")
+    letters = _letters(spec, lhs, rhs, options.get("group_offset"))
+    sizes, offset = _sizes(lhs, rhs, call, letters), options.get("group_offset")
     known = sizes is not None and (offset is None or isinstance(offset, int | np.integer) or is_concrete(offset))
     known = known and not _is_unreduced(options)  # whose product is that of a device, of sizes that only it knows
-    explained = [_Product.of(name, layout, each, sizes if known else None, offset) for name, each in products.items()]
+    explained = [_Product.of(name, layout, each, sizes if known else None, offset) for name, each in each_of.items()]
     recipe = options.get("recipe")
     kinds = [KINDS[layout.kind(term)] for term in ("mk", "kn", "mn")]
     return Explanation(
         layout=layout.name,
         kinds=(kinds[0], kinds[1], kinds[2]),
         result=describe(out.data),
+        letters="" if letters is None else _said(letters),
         derivatives=(
-            layout.derivative("lhs").name if "by lhs" in products else "none",
-            layout.derivative("rhs").name if "by rhs" in products else "none",
+            layout.derivative("lhs").name if "by lhs" in each_of else "none",
+            layout.derivative("rhs").name if "by rhs" in each_of else "none",
         ),
         recipe="" if recipe is None else Recipe.of(recipe).name,
-        num_groups=next(x.num_groups for x in (lhs, rhs) if isinstance(x, GroupedTensor)),
+        num_groups=next(x.num_groups for x in (lhs, rhs) if isinstance(x, GroupedTensor | Gathered)),
         sizes=None if sizes is None else {letter: tuple(each.tolist()) for letter, each in sizes.items()},
         capacity=_capacities(call, operands),
         plans=tuple(each.on(platform, on) for platform in platforms for each in explained),
@@ -105,8 +118,11 @@ def _where(platform: Any, device: Any) -> tuple[list[str], AbstractDevice | None
             mend = "Pass one such as 'TPU v6 lite' or 'NVIDIA H200', or `platform='cpu'`."
             site.fail(ValueError, f"`device` is {device!r}, of no kind that kernels are for.", mend)
         device = AbstractDevice(device, 1 if maker == "tpu" else None, maker)
+    if device is not None and not isinstance(device, AbstractDevice):
+        mend = "Pass its kind, as `device.device_kind`, or a `jax.sharding.AbstractDevice`."
+        site.fail(TypeError, f"`device` is {describe(device)}.", mend)
     if device is not None:
-        own = {"gpu": "cuda"}.get(device.platform or "", device.platform)
+        own = lowering.platform_name(device.platform)
         if own not in platforms or platform not in (None, own):
             problem = f"`device` is {device.device_kind!r}, of the platform {own!r}"
             problem += "." if platform is None else f", but `platform` is {platform!r}."
@@ -117,29 +133,41 @@ def _where(platform: Any, device: Any) -> tuple[list[str], AbstractDevice | None
     return platforms if platform is None else [platform], device
 
 
-def _derivatives(lhs: Any, rhs: Any, out: Any, options: dict[str, Any]) -> dict[str, Any]:
+def _letters(spec: Any, lhs: Any, rhs: Any, offset: Any) -> Einsum | None:
+    """The letters that an einsum merges to a product's, and `matmul` of more than two dims; None without any."""
+    if spec is None and not has_more_dims(lhs) and not has_more_dims(rhs):
+        return None
+    lhs, rhs = (_with_buffer(x.dispatch() if isinstance(x, Gathered) else x) for x in (lhs, rhs))
+    if spec is None:
+        return einsum_of_matmul(lhs, rhs, offset)
+    return read(site_of(spec, lhs, rhs), spec, lhs, rhs, offset)
+
+
+def _with_buffer(x: Any) -> Any:
+    """With arrays where there are shapes: of one element, seen as many."""
+    return jax.tree.map(
+        lambda leaf: (
+            np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+        ),
+        x,
+    )
+
+
+def _said(e: Einsum) -> str:
+    """`"m = t h, k = d, n = e; mapped: b"`."""
+    parts = [f"{name} = {' '.join(letters) or '1'}" for name, letters in e.roles.items()]
+    of_batch = "" if not e.batch else f"; {'mapped' if e.is_mapped else 'more groups'}: {' '.join(e.batch)}"
+    return f"{', '.join(parts)}{of_batch}; lhs is `{e.lhs.name}`"
+
+
+def _derivatives(multiply: Any, lhs: Any, rhs: Any, options: dict[str, Any]) -> dict[str, Any]:
     """The products that the derivatives are, where there are any."""
-    given = {"lhs": lhs, "rhs": rhs}
     if _is_unreduced(options):  # the cotangent is reduced: the derivatives are those of the sum
         options = options | {"out_sharding": None}
-    wrt = [name for name, x in given.items() if has_derivative(x.dtype) and has_derivative(out.dtype)]
-    if not wrt:
-        return {}
-
-    def pulled(lhs: Any, rhs: Any, **options: Any) -> Any:
-        given = {"lhs": lhs, "rhs": rhs}
-
-        def product(data: dict[str, Array]) -> Array:
-            x = {name: _with_data(x, data.get(name)) for name, x in given.items()}
-            return matmul(x["lhs"], x["rhs"], **options).data
-
-        out, pull = jax.vjp(product, {name: getattr(given[name], "data", given[name]) for name in wrt})
-        return pull(out)  # of the cotangent's type, whatever its sharding is
-
-    jaxpr, _, _ = eqx.filter_make_jaxpr(pulled)(lhs, rhs, **options)
+    jaxpr, _, _ = eqx.filter_make_jaxpr(trained)(lhs, rhs, multiply=multiply, **options)
     # By the letters of the result: [m, k] is the cotangent of `lhs`.
     names = {"km": "by lhs", "kn": "by rhs"}
-    found = {names.get("".join(sorted(_of(each)[0].product.out))): each for each in _products(jaxpr)}
+    found = {names.get("".join(sorted(_of(each)[0].product.out))): each for each, _ in products(jaxpr)}
     return {name: found[name] for name in PRODUCTS if name in found}
 
 
@@ -149,32 +177,23 @@ def _is_unreduced(options: dict[str, Any]) -> bool:
     return bool(getattr(getattr(sharding, "spec", sharding), "unreduced", ()))
 
 
-def _with_data(x: Any, data: Any) -> Any:
-    return x if data is None else x._replace_data(data) if isinstance(x, GroupedTensor) else data
-
-
-def _products(jaxpr: Any) -> list[Any]:
-    """The products in a jaxpr, and in those that its equations hold."""
-    found = [equation for equation in jaxpr.eqns if equation.primitive in PRIMITIVES]
-    for equation in jaxpr.eqns:
-        parameters = jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns"))
-        found += [product for inner in parameters if hasattr(inner, "eqns") for product in _products(inner)]
-    return found
-
-
 def _of(equation: Any) -> tuple[Call, Operands]:
     """What a product's equation says, its operands as avals."""
     avals = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in equation.invars]
     return equation.params["call"], equation.params["tree"].unflatten(avals)
 
 
-def _sizes(lhs: Any, rhs: Any, call: Call) -> dict[str, np.ndarray] | None:
+def _sizes(lhs: Any, rhs: Any, call: Call, letters: Einsum | None) -> dict[str, np.ndarray] | None:
     """The groups' sizes by letter; None where not all are known."""
     dims = {
         "m": getattr(lhs, "first_dims", None),
         "k": getattr(lhs, "last_dims", None),
         "n": getattr(rhs, "last_dims", None),
     }
+    if letters is not None:
+        given = [getattr(x, name, None) for x in (lhs, rhs) for name in ("first_dims", "last_dims")]
+        known = is_concrete(*(each for each in given if each is not None))
+        dims = {z: letters.sizes(role) if known else None for z, role in letters.roles.items()}
     given = [dims[letter] for letter in call.product.ragged]
     if not is_concrete(*given):
         return None
@@ -184,7 +203,7 @@ def _sizes(lhs: Any, rhs: Any, call: Call) -> dict[str, np.ndarray] | None:
 def _capacities(call: Call, x: Operands) -> dict[str, Any]:
     """The least extent of the buffers that pack each ragged letter, if any does."""
     p, found = call.product, {}
-    for letters, shape in ((p.lhs, x.lhs.data.shape), (p.rhs, x.rhs.data.shape), (p.out, call.shape)):
+    for letters, shape in ((p.lhs, x.lhs_shape), (p.rhs, x.rhs.data.shape), (p.out, call.shape)):
         if letters[0] in p.ragged:
             found.setdefault(letters[0], []).append(shape[-2])
     return {letter: min(extents) if len(extents) > 1 else extents[0] for letter, extents in found.items()}
@@ -206,7 +225,7 @@ class _Product(NamedTuple):
         terms.sort(key=lambda term: ("lhs", "dout", "rhs").index(term[0]))
         if counted is not None:
             groups = [end - begin for begin, end in spans(call, counted).values()]
-            found["flops"] = int(2 * np.sum(np.prod(groups, axis=0)))
+            found["flops"] = int(2 * np.sum(np.prod(groups, axis=0))) * (call.batch(x) or 1)
         told = {
             "product": name,
             "layout": layout.name if name == "forward" else layout.derivative(name.removeprefix("by ")).name,
@@ -224,7 +243,7 @@ class _Product(NamedTuple):
             with lowering.target_of(platform, self.call.options, device) as target:
                 launch = lowering.launch_of(platform, self.operands, self.call, target)
         except (ValueError, NotImplementedError) as error:
-            message = str(error).splitlines()[0].removeprefix("`ragged.matmul`: ")
+            message = str(error).partition("\n")[0].removeprefix("`ragged.matmul`: ")
             return replace(told, runs=f"{type(error).__name__}: {message}", error=str(error))
         told = replace(
             told,
@@ -260,6 +279,8 @@ def _on_chip(told: ProductPlan, device: tuple[str, int] | None) -> ProductPlan:
 
         chip, kind = tiles.chip(device), "NVIDIA A100"
     else:
+        return told
+    if device is not None and not tiles.is_known(device):
         return told
     return replace(
         told, chip=told.device or kind, flops_per_second=float(chip.flops), bytes_per_second=float(chip.bandwidth)

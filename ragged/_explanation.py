@@ -6,6 +6,7 @@ from math import inf
 from typing import Any
 
 from ragged._errors import Site, short_name
+from ragged._tables import html_table, text_table
 from ragged.backends.config import Config, to_json
 
 PRODUCTS = ("forward", "by lhs", "by rhs")
@@ -42,7 +43,8 @@ class ProductPlan:
       and `multiplied` are None.
     - `letter`, `tiles`: of the visits along one ragged letter: (group, first element, extent).
     - `chip`: whose numbers these are: `flops_per_second`, dense, in bfloat16, and `bytes_per_second`. Where
-      nothing says which device it is, some common one. `""` and None for CPUs, of which nothing is known.
+      nothing says which device it is, some common one. `""` and None for CPUs and other kinds of which nothing is
+      known.
     """
 
     product: str
@@ -112,6 +114,7 @@ class Explanation:
     - `layout`: which of the eight products it is.
     - `kinds`: of `lhs`, `rhs` and the result.
     - `result`: the result's buffer, `"f32[16,8]"`.
+    - `letters`: of an einsum, or groups with more than two dims, what the product's letters are; else `""`.
     - `derivatives`: the layouts of the derivatives by `lhs` and `rhs`; `"none"` where there is none.
     - `recipe`: the name of the recipe that quantises; `""` without one.
     - `num_groups`: how many groups there are.
@@ -129,6 +132,7 @@ class Explanation:
     sizes: dict[str, tuple[int, ...]] | None
     capacity: dict[str, Any]
     plans: tuple[ProductPlan, ...]
+    letters: str = ""
 
     @property
     def empty(self) -> int | None:
@@ -159,7 +163,7 @@ class Explanation:
 
     def to_json(self) -> dict[str, Any]:
         """All of it, for `json.dumps`; symbolic extents as text."""
-        own = {name: getattr(self, name) for name in ("layout", "kinds", "result", "derivatives", "recipe")}
+        own = {name: getattr(self, name) for name in ("layout", "kinds", "result", "letters", "derivatives", "recipe")}
         counts = {name: getattr(self, name) for name in ("num_groups", "sizes", "empty", "tail")}
         capacity = {letter: n if isinstance(n, int) else str(n) for letter, n in self.capacity.items()}
         return own | counts | {"capacity": capacity, "plans": [each.to_json() for each in self.plans]}
@@ -167,22 +171,12 @@ class Explanation:
     def __str__(self) -> str:
         parts = ["\n".join(self._head())]
         for title, header, rows in self._tables():
-            widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-            lines = [
-                "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-                for row in (header, *rows)
-            ]
-            parts.append("\n".join([*([title] if title else []), *lines]))
+            parts.append("\n".join([*([title] if title else []), text_table(header, rows)]))
         return "\n\n".join([*parts, *(["\n".join(notes)] if (notes := self._notes()) else [])])
 
     def _repr_html_(self) -> str:
-        def row(cells: tuple[str, ...], tag: str) -> str:
-            return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
         parts = [f"<p>{'<br>'.join(map(escape, self._head()))}</p>"]
-        for title, header, rows in self._tables():
-            body = "".join(row(each, "td") for each in rows)
-            parts.append(f"<table><caption>{escape(title)}</caption>{row(header, 'th')}{body}</table>")
+        parts += [html_table(*table) for table in self._tables()]
         return "".join([*parts, *(f"<p>{escape(note)}</p>" for note in self._notes())])
 
     def _head(self) -> list[str]:
@@ -190,6 +184,7 @@ class Explanation:
         by_lhs, by_rhs = self.derivatives
         lines = [
             f"{self.layout}: {lhs} × {rhs} -> {out}, {self.result}",
+            *([f"letters: {self.letters}"] if self.letters else []),
             f"derivatives: by lhs {by_lhs}, by rhs {by_rhs}",
         ]
         if self.recipe:
@@ -262,7 +257,7 @@ class Explanation:
     def plot(self, product: str = "forward", platform: str | None = None, ax: Any = None) -> Any:
         """Draws each group's elements along a ragged dim, and the tiles that cover them; returns the matplotlib axes.
 
-        `product`, `platform`: as in `plan`. `ax`: where to draw; new axes by default. Needs `ragged[plot]`.
+        `product`, `platform`: as in `plan`. `ax`: where to draw; new axes by default. Needs matplotlib.
 
         **Raises:** `ImportError` without matplotlib; `ValueError` where sizes aren't known, or no kernel has tiles of a
         ragged dim.
@@ -277,7 +272,7 @@ class Explanation:
             from matplotlib import pyplot
             from matplotlib.collections import PolyCollection
         except ImportError:
-            site.fail(ImportError, "it needs matplotlib.", "Install it: `pip install ragged[plot]`.")
+            site.fail(ImportError, "it needs matplotlib.", "Install it: `pip install matplotlib`.")
         sizes = self.sizes[plan.letter]
         capacity = self.capacity.get(plan.letter, sum(sizes))
 

@@ -17,8 +17,9 @@ from ragged.nn.linear import GroupedLinear
 from ragged.nn.moe import MoEStats
 from ragged.quant.recipe import Cast, Recipe
 from ragged.quant.scaling import Scaling
+from ragged.quant.weights import QuantizedWeights
 from ragged.tensor.arithmetic import per_group, per_row
-from ragged.tensor.route import Route
+from ragged.tensor.route import Gathered, Route
 from ragged.tensor.tensor import GroupedTensor
 
 STATIC: dict[str, Any] = {"Scaling": Scaling, "Cast": Cast}
@@ -78,5 +79,5 @@ def _register(cls: Any) -> None:
     )
 
 
-for _cls in (GroupedTensor, Route, Recipe, per_group, per_row, GroupedLinear, MoEStats):
+for _cls in (GroupedTensor, Route, Gathered, Recipe, per_group, per_row, GroupedLinear, MoEStats, QuantizedWeights):
     _register(_cls)

@@ -8,6 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Int
 
 from ragged._errors import Site, is_arraylike, is_count
+from ragged.backends.config import Config, Configs
 from ragged.backends.schedule import as_int32
 from ragged.product import check as _check
 from ragged.product.check import Tiling
@@ -30,6 +31,7 @@ def grouped_matmul(
     transpose_rhs: bool | Any = False,
     precision: Any = None,
     backend: str | Any = None,
+    config: Config | Configs | Any = None,
     interpret: Any = False,
     out_sharding: NamedSharding | PartitionSpec | Any = None,
 ) -> Array:
@@ -42,7 +44,8 @@ def grouped_matmul(
       groups: then it is the shard of groups `group_offset, group_offset + 1, ...`, and rows of other groups come out
       zero.
     - `group_sizes`: `(g,)` int32 or uint32, rows of each group.
-    - `input_buffer_count`: buffers for each streamed input of a TPU kernel. Other backends have none.
+    - `input_buffer_count`: buffers for each streamed input of a TPU kernel, where no configuration says. Other backends
+      have none.
     - The rest: as in `ragged.matmul`.
 
     **Returns:** `[m, n]`, zeros in the tail.
@@ -66,7 +69,7 @@ def grouped_matmul(
             "Give one size per matrix, including empty groups.",
         )
     product = Product("mk", "nk" if transpose_rhs else "kn", "mn", "m")
-    options = _check.check_options(site, backend, precision, tiling, interpret, (m, k, n))
+    options = _check.check_options(site, backend, precision, tiling, interpret, (m, k, n), config)
     options = options._replace(input_buffer_count=int(input_buffer_count))
     more = group_sizes, group_offset, existing_out, preferred_element_type, out_sharding
     return _bind(site, lhs, rhs, product, (m, n), options, *more)
@@ -85,6 +88,7 @@ def transposed_grouped_matmul(
     existing_out: Array | Any = None,
     precision: Any = None,
     backend: str | Any = None,
+    config: Config | Configs | Any = None,
     interpret: Any = False,
     out_sharding: NamedSharding | PartitionSpec | Any = None,
 ) -> Array:
@@ -98,7 +102,10 @@ def transposed_grouped_matmul(
     - `tiling`: `(tile_m, tile_k, tile_n)`, or a function of `(m, k, n)`, in this function's letters.
     - `group_offset`, `num_actual_groups`: compute only the `num_actual_groups` groups from `group_offset` on.
       Those past the last group are zero.
-    - `input_buffer_count`: buffers for each streamed input of a TPU kernel. Other backends have none.
+    - `input_buffer_count`: buffers for each streamed input of a TPU kernel, where no configuration says. Other backends
+      have none.
+    - `config`: as in `ragged.matmul(lhs, rhs)`, in its letters, which `ragged.tuning` and the cache have too: `k` is
+      what is contracted, and ragged.
     - The rest: as in `ragged.matmul`.
 
     **Returns:** `[num_actual_groups or g, k, n]`. An empty group gives zeros.
@@ -117,7 +124,7 @@ def transposed_grouped_matmul(
             "`lhs` is [k, m] and `rhs` is [m, n]. For `x` of [m, k] pass `x.T`.",
         )
     _check.check_num_actual_groups(site, num_actual_groups)
-    options = _check.check_options(site, backend, precision, tiling, interpret, (m, k, n))
+    options = _check.check_options(site, backend, precision, tiling, interpret, (m, k, n), config)
     options = options._replace(input_buffer_count=int(input_buffer_count))
     if options.tiling is not None:
         # This function's (m, k) are the product's (k, m).

@@ -1,29 +1,38 @@
 """`matmul`: check the operands, infer the layout, bind the primitive."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
+from ragged._activated import finished
+from ragged._epilogue import check_epilogue
 from ragged._errors import Site, describe, is_arraylike, is_concrete, is_count
+from ragged._letters import Einsum, Factor, einsum_of
+from ragged._mesh import is_of_one_device
 from ragged.backends.config import Config, Configs
 from ragged.backends.schedule import as_int32
 from ragged.product import check as _check
 from ragged.product.check import Tiling
 from ragged.product.layout import Layout, Product, infer_layout
-from ragged.product.operands import Call, Epilogue, Operand, Operands, Scales
+from ragged.product.operands import Call, Epilogue, Index, Operand, Operands
 from ragged.product.primitive import bind
 from ragged.quant.recipe import Recipe
 from ragged.quant.scaling import eight_bits_fixed, not_differentiable
-from ragged.quant.training import casts_of, quantized_product
+from ragged.quant.training import Made, casts_of, quantized_product
+from ragged.quant.weights import QuantizedWeights, made_for, unquantized
+from ragged.tensor import arithmetic
+from ragged.tensor.route import Gathered
 from ragged.tensor.tensor import KINDS, GroupedTensor
 
 
 def matmul(
-    lhs: GroupedTensor | Array | Any,
+    lhs: GroupedTensor | Gathered | Array | Any,
     rhs: GroupedTensor | Array | Any,
     *,
     preferred_element_type: Any = None,
@@ -33,6 +42,9 @@ def matmul(
     num_actual_groups: int | Any = None,
     capacity: int | Any = None,
     max_last: int | Any = None,
+    bias: Float[Array, "*n"] | Any = None,
+    activation: str | Any = None,
+    save: str | Any = "pre",
     backend: str | Any = None,
     tiling: Tiling | Any = None,
     config: Config | Configs | Any = None,
@@ -60,7 +72,10 @@ def matmul(
     **Arguments:**
 
     - `lhs`, `rhs`: a `GroupedTensor`, quantised (see `ragged.quantize`) or not, or a plain array: 3-D is uniform, 2-D
-      is one matrix shared by all groups of the other operand. The inner dims are both ragged or both not; where they
+      is one matrix shared by all groups of the other operand. With more dims, the last of `lhs` meets the first of the
+      groups of `rhs`, and the result has all others: `[rows, heads, d]` times `[g, d, e, f]` is `[rows, heads, e, f]`.
+      For anything else see `ragged.einsum`. `lhs` may be `route.gathered(x)`, which is
+      `route.dispatch(x)` without a copy where kernels need none. The inner dims are both ragged or both not; where they
       are ragged, `lhs.last_dims` and `rhs.first_dims` must be equal (checked where both are known; those of `lhs`
       count).
     - `preferred_element_type`: the dtype of the result. By default that of `existing_out`; else the operands' common
@@ -78,6 +93,13 @@ def matmul(
     - `capacity`: the extent of the result's packed axis, a static int. Needed only where an operand is ragged in both
       dims and the dim that the result packs is not packed there; by default `num_groups` times the most that a group
       can have. What doesn't fit is dropped.
+    - `bias`: `(*n,)`, or `[groups, *n]`: a row for each group that the uniform operand holds. Added in float32, where a
+      group has rows, before the activation. For layouts whose result has rows: `forward`, `batched`, `inner_rows`.
+    - `activation`: applied in float32 before the result is rounded: `"relu"`, `"silu"`, `"gelu"` (exact), `"gelu_tanh"`
+      (its approximation), `"sigmoid"`, `"tanh"`. For the same layouts, of floats.
+    - `save`: what the derivative of an activation keeps besides the operands and the result: `"pre"`, pre-activations,
+      rounded to the result's dtype; or `"out"`, nothing: it computes them again. `jax.checkpoint`'s policies know
+      them as `"ragged_pre_activation"`.
     - `backend`: `"xla"`, `"pallas_tpu"`, `"triton_gpu"`, or None for the platform's own, chosen when lowering.
     - `tiling`: `(tile_m, tile_k, tile_n)`, a function of `(m, k, n)` that gives one, or None for the library's choice.
       Derivatives use the same tile for the same dim. XLA uses the entries of ragged dims and tiles the others itself.
@@ -90,6 +112,7 @@ def matmul(
       XLA has nothing to interpret.
     - `recipe`: a `ragged.Recipe` or the name of a preset, for operands that aren't quantised: quantises them, and those
       of both derivatives, each along what it contracts. The gradient is straight-through, and by reverse mode only.
+      Weights that are quantised once for many products come from `ragged.quantize_weights`.
 
     - `out_sharding`: the sharding of the result's buffer, of operands that are sharded over `Explicit` mesh axes, as a
       `NamedSharding` or a `PartitionSpec`. By default its dims are sharded as the operands have them, and what is
@@ -114,12 +137,55 @@ def matmul(
         assert dw.shape == (4, 4, 8)
         ```
     """
-    product = product_of(**locals())
+    arguments = locals()
+    if _check.has_more_dims(lhs) or _check.has_more_dims(rhs):
+        return _of_more_dims(**arguments)
+    product = product_of(**arguments)
+    if product.has_epilogue:
+        return finished((product,))
     if product.recipe is None:
         out = bind(product.operands, product.call)
     else:
-        out = quantized_product(product.recipe, product.operands, product.call)
+        out = quantized_product(product.recipe, product.operands, product.call, product.made)
     return product.tensor(out)
+
+
+arithmetic.products["@"] = matmul
+
+
+def _of_more_dims(lhs: Any, rhs: Any, existing_out: Any, bias: Any, out_sharding: Any, **options: Any) -> GroupedTensor:
+    """`matmul` of groups with more than two dims, by one of matrices."""
+    e = einsum_of_matmul(lhs, rhs, options["group_offset"])
+    site = Site("ragged.matmul(lhs, rhs)", {"lhs": lhs, "rhs": rhs})
+    if out_sharding is not None:
+        problem = "`out_sharding` of a result whose groups have more than two dims."
+        site.fail(NotImplementedError, problem, "Reshard the result: `jax.sharding.reshard`.")
+    if is_arraylike(bias) and bias.ndim >= len(e.n):
+        bias = jnp.asarray(bias).reshape(*bias.shape[: bias.ndim - len(e.n)], -1)
+    return e.product(site, matmul, options | {"bias": bias}, existing_out)
+
+
+def einsum_of_matmul(lhs: Any, rhs: Any, group_offset: Any = None) -> Einsum:
+    """The letters of `matmul(lhs, rhs)`: the last of `lhs` meets the first of the groups of `rhs`."""
+    given, site = (lhs, rhs), Site("ragged.matmul(lhs, rhs)", {"lhs": lhs, "rhs": rhs})
+    lhs, rhs = (x.dispatch() if isinstance(x, Gathered) else unquantized(x) for x in given)
+    lhs, rhs = (_check.operand(site, *each, more_dims=True) for each in (("lhs", lhs), ("rhs", rhs)))
+    layout = _infer(site, lhs, rhs)
+    _check_extents(site, layout, lhs, rhs, group_offset)
+    if "n" in layout.ragged and "m" not in layout.ragged:
+        mend = "Multiply the other way round, for packed rows: `ragged.einsum` says in letters which way."
+        site.fail(ValueError, "the result would be ragged columns with more than two dims.", mend)
+    groups = [("g",) if _first_axis(x) else () for x in (lhs, rhs)]
+    m = tuple(f"m{i}" for i in range(lhs.ndim - len(groups[0]) - 1))
+    n = tuple(f"n{i}" for i in range(rhs.ndim - len(groups[1]) - 1))
+    if isinstance(given[0], Gathered | QuantizedWeights):
+        lhs = given[0]
+    if isinstance(given[1], QuantizedWeights):
+        rhs = given[1]
+    one = Factor.of("lhs", lhs, (*groups[0], *m, "k"))._replace(group=groups[0])
+    other = Factor.of("rhs", rhs, (*groups[1], "k", *n))._replace(group=groups[1])
+    group = () if layout.ragged and layout.name != "wgrad" else ("g",)
+    return einsum_of(one, other, (*group, *m, *n), ("g",))
 
 
 class MatmulProduct(NamedTuple):
@@ -132,6 +198,14 @@ class MatmulProduct(NamedTuple):
     first_dims: Array | Any
     last_dims: Array | Any
     recipe: Recipe | None
+    bias: Array | Any
+    activation: str | None
+    save: str
+    made: Made
+
+    @property
+    def has_epilogue(self) -> bool:
+        return self.bias is not None or self.activation is not None
 
     def tensor(self, out: Array) -> GroupedTensor:
         """`matmul`'s result, of the product's."""
@@ -149,6 +223,9 @@ def product_of(
     num_actual_groups: Any = None,
     capacity: Any = None,
     max_last: Any = None,
+    bias: Any = None,
+    activation: Any = None,
+    save: Any = "pre",
     backend: Any = None,
     tiling: Any = None,
     config: Any = None,
@@ -157,8 +234,15 @@ def product_of(
     out_sharding: Any = None,
 ) -> MatmulProduct:
     """Checks a call of `matmul`, and says what to bind. Arguments and errors are its."""
+    given, lhs, rhs = (lhs, rhs), unquantized(lhs), unquantized(rhs)
+    gathered = lhs if _is_in_place(lhs, rhs) else None
+    if gathered is not None:  # what is checked needs no values
+        lhs = GroupedTensor(jax.ShapeDtypeStruct(gathered.shape, gathered.dtype), gathered.first_dims)
+    elif isinstance(lhs, Gathered):
+        lhs = lhs.dispatch()
     site = Site("ragged.matmul(lhs, rhs)", {"lhs": lhs, "rhs": rhs})
-    lhs, rhs = _check.operand(site, "lhs", lhs), _check.operand(site, "rhs", rhs)
+    lhs = lhs if gathered is not None else _check.operand(site, "lhs", lhs)
+    rhs = _check.operand(site, "rhs", rhs)
     layout = _infer(site, lhs, rhs)
     _check_extents(site, layout, lhs, rhs, group_offset)
     _check.check_num_actual_groups(site, num_actual_groups)
@@ -177,21 +261,37 @@ def product_of(
         _check.check_existing(site, existing, shape, dtype)
 
     # Terms as the primitive wants them: the packed axis first.
-    (lhs_operand, lhs_letters), (rhs_operand, rhs_letters) = _stored(lhs, "mk"), _stored(rhs, "kn")
+    rhs_operand, rhs_letters = _stored(rhs, "kn")
+    if gathered is None:
+        (lhs_operand, lhs_letters), index = _stored(lhs, "mk"), None
+    else:
+        data, rows = (eight_bits_fixed("ragged.matmul", each) for each in (gathered.data, gathered.rows))
+        lhs_operand, lhs_letters = Operand(data), "mk"
+        index = Index(gathered.source, gathered.places, rows)
     swapped = "n" in layout.ragged and "m" not in layout.ragged
     if swapped:
         shape = (*shape[:-2], shape[-1], shape[-2])
         existing = None if existing is None else existing.mT
     dims = {"m": _dims(lhs, 0), "k": _dims(lhs, 1), "n": _dims(rhs, 1)}
     sizes = {letter: dims[letter] for letter in layout.ragged}
-    operands = Operands(lhs_operand, rhs_operand, sizes, offset, Epilogue(existing))
+    operands = Operands(lhs_operand, rhs_operand, sizes, offset, Epilogue(existing), index)
     if out_spec := _check.check_out_sharding(site, out_sharding, operands, shape[::-1] if swapped else shape):
         out_spec = PartitionSpec(*out_spec.partitions[::-1], unreduced=out_spec.unreduced) if swapped else out_spec
     einsum = Product(lhs_letters, rhs_letters, "nm" if swapped else "mn", layout.ragged)
     call = Call(einsum, shape, dtype, options, out_spec=out_spec)
     _check.check_plan(site, operands, call, (None, None) if recipe is None else casts_of(recipe, call)[0].forward)
     first_dims, last_dims = getattr(lhs, "first_dims", None), getattr(rhs, "last_dims", None)
-    return MatmulProduct(layout, operands, call, swapped, first_dims, last_dims, recipe)
+    more = first_dims, last_dims, recipe, bias, activation, save, made_for(recipe, operands, call, *given)
+    product = MatmulProduct(layout, operands, call, swapped, *more)
+    check_epilogue(site, product)
+    return product
+
+
+def _is_in_place(lhs: Any, rhs: Any) -> bool:
+    """Whether a product reads the rows of `lhs` through an index: into matrices of groups, and all on one device."""
+    if not isinstance(lhs, Gathered) or lhs.data.ndim != 2 or getattr(rhs, "ndim", 0) != 3 or any(_ragged(rhs)):
+        return False
+    return is_of_one_device([leaf for leaf in jax.tree.leaves((lhs, rhs)) if isinstance(leaf, jax.Array)])
 
 
 def _stored(x: GroupedTensor | Array, letters: str) -> tuple[Operand, str]:
@@ -203,7 +303,7 @@ def _stored(x: GroupedTensor | Array, letters: str) -> tuple[Operand, str]:
     else:
         data, scales = x, None
     if scales is not None:
-        scales = Scales(not_differentiable("ragged.matmul", scales.values), scales.block)
+        scales = jax.tree.map(partial(not_differentiable, "ragged.matmul"), scales)
     return Operand(eight_bits_fixed("ragged.matmul", data), scales), letters
 
 
@@ -221,11 +321,11 @@ def _checked_recipe(site: Site, lhs: GroupedTensor | Array, rhs: GroupedTensor |
     recipe.check_history()
     for name, x in (("lhs", lhs), ("rhs", rhs)):
         if _is_quantized(x):
-            site.fail(TypeError, f"`recipe` with `{name}` quantised already.", "Pass one or the other.")
+            site.fail(TypeError, f"`recipe` is given, but `{name}` is quantised already.", "Pass one or the other.")
         if not jnp.issubdtype(x.dtype, jnp.floating) or jnp.dtype(x.dtype).itemsize == 1:
             site.fail(
                 TypeError,
-                f"`recipe` with `{name}` in {jnp.dtype(x.dtype).name}.",
+                f"`recipe` is given, but `{name}` is {jnp.dtype(x.dtype).name}.",
                 "It quantises floats of 16 bits or more.",
             )
     return recipe
@@ -261,16 +361,22 @@ def _infer(site: Site, lhs: GroupedTensor | Array, rhs: GroupedTensor | Array) -
     return layout
 
 
+def _first_axis(x: GroupedTensor | Array) -> int:
+    """That of the groups' first dim."""
+    return int(isinstance(x, GroupedTensor) and x.packed_axis is None)
+
+
 def _fits_turned(name: str, x: GroupedTensor | Array, contracted: int) -> bool:
     """Whether the operand, which isn't ragged, would have the contracted extent if it were transposed."""
-    return not any(_ragged(x)) and x.shape[-1 if name == "rhs" else -2] == contracted
+    is_matrix = not any(_ragged(x)) and not _check.has_more_dims(x)
+    return is_matrix and x.shape[-1 if name == "rhs" else -2] == contracted
 
 
 def _check_extents(
     site: Site, layout: Layout, lhs: GroupedTensor | Array, rhs: GroupedTensor | Array, group_offset: Any
 ) -> None:
     """Numbers of groups, and the contracted extent."""
-    k_lhs, k_rhs = lhs.shape[-1], rhs.shape[-2]
+    k_lhs, k_rhs = lhs.shape[-1], rhs.shape[_first_axis(rhs)]
     if "k" not in layout.ragged and k_lhs != k_rhs:
         # Transposing what isn't ragged keeps the layout.
         turned = [
@@ -285,14 +391,14 @@ def _check_extents(
     if not isinstance(lhs, GroupedTensor) or not isinstance(rhs, GroupedTensor):
         if group_offset is not None:
             site.fail(
-                ValueError, "`group_offset` with a matrix that all groups share.", "Give the matrix a group axis."
+                ValueError, "`group_offset` is given, but all groups share one matrix.", "Give the matrix a group axis."
             )
         return
     uniform = {"forward": "rhs", "forward_left": "lhs", "wgrad": "the result"}.get(layout.name)
     if group_offset is not None and uniform is None:
         site.fail(
             ValueError,
-            f"`group_offset` in the layout {layout.name!r}, which has no uniform operand to be a shard.",
+            f"`group_offset` is given, but the layout {layout.name!r} has no uniform operand to be a shard.",
             "It is for one uniform and one ragged operand, or for a wgrad.",
         )
     held, groups = (rhs, lhs) if uniform == "rhs" else (lhs, rhs)
@@ -307,7 +413,7 @@ def _check_extents(
         )
     if "k" not in layout.ragged:
         return
-    if lhs.packed_axis == -1 and rhs.packed_axis == -2 and k_lhs != k_rhs:
+    if lhs.packed_axis == -1 and rhs.packed_axis != -1 and k_lhs != k_rhs:
         site.fail(
             ValueError,
             f"the contracted axis has a capacity of {k_lhs} in `lhs` but {k_rhs} in `rhs`.",
@@ -375,11 +481,13 @@ def _result_shape(
             )
     if max_last is not None and len(out) < 2:
         site.fail(
-            ValueError, f"`max_last` in the layout {layout.name!r}.", "It is for results that are ragged in both dims."
+            ValueError,
+            f"`max_last` is given, but the layout is {layout.name!r}.",
+            "It is for results that are ragged in both dims.",
         )
     if not out:
         if capacity is not None:
-            site.fail(ValueError, "`capacity` for a uniform result.", "Leave it out.")
+            site.fail(ValueError, "`capacity` is given, but the result is uniform.", "Leave it out.")
         return (int(num_actual_groups or num_groups), m, n)
     source, axis, extent = (lhs, -2, m) if out[0] == "m" else (rhs, -1, n)
     if isinstance(source, GroupedTensor) and source.packed_axis == axis:

@@ -75,6 +75,13 @@ def half_manual_mesh(leaves: Sequence[Any]) -> Any:
     return None if explicit_mesh(leaves) is not None else next(half, None)
 
 
+def is_of_one_device(leaves: Sequence[Any]) -> bool:
+    """Whether arrays are each device's own: no mesh of theirs has an axis that isn't manual and shares them."""
+    meshes = [mesh for x in leaves if not (mesh := jax.typeof(x).sharding.mesh).empty]
+    shared = any(mesh.size > 1 and not (mesh.manual_axes or mesh.explicit_axes) for mesh in meshes)
+    return not shared and explicit_mesh(leaves) is None and half_manual_mesh(leaves) is None
+
+
 def over_explicit_axes[F: Callable[..., Any]](function: F) -> F:
     """`function`, also of arrays that are sharded over `Explicit` axes: XLA partitions it, as over `Auto` ones.
 

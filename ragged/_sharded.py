@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from ragged._errors import Site
 from ragged._matmul import MatmulProduct, matmul, product_of
 from ragged.product.operands import Operands
 from ragged.product.primitive import bind
+from ragged.product.rows import dispatched
 from ragged.product.sharding import Axes, axes_of, mapped, spec_of
 from ragged.tensor.tensor import GroupedTensor
 
@@ -44,21 +46,22 @@ def sharded_matmul(
     - `out_shard_callback`: is called with each device's part of the result, as a `GroupedTensor` with what the groups
       have in it, and returns a tensor like it, of any dtype: an activation before the result leaves the device. Under
       `vmap` and `grad` it is a part of the product.
-    - `options`: those of `matmul`, but for `recipe` and `out_sharding`.
+    - `options`: those of `matmul`, but for `recipe`, `out_sharding`, `bias` and `activation`.
 
     **Returns:** what `matmul` does, sharded as `out_specs`.
 
     **Raises:** `TypeError` and `ValueError` for specs that don't fit the mesh and the operands, or as `matmul` does.
     """
     site = Site("ragged.sharded_matmul(lhs, rhs)", {"lhs": lhs, "rhs": rhs})
-    for name in ("recipe", "out_sharding"):
+    mends = {
+        "recipe": "Quantise the operands first, or `matmul` them sharded.",
+        "out_sharding": "Say it in `out_specs`.",
+        "bias": "Add it in `out_shard_callback`.",
+        "activation": "Apply it in `out_shard_callback`.",
+    }
+    for name, mend in mends.items():
         if options.get(name) is not None:
-            mend = (
-                "Quantise the operands first, or `matmul` them sharded."
-                if name == "recipe"
-                else "Say it in `out_specs`."
-            )
-            site.fail(ValueError, f"`{name}` in a product whose sharding is said.", mend)
+            site.fail(ValueError, f"`{name}` is given, but the sharding is said.", mend)
     inspect.signature(matmul).bind(lhs, rhs, **options)
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     if not hasattr(mesh, "axis_names") or mesh.empty:
@@ -66,6 +69,7 @@ def sharded_matmul(
     if not isinstance(in_specs, tuple | list) or len(in_specs) != 2:
         site.fail(TypeError, f"`in_specs` is {in_specs!r}.", "Pass two `PartitionSpec`s, of `lhs` and `rhs`.")
     product = product_of(lhs, rhs, **options)
+    product = product._replace(operands=dispatched(product.operands))
     x, call = product.operands, product.call
     out_rank = len(call.shape)
     axes = [
@@ -143,8 +147,8 @@ def _padded(product: MatmulProduct, axes: list[tuple[Axes, ...]], out: tuple[Axe
 
     def operand(name: str, letters: str) -> Any:
         data, scales = getattr(x, name)
-        if scales is not None and scales.block[0] is not None and letters[0] in ways:
-            scales = jax.tree.map(lambda values: longer(values, letters), scales)
+        if scales is not None and scales.block[0] == 1 and letters[0] in ways:
+            scales = replace(scales, values=longer(scales.values, letters))
         return getattr(x, name)._replace(data=longer(data, letters), scales=scales)
 
     x = x._replace(lhs=operand("lhs", p.lhs), rhs=operand("rhs", p.rhs))

@@ -1,6 +1,7 @@
 """Sizes of groups to measure and explain products with, by the name of a distribution."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +32,7 @@ KINDS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
 }
 
 
-def sample_sizes(kind: str, groups: int, total: int, seed: int = 0) -> np.ndarray:
+def sample_sizes(kind: str | Any, groups: int | Any, total: int | Any, seed: int | Any = 0) -> np.ndarray:
     """`(groups,)` int32 sizes that add up to `total`.
 
     **Arguments:**
@@ -39,14 +40,17 @@ def sample_sizes(kind: str, groups: int, total: int, seed: int = 0) -> np.ndarra
     - `kind`: `"even"`; `"random"`, between cuts at random places; `"zipf"`, in proportion to 1, 1/2, 1/3, ...; `"one"`,
       all in the first group.
 
-    **Raises:** `ValueError` for another kind, and for numbers that aren't positive (`total` may be 0).
+    - `seed`: of `"random"`.
+
+    **Raises:** `ValueError` for another kind, for a total beyond int32, and for numbers that aren't positive (`total`
+    and `seed` may be 0).
     """
     site = Site("ragged.tuning.sample_sizes(kind, groups, total)")
-    if kind not in KINDS:
+    if kind not in list(KINDS):
         site.fail(ValueError, f"no distribution is called {kind!r}.", f"There are {', '.join(map(repr, KINDS))}.")
-    if not is_count(groups) or not is_count(total, 0):
-        problem = f"`groups` is {groups!r} and `total` {total!r}."
-        site.fail(ValueError, problem, "They must be ints, and there must be a group.")
+    if not is_count(groups) or not is_count(total, 0) or not is_count(seed, 0) or total > np.iinfo(np.int32).max:
+        problem = f"`groups` is {groups!r}, `total` {total!r} and `seed` {seed!r}."
+        site.fail(ValueError, problem, "They must be ints, there must be a group, and int32 must hold the total.")
     shares = KINDS[kind](np.random.default_rng(seed), groups)
     ends = np.rint(np.cumsum(shares) / np.sum(shares) * total).astype(np.int32)
     return np.diff(ends, prepend=np.int32(0))

@@ -20,9 +20,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A `sampled` test runs by default in few cases, that show each value of each parameter; the others are `long`.
-
-    `sampled(2)`: in 2 cases, that show as many values as 2 can.
+    """A `sampled` test runs by default in 2 cases, that show as many values of its parameters as 2 can; the others are
+    `long`. `sampled(3)`: in 3 cases.
     """
     tests: dict[str, dict[pytest.Item, set[tuple[str, str]]]] = {}
     most: dict[str, int] = {}
@@ -31,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if sampled and hasattr(item, "callspec") and not {"long", "slow"} & {mark.name for mark in item.iter_markers()}:
             values = {(name, repr(value)) for name, value in item.callspec.params.items()}  # pyright: ignore
             tests.setdefault(test, {})[item] = values
-            most[test] = sampled.args[0] if sampled.args else len(items)
+            most[test] = sampled.args[0] if sampled.args else 2
     for test, cases in tests.items():
         unseen = set[tuple[str, str]]().union(*cases.values())
         for _ in range(most[test]):

@@ -138,12 +138,19 @@ def poisoning() -> tuple[Callable[..., Array], list[str]]:
 
     def poisoned(*, out_type: Any, name: str = "", **call: Any) -> Any:
         names.append(name)
-        if out_type == ():  # the kernel adds to what is there
-            return itself(out_type=(), name=name, **call)
-        poison = jnp.nan if jnp.issubdtype(out_type.dtype, jnp.floating) else 77
-        out = jax.new_ref(jnp.full(out_type.shape, poison, out_type.dtype))
-        itself(out=out, out_type=(), name=name, **call)
-        return jax.freeze(out)
+        if not out_type:  # the kernel adds to what is there
+            return itself(out_type=out_type, name=name, **call)
+        results = out_type if isinstance(out_type, list) else [out_type]
+        refs = []
+        for each in results:
+            poison = jnp.nan if jnp.issubdtype(each.dtype, jnp.floating) else 77
+            refs.append(jax.new_ref(jnp.full(each.shape, poison, each.dtype)))
+        # By name, those of the kernel's parameters that are given nowhere else.
+        kernel = call["kernel"]
+        missing = [param.name for param in kernel.params if not param.is_constexpr and param.name not in call]
+        itself(out_type=[], name=name, **call, **dict(zip(missing, refs, strict=True)))
+        made = [jax.freeze(ref) for ref in refs]
+        return made if isinstance(out_type, list) else made[0]
 
     return poisoned, names
 

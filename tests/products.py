@@ -10,12 +10,12 @@ from ragged.backends.base import Launch, Target
 from ragged.backends.config import in_context
 from ragged.product.layout import Product
 from ragged.product.lowering import BACKENDS, prepared
-from ragged.product.operands import Call, Epilogue, Operand, Operands, Options, Scales
+from ragged.product.operands import Call, Ending, Epilogue, Operand, Operands, Options, Scales
 
 ANY_TARGET = Target()
 
 
-def run(backend: str, x: Operands, call: Call, target: Target = ANY_TARGET) -> Array:
+def run(backend: str, x: Operands, call: Call, target: Target = ANY_TARGET) -> Any:
     """What `backend` computes. Fails if it doesn't."""
     module, x = BACKENDS[backend].load(), prepared(x, call)
     avals = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), x)
@@ -39,23 +39,31 @@ def product(
     existing_out: Any = None,
     lhs_scales: Scales | None = None,
     rhs_scales: Scales | None = None,
+    ending: Ending | None = None,
+    bias: Array | None = None,
+    up: Operand | None = None,
+    up_bias: Array | None = None,
     input_buffer_count: int = 2,
     sum_batch: bool = False,
     target: Target = ANY_TARGET,
-) -> Array:
-    """`axes` are the letters of `lhs`, `rhs` and the result, whose shape is `shape` without a batch axis."""
+) -> Any:
+    """`axes` are the letters of `lhs`, `rhs` and the result, whose shape is `shape` without a batch axis.
+
+    With an `ending`, a list of what it says is stored.
+    """
     ragged = "".join(letter for letter in "mkn" if letter in sizes)
     options = Options(
         precision, backend, tiling, target.interpret, input_buffer_count, configs=in_context().configs, source="using"
     )
-    call = Call(Product(*axes, ragged), shape, jnp.dtype(preferred_element_type), options, out_batch=not sum_batch)
-    operands = Operand(lhs, lhs_scales), Operand(rhs, rhs_scales)
-    return run(backend, Operands(*operands, sizes, group_offset, Epilogue(existing_out)), call, target)
+    dtype, keeps = jnp.dtype(preferred_element_type), not sum_batch
+    call = Call(Product(*axes, ragged), shape, dtype, options, out_batch=keeps, ending=ending)
+    operands, epilogue = (Operand(lhs, lhs_scales), Operand(rhs, rhs_scales)), Epilogue(existing_out, bias, up, up_bias)
+    return run(backend, Operands(*operands, sizes, group_offset, epilogue), call, target)
 
 
 def grouped_matmul(
     backend: str, lhs: Array, rhs: Array, sizes: Array, *, transpose_rhs: bool = False, **options: Any
-) -> Array:
+) -> Any:
     """`[m, k] × [h, k, n] -> [m, n]`, or `[h, n, k]` with `transpose_rhs`."""
     axes = ("mk", "nk" if transpose_rhs else "kn", "mn")
     shape = (lhs.shape[-2], rhs.shape[-2 if transpose_rhs else -1])
@@ -70,7 +78,7 @@ def transposed_grouped_matmul(
     return product(backend, lhs, rhs, {"k": sizes}, ("km", "kn", "mn"), (held, lhs.shape[-1], rhs.shape[-1]), **options)
 
 
-def batched_matmul(backend: str, lhs: Array, rhs: Array, *, axes: tuple[str, str, str], **options: Any) -> Array:
+def batched_matmul(backend: str, lhs: Array, rhs: Array, *, axes: tuple[str, str, str], **options: Any) -> Any:
     """`[g, m, k] × [g, k, n] -> [g, m, n]`, each as its axes say."""
     extent = dict(zip(axes[0] + axes[1], lhs.shape[-2:] + rhs.shape[-2:], strict=True))
     shape = (lhs.shape[-3], *(extent[letter] for letter in axes[2]))

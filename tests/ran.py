@@ -35,7 +35,8 @@ def watch() -> Iterator[Launches]:
             launches.append((backend, name))
             return x
 
-        return jax.tree.map(lambda x: jax.pure_callback(announce, jax.ShapeDtypeStruct(x.shape, x.dtype), x), out)
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), out)
+        return jax.pure_callback(announce, like, out)
 
     def pallas_call(*args: Any, **options: Any) -> Callable[..., Any]:
         run = pallas_call_itself(*args, **options)
@@ -77,8 +78,10 @@ def interpreted(backend: str) -> Iterator[Launches]:
     """
     compute, device = lowering.compute, (gpu.FIRST_WITH_FP8, 0) if backend == "triton_gpu" else None
 
-    def on_cpu(platform: str, operands: Operands, call: Call, target: Target) -> Array:
-        return compute(platform, operands, call, target._replace(interpret=True, device=device))
+    def on_cpu(platform: str, operands: Operands, call: Call, target: Target, *composed: Any) -> Any:
+        if platform == "cpu":
+            target = target._replace(interpret=True, device=device)
+        return compute(platform, operands, call, target, *composed)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(lowering.PLATFORMS, "cpu", backend)

@@ -15,7 +15,7 @@ import pytest
 from jax import Array
 
 import ragged
-from ragged import GroupedTensor, per_group, per_row
+from ragged import GroupedTensor, per_column, per_group, per_row
 
 from .test_tensor import CAPACITY, KINDS, RAGGED, SIZES, Example, example, floats, ints
 
@@ -93,13 +93,13 @@ def test_map_changes_what_is_not_ragged() -> None:
 @pytest.mark.parametrize(
     "kind, fn, axes, shape",
     [
-        ("uniform", lambda x: x[:2], [-3], "[2,3,2]"),
-        ("uniform", lambda x: x[..., 0], [-3], "[4,3]"),
-        ("ragged rows", lambda x: x[:5], [-2], "[5,3]"),
-        ("ragged rows", lambda x: x.sum(-1), [-2], "[11]"),
+        ("uniform", lambda x: x[:2], [0], "[2,3,2]"),
+        ("uniform", lambda x: x[..., 0], [0], "[4,3]"),
+        ("ragged rows", lambda x: x[:5], [0], "[5,3]"),
+        ("ragged rows", lambda x: x.sum(-1), [0], "[11]"),
         ("ragged columns", lambda x: x.T, [-1], "[11,2]"),
-        ("ragged both", lambda x: x[:, :2], [-2, -1], "[11,2]"),
-        (KINDS[4], lambda x: x[:2], [-2, -1], "[2,11]"),
+        ("ragged both", lambda x: x[:, :2], [0, -1], "[11,2]"),
+        (KINDS[4], lambda x: x[:2], [0, -1], "[2,11]"),
     ],
 )
 def test_map_errors(kind: str, fn: Callable[[Array], Array], axes: list[int], shape: str) -> None:
@@ -107,8 +107,9 @@ def test_map_errors(kind: str, fn: Callable[[Array], Array], axes: list[int], sh
     x = example(kind).tensor
     with pytest.raises(ValueError) as error:
         x.map(fn)
+    rank = {"uniform": "3 dims or more", "ragged rows": "2 dims or more"}.get(kind, "the rank")
     assert str(error.value) == (
-        f"`GroupedTensor.map`: `fn` must keep the rank and the extent of axes {axes}.\n"
+        f"`GroupedTensor.map`: `fn` must keep {rank} and the extent of axes {axes}.\n"
         f"Got x={x!r}, fn(x.data)=f32{shape}.\nOnly dims that aren't ragged may change."
     )
 
@@ -166,7 +167,9 @@ def test_same_structure(kind: str) -> None:
         GroupedTensor(floats(CAPACITY, 3), ints(3, 0, 1, 4)),  # other sizes
         GroupedTensor(floats(CAPACITY, 3), ints(3, 0, 5)),  # fewer groups
         GroupedTensor(floats(CAPACITY + 1, 3), ints(*SIZES)),  # another capacity
-        GroupedTensor(floats(CAPACITY, 1), ints(*SIZES)),  # would broadcast
+        GroupedTensor(floats(CAPACITY, 1), ints(3, 0, 1, 4)),  # one column, and other sizes
+        GroupedTensor(floats(4, 2, 3)),  # neither one row a group, nor all of them
+        GroupedTensor(floats(3, 1, 3)),  # one row a group, of fewer groups
     ],
     ids=repr,
 )
@@ -195,13 +198,12 @@ def test_another_packed_axis() -> None:
 
 GROUP = "One value a group is `ragged.per_group(v)`."
 ROW = "One value a row is `ragged.per_row(v)`."
-COLUMN = "One value a column is `x.map(lambda rows: rows {} v)`."
+COLUMN = "One value a column is `ragged.per_column(v)`."
 
 
 @pytest.mark.parametrize(
     "kind, shape, mend",
     [
-        ("ragged rows", (3,), COLUMN),
         ("ragged rows", (4,), GROUP),
         ("ragged rows", (4, 3), "One row a group is `ragged.per_group(v)`."),
         ("ragged rows", (CAPACITY,), ROW),
@@ -210,12 +212,12 @@ COLUMN = "One value a column is `x.map(lambda rows: rows {} v)`."
         ("ragged columns", (4, 2), "One column a group is `ragged.per_group(v)`."),
         ("ragged columns", (CAPACITY,), COLUMN),
         ("ragged both", (4,), f"{GROUP} {COLUMN}"),
-        ("uniform", (2,), COLUMN),
         ("uniform", (4, 3), ROW),
         (
             "ragged rows",
             (5,),
-            "Wrap it: `ragged.per_group(v)` for one value a group, `ragged.per_row(v)` for one a row. "
+            "Wrap it: `ragged.per_group(v)` for one value a group, `ragged.per_row(v)` for one a row, "
+            "`ragged.per_column(v)` for one a column. "
             "Or reach the whole buffer, as in `x.map(lambda data: data {} v)`.",
         ),
     ],
@@ -229,7 +231,6 @@ def test_plain_arrays(kind: str, shape: tuple[int, ...], mend: str) -> None:
                 with pytest.raises(TypeError) as error:
                     op(a, b)
                 text = mend.format(symbol)
-                text = text.replace(f"rows {symbol} v", f"v {symbol} rows") if a is array else text
                 text = text.replace(f"data {symbol} v", f"v {symbol} data") if a is array else text
                 assert str(error.value) == (
                     f"`GroupedTensor {symbol} array`: a plain array has no groups to match.\n"
@@ -241,8 +242,10 @@ def test_plain_arrays(kind: str, shape: tuple[int, ...], mend: str) -> None:
             assert (x + per_group(v)).shape == x.shape
         if "per_row" in mend and "Wrap" not in mend:
             assert (x + per_row(v)).shape == x.shape
-        if "for each" in mend or COLUMN in mend:
-            assert x.map(lambda rows: rows + v).shape == x.shape
+        if COLUMN in mend:
+            assert (x + per_column(v)).shape == x.shape
+        if "for each" in mend:
+            assert x.map(lambda data: data + v).shape == x.shape
 
 
 def test_dtypes_are_not_promoted_silently() -> None:
@@ -304,7 +307,7 @@ def test_per_group_of_a_uniform_tensor() -> None:
         ("ragged rows", per_group(floats(1)), (4,)),
         ("ragged rows", per_group(floats(4, 2)), (4, 3)),
         ("ragged rows", per_row(floats(4)), (11,)),
-        ("ragged rows", per_row(floats(11, 1)), (11,)),
+        ("ragged rows", per_row(floats(11, 2)), (11, 3)),
         ("ragged columns", per_group(floats(4, 11)), (4, 2)),
         ("ragged columns", per_row(floats(11)), (2,)),
         ("ragged both", per_group(floats(4, 3)), (4, 4)),
@@ -326,7 +329,7 @@ def test_wrong_shapes_of_values(kind: str, wrapped: per_group | per_row, want: t
             if isinstance(wrapped, per_row)
             else "One value a group, or one row a group."
         )
-        + " For one value a column: `x.map(lambda rows: rows * v)`, or `+`." * (wrapped.value.shape == x.shape[-1:])
+        + " One value a column is `ragged.per_column(v)`." * (wrapped.value.shape == x.shape[-1:])
     )
 
 
@@ -338,6 +341,7 @@ MAPS = {
     "sqrt": (lambda x: x.map(jnp.sqrt), lambda g: 0.5 / np.sqrt(g)),
     "reciprocal": (lambda x: 1 / x, lambda g: -1 / g**2),
     "by itself": (lambda x: x / x, lambda g: 0 * g),
+    "power": (lambda x: x**1.5, lambda g: 1.5 * np.sqrt(g)),
     "chain": (lambda x: 1 / (x + x).map(jnp.log1p), lambda g: -2 / ((1 + 2 * g) * np.log1p(2 * g) ** 2)),
     "norm": (lambda x: x / x.map(lambda d: jnp.sqrt(d * d)), lambda g: 0 * g),
 }
@@ -429,7 +433,7 @@ def test_normalising_in_a_chain(kind: str) -> None:
 
 # --- reductions -----------------------------------------------------------------------------------------------------
 
-NUMPY = {"sum": np.sum, "mean": np.mean, "max": np.max}
+NUMPY = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min, "var": np.var}
 
 
 def reduced(e: Example, name: str, axis: int | None, empty: float) -> np.ndarray:
@@ -464,12 +468,12 @@ def test_reductions(kind: str) -> None:
         return {name: [(fn(axis), fn(axis, empty=7)) for axis in (None, -1, -2)] for name, fn in fns.items()}
 
     for name, results in reduce(e.tensor).items():
-        default = -np.inf if name == "max" else 0
+        default = {"max": -np.inf, "min": np.inf}.get(name, 0)
         for axis, (got, got_7) in zip((None, -1, -2), results, strict=True):
             assert got.dtype == got_7.dtype == jnp.float32
-            np.testing.assert_allclose(got, reduced(e, name, axis, default), rtol=1e-6)
-            np.testing.assert_allclose(got_7, reduced(e, name, axis, 7), rtol=1e-6)
-        np.testing.assert_allclose(getattr(e.tensor, name)(), reduced(e, name, None, default), rtol=1e-6)
+            np.testing.assert_allclose(got, reduced(e, name, axis, default), rtol=1e-6, atol=1e-8)
+            np.testing.assert_allclose(got_7, reduced(e, name, axis, 7), rtol=1e-6, atol=1e-8)
+        np.testing.assert_allclose(getattr(e.tensor, name)(), reduced(e, name, None, default), rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("name", NUMPY)
@@ -498,12 +502,14 @@ def test_reductions_of_integers(kind: str, dtype: Any) -> None:
     groups = [np.where(g > 0, limits.max, g).astype(dtype) for g in e.groups] if dtype != np.int32 else e.groups
     e = Example(e.with_data(e.pack(groups, fill=limits.max)), groups, e.places)
     for axis in (None, -1, -2):
-        total, mean, largest = (getattr(e.tensor, name)(axis) for name in NUMPY)
+        total, mean, largest, smallest, var = (getattr(e.tensor, name)(axis) for name in NUMPY)
         assert (mean.dtype, largest.dtype) == (jnp.float32, dtype)
         assert total.dtype == jnp.sum(jnp.zeros(1, dtype)).dtype
         assert np.array_equal(total, reduced(e, "sum", axis, 0))
         np.testing.assert_allclose(mean, reduced(e, "mean", axis, 0), rtol=1e-6)
         assert np.array_equal(largest, reduced(e, "max", axis, limits.min))
+        assert np.array_equal(smallest, reduced(e, "min", axis, limits.max)) and smallest.dtype == dtype
+        np.testing.assert_allclose(var, reduced(e, "var", axis, 0), rtol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -512,16 +518,17 @@ def test_reductions_accumulate_in_float32(dtype: Any) -> None:
     rows = GroupedTensor(jnp.full((4200, 1), 3, dtype), ints(1000, 3000))
     tensors = [rows, rows.mT.mT, GroupedTensor(rows.data, rows.first_dims, ints(1, 1))]
     for x in tensors:
-        assert x.sum().dtype == x.mean().dtype == x.max().dtype == dtype
+        assert x.sum().dtype == x.mean().dtype == x.max().dtype == x.min().dtype == x.var().dtype == dtype
         np.testing.assert_allclose(x.sum().astype(jnp.float32), [3000, 9000], rtol=2**-8)
         assert x.mean().tolist() == [3, 3] and x.mean(-2).tolist() == [[3], [3]]
     np.testing.assert_allclose(rows.mT.sum(-1).astype(jnp.float32), [[3000], [9000]], rtol=2**-8)
 
 
 def test_max_of_float8() -> None:
-    """float8_e4m3fn has no infinity: the lowest value stands in for it."""
+    """float8_e4m3fn has no infinity: the lowest value stands in for it, for the smallest element the highest."""
     x = GroupedTensor(jnp.array([[-2.0], [-3.0], [jnp.nan]]).astype(jnp.float8_e4m3fn), ints(2, 0))
     assert x.max().astype(jnp.float32).tolist() == [-2, -448]
+    assert x.min().astype(jnp.float32).tolist() == [-3, 448]
 
 
 def test_max_of_negatives() -> None:
@@ -568,7 +575,8 @@ def test_reductions_of_mT(kind: str, axis: int | None) -> None:
 @pytest.mark.parametrize("axis", [None, -1, -2])
 @pytest.mark.parametrize("kind", RAGGED)
 def test_gradients_of_reductions(kind: str, axis: int | None) -> None:
-    """B4: of sum: one; of mean: 1 / count; of max: one at the largest; exactly zero in the tail."""
+    """B4: of sum: one; of mean: 1 / count; of max and min: one at that element; of var: 2 (x - mean) / count; exactly
+    zero in the tail."""
     e = example(kind)
 
     @jax.jit
@@ -582,11 +590,18 @@ def test_gradients_of_reductions(kind: str, axis: int | None) -> None:
     means = e.pack([np.full(g.shape, 1 / max(n, 1)) for g, n in zip(e.groups, along, strict=True)])
     # All values of an example differ.
     largest = e.pack([g == (np.max(g, axis=axis, keepdims=True) if g.size else g) for g in e.groups], False)
+    smallest = e.pack([g == (np.min(g, axis=axis, keepdims=True) if g.size else g) for g in e.groups], False)
+    spread = [g.astype(np.float64) for g in e.groups]
+    spread = [
+        2 * (g - g.mean(axis, keepdims=True)) / max(n, 1) if g.size else g for g, n in zip(spread, along, strict=True)
+    ]
     for fill in FILLS:
-        of_sum, of_mean, of_max = gradients(jnp.asarray(e.pack(e.groups, fill)))
+        of_sum, of_mean, of_max, of_min, of_var = gradients(jnp.asarray(e.pack(e.groups, fill)))
         assert np.array_equal(of_sum, e.mask)
         np.testing.assert_allclose(of_mean, means, rtol=1e-6)
-        assert np.array_equal(of_max, largest)
+        assert np.array_equal(of_max, largest) and np.array_equal(of_min, smallest)
+        np.testing.assert_allclose(of_var, e.pack(spread), atol=1e-6)
+        assert np.all(np.asarray(of_var)[~e.mask] == 0)
 
 
 # --- softmax --------------------------------------------------------------------------------------------------------

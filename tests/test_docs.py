@@ -1,14 +1,22 @@
 """The code in the README, in `docs/` and in docstrings runs, and links lead somewhere."""
 
 import ast
+import importlib.util
+import inspect
+import json
 import re
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import ragged
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DEAR = {"experts.md", "quantisation.md", "sharding.md", "start.md", "transformations.md", "tuning.md"}
 BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 
 
@@ -30,7 +38,7 @@ def docstrings() -> list[tuple[str, str]]:
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=[pytest.mark.long] * (page.name == "quantisation.md"), id=page.name)
+        pytest.param(page, marks=[pytest.mark.long] * (page.name in DEAR), id=page.name)
         for page in PAGES
         if blocks(page.read_text())
     ],
@@ -57,6 +65,53 @@ def test_the_readme_s_error_is_the_real_one(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out.splitlines() == claimed
 
 
+def test_the_readme_s_figures_are_those_of_the_benchmarks() -> None:
+    read = {
+        name: json.loads((ROOT / "docs" / "benchmarks" / f"{name}.json").read_text()) for name in ("conformance", "cpu")
+    }
+    rows = re.findall(r"^\| (.*) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    cells = {(row := [cell.strip() for cell in line.split("|")])[0]: row[1:] for line in rows}
+    functions = next(iter(cells.values()))
+    outcomes = [read["conformance"]["functions"][name]["outcomes"] for name in functions]
+    marks, checked = {"pass": "✓", "fail": "✗", "raises": "!", "n/a": ""}, 0
+    for check in set(cells) & set(outcomes[0]):
+        checked += 1
+        assert cells[check] == [marks[of.get(check, ["n/a"])[0]] for of in outcomes], check
+    counts = [
+        [sum(of[0] == status for of in each.values()) for status in ("pass", "fail", "raises")] for each in outcomes
+    ]
+    assert cells["checks: pass / fail / raise"] == [" / ".join(map(str, count)) for count in counts]
+    times = {(*row["m, k, n, g"], row["dtype"], row["product"]): row for row in read["cpu"]["rows"] if "shape" in row}
+    for name, row in cells.items():
+        if shape := re.fullmatch(r"(\d+)×(\d+)×(\d+), (\d+) groups, (\w+)", name):
+            checked += 1
+            found = [
+                times[*map(int, shape.groups()[:4]), shape[5], of]["figures"]
+                for of in ("forward", "forward + backward")
+            ]
+            for function, cell in zip(functions, row, strict=True):
+                want = [each[function]["of_dense"] for each in found if function in each]
+                assert cell == " · ".join(f"{x:.1f}" if x < 10 else f"{x:.0f}" for x in want), (name, function)
+    assert checked > 8
+
+
+@pytest.mark.long
+def test_the_tutorial_shows_what_it_says() -> None:
+    """Its outputs are those of a run. To make them again: `python docs/site/notebook.py docs/tutorial.ipynb`."""
+    notebook = json.loads((ROOT / "docs" / "tutorial.ipynb").read_text())
+    with jax_defaults():
+        ran = script("notebook").executed(notebook)
+    assert sum(bool(cell.get("outputs")) for cell in ran["cells"]) > 8
+    for got, stored in zip(ran["cells"], notebook["cells"], strict=True):
+        assert got == stored
+
+
+def test_the_pictures_are_those_of_the_script() -> None:
+    """To draw them again: `python docs/site/pictures.py`."""
+    drawn = script("pictures").pictures()
+    assert {path.name: path.read_text() for path in (ROOT / "docs" / "pictures").iterdir()} == drawn
+
+
 DOCSTRINGS = docstrings()
 
 
@@ -70,7 +125,11 @@ def test_there_are_examples_to_run() -> None:
     assert {name for name, _ in DOCSTRINGS} >= {"_matmul.matmul", "tensor.GroupedTensor", "route.route"}
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "page",
+    [*PAGES, *(ROOT / "docs" / "api").glob("*.md"), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"],
+    ids=lambda p: p.name,
+)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         if not target.startswith("https://"):
@@ -98,6 +157,71 @@ def test_the_design_page_lists_every_room() -> None:
         assert f"`{room.relative_to(ROOT)}`" in text
     for named in re.findall(r"^\| `(ragged/[^`]+)`", text, re.MULTILINE):
         assert (ROOT / named).exists()
+
+
+PUBLIC = ("ragged", "ragged.nn", "ragged.parallel", "ragged.tuning")
+
+
+def public_names() -> Iterator[tuple[str, Any]]:
+    """Everything that a user may write, with its name: `ragged.matmul`, `ragged.nn.MoE`, …."""
+    for module in PUBLIC:
+        names = vars(importlib.import_module(module))
+        for name, value in names.items():
+            if (
+                not name.startswith("_")
+                and not inspect.ismodule(value)
+                and (isinstance(value, type) or callable(value))
+            ):
+                yield f"{module}.{name}", value
+
+
+def undocumented(name: str, value: Any) -> Iterator[str]:
+    """What of a class or a function has no docstring: itself, its public methods and properties."""
+    own = vars(value).get("__doc__") if isinstance(value, type) else value.__doc__
+    if not own or own.startswith(f"{value.__name__}("):  # as dataclasses make them
+        yield name
+    for owner in value.__mro__ if isinstance(value, type) else ():
+        if not owner.__module__.startswith("ragged"):
+            continue
+        for member, what in vars(owner).items():
+            function = what.fget if isinstance(what, property) else getattr(what, "__func__", what)
+            if not member.startswith("_") and inspect.isfunction(function) and not function.__doc__:
+                yield f"{name}.{member}"
+
+
+def test_every_public_name_is_documented() -> None:
+    """By a docstring, and on a page of the reference."""
+    names = dict(public_names())
+    assert len(names) > 40
+    assert not [missing for name, value in names.items() for missing in undocumented(name, value)]
+    pages = "".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
+    listed = re.findall(r"^::: (?!ragged\.conformance)(.+)$", pages, re.MULTILINE)
+    # A function that lies in a module of its name has both names there.
+    assert {re.sub(r"\.(\w+)\.\1$", r".\1", name) for name in listed} == set(names)
+
+
+def test_the_derivatives_layouts_are_as_the_page_says() -> None:
+    import jax.numpy as jnp
+
+    page = (ROOT / "docs" / "transformations.md").read_text()
+    rows = ragged.GroupedTensor(jnp.ones((4, 3)), jnp.array([2, 1], jnp.int32))
+    both = ragged.GroupedTensor(jnp.ones((4, 2)), rows.first_dims, rows.first_dims)
+    kinds = {"uniform": ragged.GroupedTensor(jnp.ones((2, 3, 3))), "rows": rows, "columns": rows.mT, "both": both}
+    operands = re.findall(r"^!\[(\w+) @ (\w+) = \w+\]", (ROOT / "docs" / "layouts.md").read_text(), re.MULTILINE)
+    found = []
+    for lhs, rhs in operands:
+        plans = ragged.explain(kinds[lhs], kinds[rhs], platform="cpu").plans
+        found.append(tuple(plan.layout for plan in plans))
+    assert len(found) == 8
+    assert found == re.findall(r"^\| `(\w+)` \| `(\w+)` \| `(\w+)` \|$", page, re.MULTILINE)
+
+
+def script(name: str) -> Any:
+    """A module of `docs/site`."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "site" / f"{name}.py")
+    assert spec and spec.loader
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    return module
 
 
 class jax_defaults:

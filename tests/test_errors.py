@@ -135,7 +135,7 @@ MATMUL: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "They are contracted and must be equal. Did you mean `rhs.mT` or `lhs.mT`?",
     ),
     "weights with heads": (
-        lambda: ragged.matmul(ROWS, jnp.ones((4, 8, 2, 3))),
+        lambda: ragged.gated_matmul(ROWS, jnp.ones((4, 8, 2, 3)), jnp.ones((4, 8, 2, 3))),
         ValueError,
         "`ragged.matmul(lhs, rhs)`: `rhs` is a plain array with 4 dims.\n"
         f"Got lhs={rows}, rhs=f32[4,8,2,3].\n"
@@ -145,7 +145,7 @@ MATMUL: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "weights with heads, from the left": (
         lambda: ragged.matmul(jnp.ones((4, 2, 3, 8)), COLUMNS),
         ValueError,
-        "Merge the dims that aren't contracted: `lhs.reshape(4, -1, 8)`.",
+        "the result would be ragged columns with more than two dims.",
     ),
     "kind of an operand": (
         lambda: ragged.matmul([[1.0]], ROWS),
@@ -183,7 +183,7 @@ MATMUL: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "integer result of floats": (
         lambda: ragged.matmul(ROWS, UNIFORM, preferred_element_type=jnp.int32),
         TypeError,
-        "`preferred_element_type` is dtype('int32'), which can't hold the product.",
+        "`preferred_element_type` is int32, which can't hold the product.",
     ),
     "no dtype": (
         lambda: ragged.matmul(ROWS, UNIFORM, preferred_element_type="float99"),
@@ -274,12 +274,12 @@ MATMUL: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "group_offset where nothing is a shard": (
         lambda: ragged.matmul(ROWS, COLUMNS, group_offset=jnp.int32(0)),
         ValueError,
-        "`group_offset` in the layout 'outer', which has no uniform operand to be a shard.",
+        "`group_offset` is given, but the layout 'outer' has no uniform operand to be a shard.",
     ),
     "group_offset of a shared matrix": (
         lambda: ragged.matmul(ROWS, jnp.ones((8, 6)), group_offset=jnp.int32(0)),
         ValueError,
-        "`group_offset` with a matrix that all groups share.",
+        "`group_offset` is given, but all groups share one matrix.",
     ),
     "num_actual_groups outside of a wgrad": (
         lambda: ragged.matmul(ROWS, UNIFORM, num_actual_groups=2),
@@ -367,12 +367,12 @@ MATMUL: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "max_last": (
         lambda: ragged.matmul(ROWS, UNIFORM, max_last=4),
         ValueError,
-        "`max_last` in the layout 'forward'.",
+        "`max_last` is given, but the layout is 'forward'.",
     ),
     "capacity of a uniform result": (
         lambda: ragged.matmul(UNIFORM, jnp.ones((4, 6, 2)), capacity=4),
         ValueError,
-        "`capacity` for a uniform result.",
+        "`capacity` is given, but the result is uniform.",
     ),
     "capacity that the operand has": (
         lambda: ragged.matmul(ROWS, UNIFORM, capacity=4),

@@ -131,6 +131,33 @@ def test_the_moe_layer_is_short() -> None:
 
 
 @pytest.mark.long
+def test_first_steps() -> None:
+    """Results and all gradients as of each token alone, with biases; in fewer than 40 lines, docstring and all."""
+    first = example("first_steps")
+    tokens, keys = 24, jax.random.split(jax.random.key(0), 4)
+    p = first.parameters(keys[0])
+    p |= {name: jax.random.normal(keys[1], b.shape) for name, b in p.items() if "bias" in name}
+    x, dy = (jax.random.normal(key, (tokens, first.D)) for key in keys[2:])
+
+    def reference(p: Any, x: Any) -> Any:
+        odds = jnp.exp(x @ p["router"])
+        chosen = jnp.argsort(-odds, axis=1)[:, :2]
+        odds = odds / jnp.sum(odds, axis=1, keepdims=True)
+        y = jnp.zeros_like(x)
+        for expert in (chosen[:, 0], chosen[:, 1]):
+            gate, up = (
+                jnp.einsum("td,tdh->th", x, p[name][expert]) + p[f"{name}_bias"][expert] for name in ("gate", "up")
+            )
+            out = jnp.einsum("th,thd->td", gate / (1 + jnp.exp(-gate)) * up, p["down"][expert]) + p["down_bias"][expert]
+            y += jnp.take_along_axis(odds, expert[:, None], axis=1) * out
+        return y
+
+    got = quick(with_gradients(partial(first.layer, recipe=None)), dy, p, x)
+    assert_close(got, float64(with_gradients(reference), dy, p, x))
+    assert len([line for line in (FOLDER / "first_steps.py").read_text().splitlines() if line]) < 40
+
+
+@pytest.mark.long
 def test_lora_adapters() -> None:
     """Ragged and padded ranks, against each token's own product; one adapter has rank 0, one has no token."""
     lora = example("lora_serving")
@@ -253,6 +280,7 @@ def figures(printed: str, label: str) -> list[float]:
 
 # What each script's output must show.
 SHOWN: dict[str, Callable[[str], bool]] = {
+    "first_steps": lambda out: all(learnt(figures(out, f"recipe {recipe}")) for recipe in ("None", "blockwise")),
     "moe_layer": lambda out: figures(out, "MoE")[0] < 0.25 * figures(out, "Dense")[0],
     "lora_serving": lambda out: figures(out, "largest difference")[0] < 1e-4,
     "rgcn": lambda out: all(figures(out, "RGCN")[0] > 1.2 * figures(out, x)[0] for x in ("popularity", "no messages")),
@@ -260,6 +288,11 @@ SHOWN: dict[str, Callable[[str], bool]] = {
     "expert_parallel": lambda out: same_on_all_devices(out, processes=1),
     "expert_parallel --processes 2": lambda out: same_on_all_devices(out, processes=2),
 }
+
+
+def learnt(losses: list[float]) -> bool:
+    before, _, after = losses
+    return after < 0.05 * before
 
 
 def same_on_all_devices(out: str, processes: int) -> bool:

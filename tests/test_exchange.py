@@ -89,7 +89,7 @@ def gradients(f: Any) -> Any:
     return jax.jit(jax.grad(loss, (0, 1, 2, 4)))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("transport", ["dense", "ring"])
 def test_values_and_gradients(transport: str, check_vma: bool) -> None:
@@ -164,7 +164,7 @@ def rounded(x: np.ndarray, scaling: str) -> np.ndarray:
     return out
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("wire, width", [("mxfp8", 80 + 3), ("rowwise", 80 + 4)])
 @pytest.mark.parametrize("transport", ["dense", "ring"])
@@ -452,6 +452,8 @@ def chunked(route: ragged.Route | Any) -> Any:
         ),
         (lambda r: ragged.exchange(r, wire="tensorwise"), ValueError, "Each row must have scales of its own"),
         (lambda r: ragged.exchange(r, wire=ragged.Cast(None)), ValueError, "`wire` has no dtype of 8 bits"),
+        (lambda r: ragged.exchange(r, wire="nvfp4"), ValueError, "`wire` has no dtype of 8 bits"),
+        (lambda r: ragged.exchange(r, wire=ragged.Cast("int8", "nvfp4")), ValueError, "`wire` has the scaling nvfp4"),
         (lambda r: ragged.exchange(r, wire="mxfp4"), ValueError, "'mxfp4' is no recipe"),
         (lambda r: ragged.exchange(r).combine(3), TypeError, "`y` is not a `GroupedTensor`"),
         (
@@ -465,7 +467,7 @@ def chunked(route: ragged.Route | Any) -> Any:
             "`function` has an unsealed recipe, whose next history would be the sum of 3.\nTake one chunk",
         ),
     ],
-    ids=range(18),
+    ids=range(20),
 )
 def test_bad_input(call: Any, error: Any, text: str) -> None:
     """B9."""

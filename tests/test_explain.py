@@ -18,7 +18,8 @@ from jax import Array
 from jax.sharding import AbstractDevice, AbstractMesh
 
 import ragged
-from ragged import GroupedTensor, _explain
+from ragged import GroupedTensor
+from ragged._products import products
 from ragged.backends.base import Launch, Refusal, Target
 from ragged.backends.config import TpuConfig
 from ragged.product import lowering
@@ -192,7 +193,7 @@ def test_explain_says_what_is_lowered_everywhere(machine: str, layout: str) -> N
 def launches(machine: str, function: Any, *avals: Any) -> list[Launch]:
     """What is planned for each product of a function."""
     platform, found = MACHINES[machine][0], []
-    for equation in _explain._products(jax.make_jaxpr(function)(*avals)):
+    for equation, _ in products(jax.make_jaxpr(function)(*avals)):
         call, shapes = equation.params["call"], [x.aval for x in equation.invars]
         with context(machine), lowering.target_of(platform, call.options) as target:
             found.append(lowering.launch_of(platform, equation.params["tree"].unflatten(shapes), call, target))
@@ -317,9 +318,12 @@ def test_a_launch_says_what_it_costs() -> None:
     assert launch.visits == (16 + 4 - 1) * 2 * 3
 
 
-class _WithBias(NamedTuple):
+class _WithRange(NamedTuple):
     existing: Any = None
     bias: Any = None
+    up: Any = None
+    up_bias: Any = None
+    range: Any = None
 
 
 @pytest.mark.parametrize("backend", ["pallas_tpu", "triton_gpu"])
@@ -332,9 +336,9 @@ def test_a_kernel_refuses_an_epilogue_that_it_does_not_know(backend: str) -> Non
     call = Call(Product("mk", "kn", "mn", "m"), (64, 32), jnp.dtype(f32), Options(backend=backend), out_batch=True)
     operands = Operands(Operand(x), Operand(w), {"m": sizes})
     assert isinstance(lowering.ask(backend, operands, call, Target(interpret=True)), Launch)
-    epilogue: Any = _WithBias(bias=jax.ShapeDtypeStruct((64, 32), f32))
+    epilogue: Any = _WithRange(range=jax.ShapeDtypeStruct((64, 32), f32))
     refusal = lowering.ask(backend, operands._replace(epilogue=epilogue), call, Target(interpret=True))
-    assert refusal == Refusal(f"{backend} has no kernels for bias")
+    assert refusal == Refusal(f"{backend} has no kernels for range")
 
 
 def test_explain_leaks_no_tracer_and_takes_arrays_of_numpy() -> None:

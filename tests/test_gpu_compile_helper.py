@@ -122,11 +122,13 @@ def test_tma() -> None:
     assert counts["LDGSTS"] == 0
 
 
+@pytest.mark.long
 def test_fp8() -> None:
     counts = compile_one("NVIDIA H200", partial(matmul, tile=(128, 256, 128)), *avals(jnp.float8_e4m3fn)).sass_counts
     assert counts["QGMMA"] > 0 and counts["HGMMA"] == 0
 
 
+@pytest.mark.long
 def test_int8() -> None:
     counts = compile_one("NVIDIA H200", partial(matmul, tile=(128, 128, 128)), *avals(jnp.int8)).sass_counts
     assert counts["IGMMA"] > 0
@@ -143,6 +145,7 @@ def test_ampere_without_tma() -> None:
     assert counts["HMMA"] > 0 and counts["UTMALDG"] == 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kernel", [pointers, descriptors])
 def test_blackwell(kernel: Any) -> None:
     counts = compile_one("NVIDIA B200", partial(matmul, kernel=kernel), *BF16).sass_counts
@@ -150,6 +153,7 @@ def test_blackwell(kernel: Any) -> None:
     assert (counts["UTMALDG"] > 0) == (kernel is descriptors)
 
 
+@pytest.mark.long
 def test_too_few_registers_are_seen() -> None:
     kernel = compile_one("NVIDIA H200", partial(matmul, num_warps=4), *BF16)  # the accumulator is 256 a thread
     assert kernel.registers == 255
@@ -159,6 +163,7 @@ def test_too_few_registers_are_seen() -> None:
     assert "wgmma.mma_async instructions are serialized" in remark
 
 
+@pytest.mark.long
 def test_too_much_shared_memory_is_seen() -> None:
     assert compile_one("NVIDIA H200", partial(matmul, stages=4), *BF16).shared_bytes == 4 * (128 + 256) * 64 * 2
     with pytest.raises(AssertionError, match="too many for NVIDIA A100"):
@@ -199,6 +204,7 @@ def test_a_gpu_that_is_here_is_ignored() -> None:
         assert ".target sm_90a" in compile_one("NVIDIA H200", matmul, *BF16).ptx
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kernel", [pointers, descriptors])
 def test_whole_program(kernel: Any) -> None:
     def program(x: Any, y: Any) -> Any:
@@ -225,7 +231,10 @@ def test_skips_or_fails() -> None:
 def test_missing(absent: set[str], names: str) -> None:
     find = triton_call.find_spec
     with mock.patch.object(triton_call, "find_spec", lambda name: None if name in absent else find(name)):
-        assert triton_call.missing() == f"`ragged`'s Triton kernels need {names}: `pip install ragged[cuda]`."
+        assert (
+            triton_call.missing()
+            == f"`ragged`'s Triton kernels need {names}: `pip install 'jax[cuda13]' jax-triton triton`."
+        )
         with pytest.raises(ImportError, match=names):
             triton_call.load.__wrapped__()
     assert triton_call.missing() == ""

@@ -71,7 +71,7 @@ def test_info_on_a_bare_machine(tmp_path: Path) -> None:
         "device cpu: cpu × 1",
         "xla runs here",
         "pallas_tpu lowers for tpu, which isn't here; runs interpreted, with `interpret=True`",
-        "triton_gpu not available: there is no Triton here: `pip install ragged[cuda]`",
+        "triton_gpu not available: there is no Triton here: `pip install 'jax[cuda13]' jax-triton triton`",
         f"tuning cache {tmp_path / 'none.json'}",
         "0 configurations",
     ):
@@ -82,7 +82,7 @@ def test_a_bare_machine_draws_nothing() -> None:
     """T10: a plot names what to install."""
     failed = bare("explain", *SMALL, "--plot", "/nowhere/plot.png")
     assert (failed.returncode, failed.stdout) == (1, "")
-    assert "it needs matplotlib.\nInstall it: `pip install ragged[plot]`." in failed.stderr
+    assert "it needs matplotlib.\nInstall it: `pip install matplotlib`." in failed.stderr
 
 
 def test_info(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

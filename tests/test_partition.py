@@ -20,6 +20,8 @@ from ragged import GroupedTensor
 
 from . import cases, oracle
 
+pytestmark = pytest.mark.long  # by default, others stand for these
+
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 COLLECTIVES = "all-reduce", "all-gather", "all-to-all", "ragged-all-to-all", "reduce-scatter", "collective-permute"
 DOCS = Path(__file__).parent.parent / "docs" / "sharding.md"
@@ -229,7 +231,7 @@ def test_recipes(recipe: str, kind: str) -> None:
     same(*over(kind, step, [x, w, dout], axes, a=2, b=2), tolerance=2e-5)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_scales_of_blocks_that_are_cut(kind: str) -> None:
     """D1: blocks of 128 along 192 of which a device has 96; scales of groups that are packed."""

@@ -32,6 +32,8 @@ from ragged.product import lowering
 from . import gpu, oracle
 from .cases import check_error
 
+pytestmark = pytest.mark.long  # by default, others stand for these
+
 long = pytest.mark.long
 F32, BF16, F16, F64 = "float32", "bfloat16", "float16", "float64"
 Sizes = tuple[int, ...]
@@ -929,12 +931,12 @@ def test_tokamax_in_shard_map() -> None:
 @long
 def test_refused_blocks_of_several_rows(block: tuple[int, int]) -> None:
     """tokamax, _src/ops/ragged_dot/test_base.py: `test_quantized` with scales for blocks of rows, and PyTorch's MXFP8
-    2-D × 2-D. A block would straddle two groups; repeated, its scales are those of single elements."""
+    2-D × 2-D. There blocks are the buffer's, here each group's; repeated, their scales are those of single elements."""
     x = GroupedTensor(jnp.ones((512, 8), BF16), jnp.array([300, 100], jnp.int32))
-    text = f"a block of {block[0]} along the first dim, which is ragged, would straddle two groups"
-    check_error(lambda: ragged.quantize(x, jnp.int8, block), ValueError, text)
     rng = np.random.default_rng(0)
     data, scales = rng.integers(-9, 9, (512, 8)).astype(np.int8), rng.random((512 // block[0], 8), np.float32)
+    made = [jnp.asarray(data), x.first_dims, None, jnp.asarray(scales), Scaling((block[0], 1))]
+    check_error(lambda: GroupedTensor(*made), ValueError, f"have shape ({512 // block[0] + 1}, 8)")
     each = np.repeat(scales, block[0], 0)
     x = GroupedTensor(jnp.asarray(data), x.first_dims, scales=jnp.asarray(each), scaling=Scaling((1, 1)))
     w = random(rng, (2, 8, 8), F32)

@@ -19,8 +19,8 @@ from ragged import Float8e8m0fnu, GroupedTensor, Scaling, quantize
 
 from . import cases, oracle
 
-DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8", "int4")
-LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0, "int4": 7.0}
+DTYPES = ("float8_e4m3fn", "float8_e5m2", "float4_e2m1fn", "int8", "int4")
+LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "float4_e2m1fn": 6.0, "int8": 127.0, "int4": 7.0}
 SCALINGS = ("tensor", "group", "row", "column", (1, 4), (None, 3), "mx")
 KINDS = {  # ragged first, ragged last, seen through `mT`
     "uniform": (False, False, False),
@@ -81,24 +81,19 @@ def half_a_unit(value: np.ndarray, dtype: str) -> np.ndarray:
     """Half the distance between `dtype`'s neighbours of each value."""
     if dtype.startswith("int"):
         return np.full(value.shape, 0.5)
-    mantissa, smallest = {"float8_e4m3fn": (3, -6), "float8_e5m2": (2, -14)}[dtype]
+    mantissa, smallest = {"float8_e4m3fn": (3, -6), "float8_e5m2": (2, -14), "float4_e2m1fn": (1, 0)}[dtype]
     exponent = np.floor(np.log2(np.maximum(np.abs(value), 2.0**smallest)))
     return 2.0 ** (exponent - mantissa - 1)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_half_a_unit_in_the_last_place(kind: str, dtype: str) -> None:
     """B4: every scaling: the scale is its block's, no block straddles two groups, NaN tails don't count."""
-    flipped = (KINDS[kind][1] and not KINDS[kind][0]) or kind == "both mT"
     for scaling, power_of_two in itertools.product(SCALINGS, (False, True)):
         groups, x = make(kind, fill=1e30 if power_of_two else np.nan)
-        if flipped and not isinstance(scaling, str):
-            scaling = scaling[::-1]
         mx = scaling == "mx"
-        if mx and flipped:
-            continue  # blocks of 32 along packed columns: an error, see below
         q = quantize(x, dtype, scaling, power_of_two=power_of_two)
         assert q.dtype == jnp.dtype(dtype) and q.logical_dtype == jnp.float32
         assert q.scales.dtype == (jnp.float8_e8m0fnu if mx else jnp.float32)
@@ -153,7 +148,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind, scaling, shape", SHAPES, ids=str)
 def test_shapes_of_scales_and_mT(kind: str, scaling: Any, shape: tuple[int, ...]) -> None:
     """T5: the table of `Scaling`; `mT` moves scales along, and twice is nothing."""
@@ -217,7 +212,8 @@ def test_tiny_and_huge_values() -> None:
             back = np.asarray(q.dequantize().data)
             assert np.all(np.isfinite(back))
             if value >= 1e-30:
-                np.testing.assert_allclose(back, value, rtol=0.08)
+                # Half a unit at the least value of a binade that the largest is mapped to.
+                np.testing.assert_allclose(back, value, rtol=0.2 if name == "float4_e2m1fn" else 0.08)
 
 
 @pytest.mark.long
@@ -244,7 +240,7 @@ def test_float64_beyond_float32() -> None:
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite(bad: float) -> None:
-    """NaN and infinity stay where they are in floats, and mark their block in integers; never another group."""
+    """NaN and infinity stay where they are in floats of 8 bits, else mark their block; never another group."""
     x = jnp.ones((2, 3, 4)).at[0, 0, 0].set(bad)
     for scaling in ("tensor", "group", "row"):
         q = np.asarray(quantize(x, jnp.float8_e4m3fn, scaling).dequantize().data)
@@ -252,9 +248,10 @@ def test_what_is_not_finite(bad: float) -> None:
         q = np.asarray(quantize(x, jnp.float8_e5m2, scaling).dequantize().data)
         np.testing.assert_array_equal(q[0, 0, 0], bad)
         assert np.isfinite(q).sum() == q.size - 1
-        q = np.asarray(quantize(x, jnp.int8, scaling).dequantize().data)
-        lost = {"tensor": 24, "group": 12, "row": 4}[scaling]
-        assert np.isnan(q).sum() == lost and np.isnan(q[0, 0]).all()
+        for dtype in (jnp.int8, jnp.float4_e2m1fn):
+            q = np.asarray(quantize(x, dtype, scaling).dequantize().data)
+            lost = {"tensor": 24, "group": 12, "row": 4}[scaling]
+            assert np.isnan(q).sum() == lost and np.isnan(q[0, 0]).all()
 
 
 def test_no_recipe_gives_the_plain_tensor_back() -> None:
@@ -333,22 +330,12 @@ def test_annotations() -> None:
 X = GroupedTensor(jnp.ones((8, 64)), jnp.array([3, 5], jnp.int32))
 Q = quantize(X, jnp.float8_e4m3fn, "row")
 ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
-    "straddles": (
-        lambda: quantize(X, jnp.int8, (128, 128)),
-        ValueError,
-        "a block of 128 along the first dim, which is ragged, would straddle two groups",
-    ),
-    "straddles columns": (
-        lambda: quantize(X.mT, jnp.int8, "mx"),
-        ValueError,
-        "a block of 32 along the last dim, which is ragged, would straddle two groups",
-    ),
     "dtype": (lambda: quantize(X, jnp.float16, "row"), TypeError, "no quantising to float16"),
     "no dtype": (lambda: quantize(X, "fp8", "row"), TypeError, "no quantising to 'fp8'"),
     "scaling": (lambda: quantize(X, jnp.int8, "rows"), ValueError, "'rows' is no scaling"),
     "block": (lambda: quantize(X, jnp.int8, (0, 1)), ValueError, "`block` is (0, 1)"),
     "long block": (lambda: quantize(X, jnp.int8, (1, 2, 3)), ValueError, "`block` is (1, 2, 3)"),
-    "scales' dtype": (lambda: Scaling((1, 32), jnp.bfloat16), TypeError, "scales of dtype"),
+    "scales' dtype": (lambda: Scaling((1, 32), jnp.bfloat16), TypeError, "scales of dtype bfloat16"),
     "twice": (lambda: quantize(Q, jnp.int8, "row"), TypeError, "quantised already"),
     "integers": (lambda: quantize(X.astype(jnp.int32), jnp.int8, "row"), TypeError, "`x` has dtype int32"),
     "fp8": (lambda: quantize(X.astype(jnp.float8_e5m2), jnp.int8, "row"), TypeError, "`x` has dtype float8_e5m2"),
@@ -368,17 +355,17 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
     "gradient of dequantize": (
         lambda: eqx.filter_grad(lambda q: q.dequantize().data.sum())(Q),
         TypeError,
-        "`GroupedTensor.dequantize`: differentiated with respect to a quantised operand",
+        "`GroupedTensor.dequantize`: it is differentiated with respect to a quantised operand",
     ),
     "gradient of dequantize by data": (
         lambda: jax.grad(lambda d: Q._with(data=d).dequantize().data.sum())(Q.data),
         TypeError,
-        "`GroupedTensor.dequantize`: differentiated with respect to a quantised operand",
+        "`GroupedTensor.dequantize`: it is differentiated with respect to a quantised operand",
     ),
     "lost scales": (
         lambda: eqx.partition(quantize(X, jnp.int8, "row"), eqx.is_inexact_array)[1].dequantize(),
         TypeError,
-        "`scaling` without an array of scales",
+        "`scaling` is given without an array of scales",
     ),
     "gradient": (
         lambda: jax.grad(lambda d: quantize(d, jnp.float8_e4m3fn, "row").dequantize().data.sum())(jnp.ones((1, 2, 3))),
@@ -388,7 +375,7 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
     "scales without scaling": (
         lambda: GroupedTensor(Q.data, Q.first_dims, None, Q.scales),
         ValueError,
-        "`scales` without `scaling`",
+        "`scales` are given without `scaling`",
     ),
     "shape of scales": (
         lambda: GroupedTensor(Q.data, Q.first_dims, None, Q.scales[1:], Q.scaling),
@@ -400,10 +387,10 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         "have shape (8, 1) and dtype float32",
     ),
-    "illegal scaling": (
-        lambda: GroupedTensor(Q.data, Q.first_dims, None, Q.scales, Scaling((4, 1))),
+    "scales of blocks of the buffer": (
+        lambda: GroupedTensor(Q.data, Q.first_dims, None, Q.scales[:2].repeat(64, 1), Scaling((4, 1))),
         ValueError,
-        "would straddle two groups",
+        "have shape (3, 64) and dtype float32",
     ),
     "no Scaling": (
         lambda: GroupedTensor(Q.data, Q.first_dims, None, Q.scales, "row"),

@@ -44,7 +44,7 @@ def through(x: GroupedTensor, firsts: Any, lasts: Any, how: Cast, contracted: in
         kept, along = block
         is_ragged = x.ragged if contracted == -1 else x.ragged[::-1]
         kept = 1 if is_ragged[0] and kept is not None else kept
-        block = (kept, None if is_ragged[1] else along)
+        block = (kept, None if all(is_ragged) else along)
         block = block if contracted == -1 else block[::-1]
     q = quantize(x, how.dtype, Scaling(block, how.scaling.dtype), power_of_two=how.power_of_two)
     return groups_of(q, firsts, lasts)
@@ -96,6 +96,7 @@ def test_each_product_is_quantised_on_its_own(layout: str, recipe: Any) -> None:
     check_recipe(cases.make(layout, g=3, kind="half_empty", capacity=40, uniform=(6, 9, 5)), Recipe.of(recipe))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("packed", [(True, False), (False, True)])
 @pytest.mark.parametrize("layout", ["inner_rows", "inner_columns", "ragged"])
 def test_packed_along_the_other_axis(layout: str, packed: tuple[bool, bool]) -> None:
@@ -110,11 +111,14 @@ def test_packed_along_the_other_axis(layout: str, packed: tuple[bool, bool]) -> 
 
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["pallas_tpu", "triton_gpu"])
+@pytest.mark.parametrize("scales", ["float32", "float8_e8m0fnu"])
 @pytest.mark.parametrize("preset", ["blockwise", "mxfp8"])
-def test_by_kernels(preset: str, backend: str) -> None:
-    """K23: blocks of 128 and of 32, the last one partial."""
+def test_by_kernels(preset: str, scales: str, backend: str) -> None:
+    """K23: blocks of 128 and of 32, the last one partial; with scales of float32 and of powers of two."""
     case = cases.make("forward", g=3, kind="half_empty", capacity=100, uniform=(0, 160, 140))
-    check_recipe(case, Recipe.of(preset), **BACKENDS[backend])
+    recipe = Recipe.preset(preset, scales=scales)
+    assert {each.scaling.dtype.name for each in recipe.wgrad} == {scales}
+    check_recipe(case, recipe, **BACKENDS[backend])
 
 
 @pytest.mark.sampled(1)
@@ -139,10 +143,13 @@ def gaussian(outliers: bool) -> tuple[GroupedTensor, Array]:
 
 @pytest.mark.long
 def test_sqnr_of_gaussian_operands() -> None:
-    """e4m3 on both sides: 27 dB; with e5m2 gradients 24 dB."""
+    """e4m3 on both sides: 27 dB; with e5m2 gradients 24 dB; e2m1 17 dB."""
     x, w = gaussian(False)
-    table = error_table(x, w, [*PRESETS, Recipe.preset("blockwise", gradients=E5M2)])
-    e5m2 = np.array([*(usual == "float8_e5m2" for *_, usual in PRESETS.values()), True])
+    names = [name for name in PRESETS if name != "nvfp4"]
+    four_bits = error_table(x, w, ["nvfp4"]).sqnr[0]
+    assert (four_bits >= 17).all() and (four_bits <= 19).all()
+    table = error_table(x, w, [*names, Recipe.preset("blockwise", gradients=E5M2)])
+    e5m2 = np.array([*(PRESETS[name][-1] == "float8_e5m2" for name in names), True])
     assert table.sqnr[:, 0].min() >= 27
     assert table.sqnr[~e5m2].min() >= 27
     assert table.sqnr[e5m2, 1:].min() >= 24 and table.sqnr[e5m2, 1:].max() <= 26
@@ -211,6 +218,8 @@ def test_under_transformations(preset: str) -> None:
 def test_second_derivatives(layout: str, recipe: Any) -> None:
     """T3: reverse over reverse: the dgrad and the wgrad are products too, whose derivatives are again the three."""
     case = cases.make(layout, g=2, capacity=16, uniform=(5, 6, 4), fill=0.0)
+    how = Recipe.of(recipe)
+    recipe = Recipe(how.forward, how.dgrad, how.wgrad, how.history, save="operands")
 
     def pull(lhs: Array, rhs: Array, ct: Array) -> tuple[Array, Array]:
         def value(lhs: Array, rhs: Array) -> Array:
@@ -262,6 +271,7 @@ def test_over_a_mesh() -> None:
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.long
 def test_delayed_scaling() -> None:
     """The history moves by a step; scales are those of its largest value; what is above it saturates."""
     case = cases.make("forward", g=2, kind="even", capacity=16, slack=False, uniform=(0, 6, 4))
@@ -405,6 +415,7 @@ def test_error_table() -> None:
     assert zero.worst_group[0, 0] == -1 and "none" in str(zero)
 
 
+@pytest.mark.long
 def test_error_table_of_what_is_not_finite() -> None:
     """Its group is the worst one and is named; so say the totals."""
     x = GroupedTensor(X.data.at[4, 3].set(jnp.nan), X.first_dims)
@@ -552,7 +563,7 @@ TILES: dict[str, Any] = {"backend": "pallas_tpu", "tiling": (8, 64, 128), "inter
 
 
 def product(w: Array) -> Array:
-    return matmul(X, w, recipe="rowwise").data
+    return matmul(X, w, recipe=Recipe.preset("rowwise", save="operands")).data
 
 
 def over_two_devices(check_vma: bool, by_device: bool = False) -> Any:
@@ -609,7 +620,7 @@ def test_second_derivatives_by_the_recipe() -> None:
     def penalty(recipe: Recipe) -> Array:
         return jnp.sum(jax.grad(lambda d: jnp.sum(matmul(X._replace_data(d), W, recipe=recipe).data ** 2))(X.data) ** 2)
 
-    history = jax.jit(jax.grad(penalty))(Recipe.preset("delayed", length=2).unsealed()).history
+    history = jax.jit(jax.grad(penalty))(Recipe.preset("delayed", length=2, save="operands").unsealed()).history
     np.testing.assert_allclose(history[:2, 0], [np.abs(X.data).max(), np.abs(W).max()], rtol=1e-6)
 
 
@@ -619,18 +630,17 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
     "quantised already": (
         lambda: matmul(quantize(X, E4M3, "row"), W, recipe="rowwise"),
         TypeError,
-        "`recipe` with `lhs` quantised already",
+        "`recipe` is given, but `lhs` is quantised already",
     ),
-    "integers": (lambda: matmul(X, W.astype(jnp.int8), recipe="rowwise"), TypeError, "`recipe` with `rhs` in int8"),
+    "integers": (
+        lambda: matmul(X, W.astype(jnp.int8), recipe="rowwise"),
+        TypeError,
+        "`recipe` is given, but `rhs` is int8",
+    ),
     "wgrad along the wrong dim": (
         lambda: Recipe(ROW, ROW, (Cast(E4M3, "column"), Cast(E4M3, "row"))),
         ValueError,
         "column has a scale for each element of the dim that is contracted",
-    ),
-    "wgrad in blocks of tokens": (
-        lambda: matmul(quantize(X.mT, E4M3, (1, 128)), quantize(X, E4M3, "column")),
-        ValueError,
-        "a block of 128 along the last dim, which is ragged, would straddle two groups",
     ),
     "dtype of a cast": (lambda: Cast(jnp.bfloat16), TypeError, "`ragged.Cast`: no quantising to bfloat16"),
     "no casts": (lambda: Recipe("row", ROW, ROW), TypeError, "`forward` is 'row'"),
@@ -681,7 +691,7 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
     "axes that aren't tracked": (
         lambda: over_two_devices(False)(Recipe.preset("delayed")),
         NotImplementedError,
-        "delayed scaling in a `jax.shard_map` with `check_vma=False`",
+        "delayed scaling doesn't work in a `jax.shard_map` with `check_vma=False`",
     ),
     **{
         f"forward mode: {name}": (
@@ -736,7 +746,7 @@ def trained(names: tuple[str, ...], steps: int) -> dict[str, float]:
 @pytest.mark.long
 def test_the_example_trains() -> None:
     """The recipes' history moves on, and the loss falls as it does in bfloat16."""
-    losses = trained(("bfloat16", "delayed"), 12)
+    losses = trained(("bfloat16", "delayed"), 20)
     assert losses["bfloat16"] < 4.4
     assert losses["delayed"] == pytest.approx(losses["bfloat16"], rel=0.02)
 

@@ -45,7 +45,7 @@ import jax.numpy as jnp
 import ragged
 def loaded():
     backends = ("ragged.backends.tpu.backend", "ragged.backends.gpu.backend")
-    others = ("jax.experimental.pallas", "triton", "jax_triton", "matplotlib", "ragged.__main__")
+    others = ("jax.experimental.pallas", "triton", "jax_triton", "matplotlib", "ragged.__main__", "ragged.conformance")
     return [name for name in (*others, *backends) if name in sys.modules]
 assert not loaded(), loaded()
 ragged.grouped_matmul(jnp.ones((4, 2)), jnp.ones((1, 2, 3)), jnp.array([3], jnp.int32)).block_until_ready()

@@ -237,6 +237,26 @@ def test_gradients_are_gathers():
 
 
 @pytest.mark.long
+def test_what_a_weighted_combine_keeps():
+    """Its rows, as they are: in bfloat16, and once. The weights' gradient is a float32 sum all the same."""
+    ids, x, weights, y = operands(IDS["top 2"])
+    routing, y = ragged.route(ids, NUM_GROUPS), y.astype(jnp.bfloat16)
+
+    def run(y, weights):
+        return routing.combine(ragged.GroupedTensor(y, routing.first_dims), weights)
+
+    leaves = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(run, *args)[1], y, weights))
+    wide = [(leaf.dtype.name, leaf.shape) for leaf in leaves if leaf.size >= y.size]
+    assert wide == [("bfloat16", y.shape)]
+    ct = jax.random.normal(jax.random.key(3), x.shape, jnp.bfloat16)
+    dy, dw = jax.vjp(run, y, weights)[1](ct)
+    y, ct, flat = (np.asarray(z, np.float64) for z in (y, ct, weights))
+    for (token, slot), place in np.ndenumerate(routing.place):
+        if 0 <= ids[token, slot] < NUM_GROUPS:
+            np.testing.assert_allclose(dw[token, slot], y[place] @ ct[token], rtol=1e-6, atol=1e-6)
+            np.testing.assert_allclose(np.float64(dy[place]), flat[token, slot] * ct[token], rtol=2**-8)
+
+
 def test_forward_mode_and_second_order():
     ids, x, weights, _ = operands(IDS["top 2"])
     tangent = random(x.shape, 5)
@@ -377,17 +397,17 @@ ERRORS = {
     "dispatch a GroupedTensor": (
         lambda: ROUTE.dispatch(Y),
         TypeError,
-        f"`Route.dispatch(x)`: `x` is not an array.\nGot x={HAVE}.\nPass one row a token, as an array [tokens, d].",
+        f"`Route.dispatch(x)`: `x` is not an array.\nGot x={HAVE}.\nPass one row a token, as an array [tokens, *d].",
     ),
     "dispatch other tokens": (
         lambda: ROUTE.dispatch(jnp.ones((5, 3))),
         ValueError,
-        "`Route.dispatch(x)`: `x` must be [4, d], one row a token.\nGot x=f32[5,3].\nThe route was made for 4 tokens.",
+        "`Route.dispatch(x)`: `x` must be [4, *d], one row a token.\nGot x=f32[5,3].\nThe route was made for 4 tokens.",
     ),
     "dispatch another rank": (
         lambda: ROUTE.dispatch(jnp.ones(4)),
         ValueError,
-        "`Route.dispatch(x)`: `x` must be [4, d], one row a token.\nGot x=f32[4].\nThe route was made for 4 tokens.",
+        "`Route.dispatch(x)`: `x` must be [4, *d], one row a token.\nGot x=f32[4].\nThe route was made for 4 tokens.",
     ),
     "combine an array": (
         lambda: ROUTE.combine(Y.data),

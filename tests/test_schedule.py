@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ragged import GroupedTensor
 from ragged.backends import schedule
 from ragged.backends.tpu import tiled as tiled
+from ragged.backends.tpu.tiles import chip
 from ragged.product.layout import Product
 from ragged.product.operands import Call, Operand, Operands, Options
 
@@ -412,7 +413,9 @@ def test_tables_of_the_tiled_kernel(letters: str, axes: tuple[str, str, str], si
     shapes = {term: (rows[term], width[other]) for term, (_, other) in terms.items()}
     operands = [Operand(jax.ShapeDtypeStruct(shapes[term], jnp.float32)) for term in ("lhs", "rhs")]
     call = Call(Product(*axes, letters), shapes["out"], jnp.dtype("float32"), Options(), out_batch=True)
-    p = tiled._room(call, Operands(operands[0], operands[1], of_arrays(of))).fitted(dict.fromkeys("mkn", tile))
+    p = tiled._room(call, Operands(operands[0], operands[1], of_arrays(of)), chip(None)).fitted(
+        dict.fromkeys("mkn", tile)
+    )
     assert p.tile == dict.fromkeys("mkn", tile)
     tables, count = jax.tree.map(np.asarray, tiled._tables(p, of_arrays(of), axes, tuple(shapes.values())))
     assert count <= p.visits == len(tables.visit)

@@ -46,7 +46,7 @@ def test_every_layout(layout: str, check_vma: bool, kind: str) -> None:
         case.assert_tail_zero(out)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("rows", [32, 29, 3])
 def test_rows_that_devices_do_not_divide(rows: int) -> None:
     """O12: forward and gradients; the result has the rows of its operand."""
@@ -121,7 +121,8 @@ RIGHT: dict[str, Any] = {"in_specs": (P("a"), P()), "out_specs": P("a")}
         ({"in_specs": (P("z"), P())}, ValueError, r"the mesh has no axis 'z'.\nGot .*\nIts axes are \('a',\)."),
         ({"out_specs": P(None, None, "a")}, ValueError, "of a buffer with 2 axes.\nGot .*\nGive each axis at most one"),
         ({"in_specs": (P(), P(None, None, "a"))}, ValueError, r"cuts an extent of 21 into 4, over \('a',\).\nGot"),
-        ({"recipe": "rowwise"}, ValueError, "`recipe` in a product whose sharding is said.\nGot .*\nQuantise"),
+        ({"activation": "relu"}, ValueError, "`activation` is given, but the sharding is said.\nGot .*\nApply it in"),
+        ({"recipe": "rowwise"}, ValueError, "`recipe` is given, but the sharding is said.\nGot .*\nQuantise"),
         (
             {"out_shard_callback": lambda part: part.data},
             ValueError,

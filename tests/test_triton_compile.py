@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import Array
+from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -19,8 +19,10 @@ import ragged
 from ragged import Recipe
 from ragged.backends.base import Target
 from ragged.backends.config import VARIANTS, GpuConfig
+from ragged.backends.gpu import call as triton_call
 from ragged.backends.gpu import tiles
-from ragged.product.operands import Scales
+from ragged.backends.gpu.backend import _loaded
+from ragged.product.operands import Ending, Operand, Scales, Term
 
 from . import gpu, products
 from .cases import NAMES
@@ -56,7 +58,7 @@ def kernels(chip: str, layout: str, shape: Shape, dtype: str) -> list[gpu.Kernel
     return found
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["bfloat16", FP8])
 @pytest.mark.parametrize("layout", NAMES)
 def test_hopper(layout: str, dtype: str) -> None:
@@ -157,8 +159,158 @@ def test_recipes(recipe: str) -> None:
     assert len(found) == 3
     for kernel in found:
         assert kernel.sass_counts["QGMMA"] and kernel.spill_bytes == 0
-    # Operands of both are stored along what is contracted; a wgrad's can't be.
-    assert not [remark for kernel in found[:2] for remark in kernel.remarks if "serialized" in remark]
+        assert not kernel.remarks  # that the tensor cores' instructions are serialised, or wait for registers
+        assert kernel.sass_counts["STS"] < 64  # no operand is turned tile by tile
+        # 128 × 128 sums of a step, or their products with scales, are added up in float32, by 256 threads.
+        assert len(re.findall(r"\b(?:add|fma)\S*\.f32\b", kernel.ptx)) >= 64
+
+
+BY_SCALES = {"mxfp8": ("mxf8f6f4", "UTCQMMA"), "nvfp4": ("mxf4nvf4", "UTCOMMA")}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("shape", [LARGE, DEEP, ODD, TINY, MANY, SHAPES[2]], ids=str)
+@pytest.mark.parametrize("recipe", BY_SCALES)
+def test_scales_of_tensor_cores(recipe: str, shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+    """K23, O3: Blackwell's multiply by the scales themselves, which are fetched ahead, in all products but the wgrad of
+    4 bits; without spills, at the tiles that are the default for any shape, in the shared memory that is reckoned with.
+    """
+    choose, asked = tiles.choose, []
+    monkeypatch.setattr(tiles, "choose", lambda *args: asked.append((args[0], choose(*args), args[1])) or asked[-1][1])
+    found = gpu.compile_for(B200, partial(train, Recipe.preset(recipe)), *trained_avals(shape))
+    assert len(found) >= 2
+    for kernel, chosen in zip(found, asked, strict=True):
+        assert kernel.spill_bytes == 0 and kernel.shared_bytes <= tiles.shared(*chosen)
+    kind, instruction = BY_SCALES[recipe]
+    for kernel in found[: 2 if recipe == "nvfp4" else 3]:
+        assert {*re.findall(r"kind::(\w+)", kernel.ptx)} == {kind} and f"{kind}.block_scale" in kernel.ptx
+        assert kernel.sass_counts[instruction] and kernel.sass_counts["LDGSTS"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_recipes_on_blackwell(recipe: str) -> None:
+    """T7, O3: forward, dgrad and wgrad of fp8 by Blackwell's instructions, without spills: no thread has a pointer for
+    each of its columns' scales."""
+    found = gpu.compile_for(B200, partial(train, Recipe.preset(recipe)), *trained_avals((8192, 2048, 1024, 8)))
+    assert len(found) == 3
+    for kernel in found:
+        assert kernel.sass_counts["UTCQMMA"] and kernel.spill_bytes == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe, gated", [("blockwise", True), ("mxfp8", True), ("nvfp4", True), ("nvfp4", False)])
+def test_endings_on_blackwell(recipe: str, gated: bool) -> None:
+    """E2, O3: one kernel of both products, without spills; two, where an older Triton shares no scales."""
+
+    def hidden(x: Array, gate: Array, up: Array, sizes: Array) -> Array:
+        rows = ragged.GroupedTensor(x, sizes)
+        if gated:
+            return ragged.gated_matmul(rows, gate, up, recipe=recipe).data
+        return ragged.matmul(rows, gate, activation="gelu", recipe=recipe).data
+
+    avals = (Aval(dims, jnp.bfloat16) for dims in ((8192, 2048), (8, 2048, 1024), (8, 2048, 1024)))
+    found = gpu.compile_for(B200, hidden, *avals, Aval((8,), jnp.int32))
+    assert len(found) == 2 - (not gated or recipe == "blockwise" or triton_call.shares_scales())
+    for kernel in found:
+        assert kernel.spill_bytes == 0 and kernel.sass_counts["UTCOMMA" if recipe == "nvfp4" else "UTCQMMA"]
+
+
+@pytest.mark.long
+def test_four_bits_are_bytes_in_memory() -> None:
+    """F4: XLA for a GPU has two numbers in a byte, the first in the lower bits: no pass makes the kernel's operand."""
+    avals = Aval((1024, 512), jnp.float4_e2m1fn), Aval((1024, 512), jnp.float32)
+
+    def by_hand(x: Array) -> Array:
+        codes = lax.bitcast_convert_type(x, jnp.uint4).astype(jnp.uint8).reshape(1024, 256, 2)
+        return codes[..., 0] | codes[..., 1] << 4
+
+    def loaded(x: Array) -> Array:
+        return _loaded(Term(x.astype(jnp.float4_e2m1fn), "mk", None), "k").data
+
+    text = gpu.compile_whole(loaded, avals[1]).as_text()
+    entry = text[text.index("ENTRY") :]
+    assert entry.count(" fusion(") == 1 and re.search(r"ROOT \S+ = u8\[1024,256\]\S* bitcast\(", entry)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1024, 512)), jnp.float4_e2m1fn)
+    np.testing.assert_array_equal(loaded(x), by_hand(x))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "rows, columns, k, warps", [(64, 128, 128, 4), (16, 32, 128, 4), (128, 256, 128, 8), (128, 128, 256, 8)], ids=str
+)
+def test_scales_at_any_tile(rows: int, columns: int, k: int, warps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """K23, O3: also where a tile has fewer rows than tensor cores scale: within the shared memory that is reckoned."""
+    asked = []
+
+    def choose(problem: tiles.Problem, on: tiles.Chip) -> GpuConfig:
+        asked.append((problem, problem.config(rows, columns, k, warps=warps, stages=3), on))
+        return asked[-1][1]
+
+    def forward(x: Array, w: Array, sizes: Array, of_x: Array, of_w: Array) -> Array:
+        options: dict[str, Any] = {"target": Target(device=(B200, 148)), "preferred_element_type": jnp.bfloat16}
+        scales = {"lhs_scales": Scales(of_x, (1, 32), True), "rhs_scales": Scales(of_w, (1, 32), True)}
+        return products.grouped_matmul("triton_gpu", x, w, sizes, transpose_rhs=True, **scales, **options)
+
+    monkeypatch.setattr(tiles, "choose", choose)
+    m, d, n, g = LARGE
+    shapes = (m, d), (g, n, d), (m, d // 32), (g, n, d // 32)
+    x, w, of_x, of_w = (Aval(shape, FP8 if i < 2 else jnp.float32) for i, shape in enumerate(shapes))
+    (kernel,) = gpu.compile_for(B200, forward, x, w, Aval((g,), jnp.int32), of_x, of_w)
+    assert kernel.spill_bytes == 0 and kernel.shared_bytes <= tiles.shared(*asked[0])
+    assert ("block_scale" in kernel.ptx) == (rows == 128)
+
+
+ENDED = [  # rows, k, n, groups; dtype; scales; activation; which are stored
+    (SHAPES[0], "bfloat16", "", "silu", (True, True, True)),
+    (SHAPES[0], "bfloat16", "", "gelu", (True, False, False)),
+    (SHAPES[1], "bfloat16", "", "gelu_tanh", (True, True, True)),
+    (SHAPES[2], "bfloat16", "", "silu", (True, True, True)),
+    ((1000, 1000, 1000, 7), "bfloat16", "", "gelu", (True, True, True)),
+    (SHAPES[0], "bfloat16", "", "gelu", (True, True)),
+    ((1000, 1000, 1000, 7), "bfloat16", "", "tanh", (True, True)),
+    (SHAPES[0], "float16", "", "sigmoid", (True, True, True)),
+    (SHAPES[0], "float32", "", "gelu", (True, True, True)),
+    *((SHAPES[0], FP8, way, "silu", (True, True, True)) for way in ("", "rowwise", "tensorwise", "blockwise")),
+    (SHAPES[0], FP8, "blockwise", "gelu", (True, True)),
+    (SHAPES[1], FP8, "rowwise", "relu", (True, False, False)),
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["forward", "batched"])
+@pytest.mark.parametrize("shape, dtype, way, activation, stored", ENDED, ids=str)
+def test_endings(shape: Shape, dtype: str, way: str, activation: str, stored: tuple[bool, ...], layout: str) -> None:
+    """E1, E2, O3: one kernel, without spills, whose tensor cores wait for nothing; biases of both products."""
+    (m, k, n, g), fp8, gated, f32 = shape, dtype == FP8, len(stored) > 2, jnp.float32
+    batched, m = layout == "batched", m // shape[3] if layout == "batched" else m
+    lead, matrix = ((g,) if batched else ()), ((g, n, k) if fp8 else (g, k, n))
+    scales, blocks = {  # the operand's with rows `[*lead, m, k]`, and the matrices' `[g, n, k]`
+        "": ([], [(None, None)] * 2),
+        "rowwise": ([(*lead, m, 1), (g, n, 1)], [(1, None)] * 2),
+        "tensorwise": ([(g, 1, 1) if batched else (g, 1), (g, 1, 1)], [(None, None)] * 2),
+        "blockwise": ([(*lead, m, k // 128), (g, n // 128, k // 128)], [(1, 128), (128, 128)]),
+    }[way]
+
+    def product(x: Array, w: Array, up: Array, bias: Array, sizes: Array, *values: Array) -> list[Array]:
+        found = [Scales(*each) for each in zip(values, blocks, strict=True)] if values else [None, None]
+        options: dict[str, Any] = {"target": Target(device=(H200, 132)), "preferred_element_type": jnp.bfloat16}
+        options |= {"lhs_scales": found[0], "rhs_scales": found[1], "ending": Ending(activation, stored), "bias": bias}
+        options |= {"up": Operand(up, found[1]), "up_bias": bias} if gated else {}
+        if batched:
+            axes = ("mk", "nk" if fp8 else "kn", "mn")
+            return products.batched_matmul("triton_gpu", x, w, axes=axes, **options)
+        return products.grouped_matmul("triton_gpu", x, w, sizes, transpose_rhs=fp8, **options)
+
+    w, of = Aval(matrix, jnp.dtype(dtype)), [Aval(dims, f32) for dims in scales]
+    x = Aval((*lead, m, k), jnp.dtype(dtype))
+    (kernel,) = gpu.compile_for(H200, product, x, w, w, Aval((g, n), f32), Aval((g,), jnp.int32), *of)
+    assert kernel.spill_bytes == 0
+    assert not [remark for remark in kernel.remarks if "serialized" in remark]
+    # Tiles of one operand and of two matrices; each step multiplies twice.
+    assert kernel.sass_counts["UTMALDG"] % (3 if gated else 2) == 0 != kernel.sass_counts["UTMALDG"]
+    if m // (1 if batched else g) >= 64:
+        assert kernel.sass_counts["QGMMA" if fp8 else "HGMMA"]
 
 
 def measured(name: str, x: Array, w: Array, sizes: Array) -> Array:
@@ -171,7 +323,7 @@ def measured(name: str, x: Array, w: Array, sizes: Array) -> Array:
     return products.grouped_matmul("triton_gpu", x, w, sizes, **options)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "variant, name, c",
     [
@@ -202,8 +354,7 @@ def test_variants(variant: str, name: str, c: int, monkeypatch: pytest.MonkeyPat
     assert kernel.spill_bytes == 0 and kernel.sass_counts["UTMALDG"]
     assert kernel.sass_counts["QGMMA" if fp8 else "HGMMA"]
     assert kernel.shared_bytes <= tiles.shared(*asked[0])
-    # Where fp8 is added up in float32, warps that only multiply wait for each product, as 4 do by default.
-    assert not [remark for remark in kernel.remarks if "serialized" in remark] or (specialised and fp8)
+    assert not [remark for remark in kernel.remarks if "serialized" in remark]
     if specialised:
         assert kernel.threads == 32 * 12 and "setmaxnreg" in kernel.ptx
         assert tiles.resident(*asked[0]) * kernel.threads * kernel.registers <= 65536
@@ -230,6 +381,17 @@ def test_overlapped(layout: str, dtype: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_operands_are_turned_as_they_are_made(recipe: str) -> None:
+    """T7: the pass that quantises `x` and the cotangent writes what the wgrad takes, and reads them once for both."""
+    m, k, n, g = 8192, 2048, 1024, 8
+    text = gpu.compile_whole(partial(train, Recipe.preset(recipe)), *trained_avals((m, k, n, g))).as_text()
+    for width in (k, n):
+        assert len(re.findall(rf"= \(f8\w+\[{width},{m}\]\S*, f8\w+\[{m},{width}\]\S*\) fusion\(", text)) == 1
+        assert not re.findall(rf"= (?:bf16|f32|pred)\[{width},{m}\]\S* (?:fusion|copy|transpose)\(", text)
+
+
+@pytest.mark.long
 def test_no_operand_is_dequantised_in_memory() -> None:
     """T7: kernels take 8 bits, as the program is lowered, and there are three when XLA is done with it."""
     step, avals = partial(train, Recipe.preset("blockwise")), trained_avals((2048, 1024, 512, 8))
@@ -238,7 +400,7 @@ def test_no_operand_is_dequantised_in_memory() -> None:
     assert gpu.compile_whole(step, *avals).as_text().count('custom_call_target="triton_kernel_call_ffi"') == 3
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", NAMES)
 def test_the_whole_program(layout: str) -> None:
     """B6, K3: forward and backward as XLA compiles them for an H200; ragged rows are never transposed in memory."""

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +19,7 @@ import pytest
 from jax import Array
 
 import ragged
-from ragged import GroupedTensor
+from ragged import GroupedTensor, Scaling
 from ragged.backends.base import Target
 from ragged.backends.config import Configs, GpuConfig
 from ragged.backends.gpu import call as triton_call
@@ -26,7 +27,7 @@ from ragged.backends.gpu import tiles
 from ragged.product import lowering
 from ragged.product.operands import Scales
 
-from . import cases, gpu, oracle, products, ran
+from . import cases, four_bits, gpu, oracle, products, ran
 from .cases import NAMES, SPREADS, TOLERANCE
 from .test_matmul import check
 from .test_pallas_tpu import check_gradients
@@ -56,13 +57,14 @@ def nothing_but_the_kernels(launches: ran.Launches) -> Iterator[None]:
 
 
 interpreted = pytest.mark.usefixtures("nothing_but_the_kernels")
+E4M3 = "float8_e4m3fn"
 
 
 def matmul(lhs: Any, rhs: Any, **options: Any) -> GroupedTensor:
     return jax.jit(lambda lhs, rhs: ragged.matmul(lhs, rhs, backend="triton_gpu", interpret=True, **options))(lhs, rhs)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @interpreted
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("layout", NAMES)
@@ -137,6 +139,7 @@ def test_executed_visits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @interpreted
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("layout", NAMES)
 def test_descriptors(layout: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,6 +153,343 @@ def test_descriptors(layout: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -
         with gpu.on("NVIDIA H200"):
             check(case, matmul(case.lhs, case.rhs, tiling=(32, 32, 32), preferred_element_type=jnp.float32))
     assert used and all(static["A_TMA"] and static["B_TMA"] for static in used)
+
+
+@pytest.mark.sampled(1)
+@interpreted
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
+@pytest.mark.parametrize("layout", ["wgrad", "inner_columns"])
+def test_turned_operands(layout: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """K18, K19, B4: a Hopper gets 8 bits that pack what is contracted with that axis last. A group begins at any byte
+    there, a tile at a multiple of 16, as the interpreter demands; what a neighbour has of it is NaN, or a lot."""
+    used = []
+    call = triton_call.call
+    monkeypatch.setattr(triton_call, "call", lambda *args, **kwargs: used.append(args[2]) or call(*args, **kwargs))
+    for seed, (kind, capacity) in enumerate(zip(SPREADS, (96, 208, 208, 96), strict=True)):
+        case = cases.make(
+            layout, g=5, kind=kind, seed=seed, dtype=dtype, uniform=(48, 64, 40), aligned=16, capacity=capacity
+        )
+        with gpu.on("NVIDIA H200"):
+            check(case, matmul(case.lhs, case.rhs, tiling=(32, 32, 32), preferred_element_type=jnp.float32))
+    assert len(used) == 4 and all(u["A_STRIDES"][3] == u["B_STRIDES"][3] == 1 and u["A_TMA"] for u in used)
+
+
+@interpreted
+def test_turned_operands_of_neighbours() -> None:
+    """B3, K22, K23: NaN stays in its group, whichever; batch elements are summed, each with scales of its own."""
+    rng, sizes = np.random.default_rng(0), np.array([[5, 0, 70, 3, 100], [30, 30, 30, 30, 30]])
+    x, dy = (rng.integers(-8, 8, (2, 208, n)).astype(np.float64) for n in (32, 48))
+    ends, scales = np.cumsum(sizes, 1), rng.uniform(0.5, 2, (2, 5, 32)).astype(np.float32)
+    want = np.zeros((5, 32, 48))
+    for e, i in itertools.product(range(2), range(5)):
+        rows = slice(ends[e, i] - sizes[e, i], ends[e, i])
+        want[i] += (x[e, rows] * scales[e, i]).T @ dy[e, rows]
+    for poisoned in range(5):
+        rows = slice(ends[0, poisoned] - sizes[0, poisoned], ends[0, poisoned])
+        a, b = (np.where(np.arange(208)[:, None] < ends[:, -1, None, None], z, np.nan) for z in (x, dy))
+        a[0, rows] = b[0, rows] = np.nan
+        got = products.transposed_grouped_matmul(
+            "triton_gpu",
+            jnp.asarray(a, jnp.float8_e4m3fn),
+            jnp.asarray(b, jnp.float8_e4m3fn),
+            jnp.asarray(sizes, jnp.int32),
+            lhs_scales=Scales(jnp.asarray(scales), (None, 1)),
+            preferred_element_type=jnp.float32,
+            tiling=(32, 32, 32),
+            sum_batch=True,
+            target=Target(interpret=True, device=("NVIDIA H200", 132)),
+        )
+        clean = [i for i in range(5) if i != poisoned or not sizes[0, i]]
+        oracle.assert_close([np.asarray(got)[clean]], [want[clean]], max=3e-6)
+        assert bool(sizes[0, poisoned]) == bool(np.isnan(np.asarray(got)[poisoned]).all())
+
+
+def quantized(x: GroupedTensor, dtype: str) -> tuple[GroupedTensor, GroupedTensor]:
+    """`x` in blocks of 32 along its last dim, where no group has anything NaN, scales too; and what it holds."""
+    q = ragged.quantize(x, dtype, "mx")
+    assert q.scales is not None
+    mask = np.broadcast_to(q.mask, q.shape)
+    blocks = np.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, -mask.shape[-1] % 32)]).reshape(*q.scales.shape, 32)
+    data = jnp.where(mask, q.data.astype(jnp.float32), jnp.nan).astype(dtype)
+    scales = jnp.where(blocks.any(-1), q.scales.astype(jnp.float32), jnp.nan).astype(q.scales.dtype)
+    return eqx.tree_at(lambda q: (q.data, q.scales), q, (data, scales)), q.dequantize()
+
+
+@pytest.mark.sampled(1)
+@interpreted
+@pytest.mark.parametrize("dtypes", [("float8_e4m3fn", "float8_e4m3fn"), ("float8_e5m2", "float8_e4m3fn")])
+@pytest.mark.parametrize("k", [64, 150])
+@pytest.mark.parametrize("layout", ["batched", "forward", "forward_left", "outer", "ragged"])
+def test_scales_of_tensor_cores(layout: str, k: int, dtypes: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """K23, B4: Blackwell's multiply fp8 by scales in float8_e8m0fnu, of blocks of 32; what no group has is NaN."""
+    ways = []
+    call = triton_call.call
+    monkeypatch.setattr(
+        triton_call, "call", lambda *args, **kwargs: ways.append(args[2]["A_SCALING"][0]) or call(*args, **kwargs)
+    )
+    for seed, (kind, tiling) in enumerate(zip(SPREADS[1:], (None, (32, 32, 32), (16, 64, 32)), strict=True)):
+        case = cases.make(
+            layout, g=3, kind=kind, seed=seed, uniform=(40, k, 48), aligned=16, rhs_packed_last=layout == "ragged"
+        )
+        (lhs, x), (rhs, y) = quantized(case.lhs, dtypes[0]), quantized(case.rhs.mT, dtypes[1])
+        case.lhs_groups = [np.asarray(group, np.float64) for group in x.to_list()]
+        case.rhs_groups = [np.asarray(group, np.float64).T for group in y.to_list()]
+        with gpu.on("NVIDIA B200"):
+            check(case, matmul(lhs, rhs.mT, tiling=tiling, preferred_element_type=jnp.float32))
+    assert ways == ["unit"] * 3
+
+
+def of_four_bits(
+    x: GroupedTensor, groups: oracle.Groups, block: tuple[int, int]
+) -> tuple[GroupedTensor, list[np.ndarray]]:
+    """`x` in blocks of 16, where no group has anything 6 × NaN; and its groups in float64, by the tables of values."""
+    q = ragged.quantize(x, "float4_e2m1fn", Scaling(block, E4M3))
+    assert q.scales is not None
+    mask = np.broadcast_to(q.mask, q.shape)
+    rows = mask[..., :: block[0], :: block[1]]  # no block straddles two groups
+    data = jnp.where(mask, q.data.astype(jnp.float32), 6).astype(q.dtype)
+    scales = jnp.where(rows, q.scales.astype(jnp.float32), jnp.nan).astype(q.scales.dtype)
+    level, of_blocks, values = four_bits.quantized(groups, block)
+    wide = [level * scale * each for scale, each in zip(of_blocks, values, strict=True)]
+    return eqx.tree_at(lambda q: (q.data, q.scales), q, (data, scales)), wide
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """The arrays and the static parameters that the kernel is called with."""
+    found = []
+    call = triton_call.call
+    monkeypatch.setattr(
+        triton_call, "call", lambda *args, **kwargs: found.append((args[0], args[2])) or call(*args, **kwargs)
+    )
+    return found
+
+
+FOUR_BITS = [
+    *((layout, k, block) for layout in ("batched", "forward") for k in (64, 151, 288) for block in ((1, 16), (16, 1))),
+    *((layout, k, (1, 16)) for layout in ("forward_left", "outer") for k in (151, 288)),
+    ("forward", 151, (16, 16)),
+]
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "layout, k, block",
+    [("forward", 96, (16, 1)), *(pytest.param(*each, marks=pytest.mark.long) for each in FOUR_BITS)],
+    ids=str,
+)
+def test_four_bits(layout: str, k: int, block: tuple[int, int], calls: list[Any]) -> None:
+    """F4, K23, B4: Blackwell's multiply 4 bits by scales of 16, two numbers a byte, `rhs` either way in memory."""
+    case = cases.make(layout, g=3, kind="half_empty", seed=k, uniform=(40, k, 48), capacity=60)
+    lhs, case.lhs_groups = of_four_bits(case.lhs, case.lhs_groups, (1, 16))
+    if block == (16, 1):
+        rhs, case.rhs_groups = of_four_bits(case.rhs, case.rhs_groups, block)
+    else:
+        rhs, by_column = of_four_bits(case.rhs.mT, [each.T for each in case.rhs_groups], block)
+        rhs, case.rhs_groups = rhs.mT, [each.T for each in by_column]
+    with gpu.on("NVIDIA B200"):
+        tile_k = 64 if k < 256 else 256
+        check(case, matmul(lhs, rhs, tiling=(128, tile_k, 32), preferred_element_type=jnp.float32))
+    ((arrays, static),) = calls
+    assert (static["A_SCALING"][0], static["B_SCALING"][0]) == ("unit", "unit") and static["TILE_K"] == tile_k // 2
+    assert {arrays[name].dtype.name for name in "ab"} == {"uint8"} and arrays["a"].shape[-1] == -(-k // 2)
+    # A block's scale has a byte; what a whole tensor has in common stays apart.
+    assert arrays["a_scales"].dtype == jnp.uint32 and arrays["a_tensor"].size == arrays["b_tensor"].size == 1
+    assert bool(static["A_TMA"]) == (k % 32 == 0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rows", [32, 128])
+def test_rows_of_four_bits(rows: int) -> None:
+    """O6: a tile of fewer rows than are scaled at once: a tiling is made of more, a configuration an error."""
+    x, w = rows_of_four_bits(0, 1.0)[0], matrices_of_four_bits(1, 1.0)[0]
+    with gpu.on("NVIDIA B200"):
+        by_tiling = ragged.explain(x, w, backend="triton_gpu", tiling=(rows, 64, 32)).plans
+        (made,) = (plan.config for plan in by_tiling if plan.platform == "cuda")
+        assert isinstance(made, GpuConfig) and made.m == 128
+        config = GpuConfig(m=rows, k=64, n=32, warps=4, stages=3)
+        plans = ragged.explain(x, w, backend="triton_gpu", config=config).plans
+    (runs,) = (plan.runs for plan in plans if plan.platform == "cuda")
+    assert ("ValueError: tile_m=32 of 4-bit rows." in runs) == (rows < 128)
+
+
+def rows_of_four_bits(seed: int, factor: float) -> tuple[GroupedTensor, list[np.ndarray]]:
+    """20 and 13 rows of 80, and a tail."""
+    sizes = jnp.array([20, 13], jnp.int32)
+    data = np.asarray(jax.random.normal(jax.random.key(seed), (40, 80)) * factor)
+    return of_four_bits(GroupedTensor(jnp.asarray(data), sizes), np.split(data[:33], [20]), (1, 16))
+
+
+def matrices_of_four_bits(seed: int, factor: float) -> tuple[GroupedTensor, list[np.ndarray]]:
+    """Two `[80, 32]`."""
+    data = np.asarray(jax.random.normal(jax.random.key(seed), (2, 32, 80)) * factor)
+    q, wide = of_four_bits(GroupedTensor(jnp.asarray(data)), [*data], (1, 16))
+    return q.mT, [each.T for each in wide]
+
+
+@interpreted
+@pytest.mark.long
+def test_four_bits_of_a_gate(calls: list[Any]) -> None:
+    """E2, F4: each of three tensors has a scale of its own."""
+    (x, of_x), (w, of_w), (up, of_up) = (
+        rows_of_four_bits(0, 3.0),
+        matrices_of_four_bits(1, 0.1),
+        matrices_of_four_bits(2, 7.0),
+    )
+    with gpu.on("NVIDIA B200"):
+        out = jax.jit(
+            partial(ragged.gated_matmul, backend="triton_gpu", interpret=True, preferred_element_type=jnp.float32)
+        )(x, w, up)
+    z, gate = (np.concatenate([a @ b for a, b in zip(of_x, of_b, strict=True)]) for of_b in (of_w, of_up))
+    oracle.assert_close([np.asarray(out.data)[:33]], [z / (1 + np.exp(-z)) * gate], max=3e-6)
+    assert not np.asarray(out.data)[33:].any()
+    assert [static["ACTIVATION"] for _, static in calls] == ["silu"] and calls[0][0]["up_tensor"] is not None
+
+
+@interpreted
+@pytest.mark.long
+def test_four_bits_of_a_map(calls: list[Any]) -> None:
+    """T5, F4: each element's tensor has a scale of its own; of the matrices, which aren't mapped, there is one."""
+    (w, of_w), rows = matrices_of_four_bits(1, 0.1), [rows_of_four_bits(seed, 10.0**seed) for seed in range(3)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(x for x, _ in rows))
+    with gpu.on("NVIDIA B200"):
+        out = jax.vmap(lambda x: matmul(x, w, preferred_element_type=jnp.float32))(stacked)
+    for got, (_, of_x) in zip(np.asarray(out.data), rows, strict=True):
+        oracle.assert_close([got[:33]], [np.concatenate([a @ b for a, b in zip(of_x, of_w, strict=True)])], max=3e-6)
+        assert not got[33:].any()
+    ((arrays, static),) = calls
+    assert arrays["a_tensor"].shape[0] == 3 and (static["A_SCALING"][7], static["B_SCALING"][7]) == (1, 0)
+
+
+@interpreted
+@pytest.mark.long
+def test_four_bits_of_gathered_rows(calls: list[Any]) -> None:
+    """O7, F4: a token is quantised once, and its row read for each of its groups."""
+    route = ragged.route(jnp.array([[0, 2], [2, 1], [1, 0], [2, -1], [0, 1]], jnp.int32), 3)
+    x, w = jax.random.normal(jax.random.key(0), (5, 64)), jax.random.normal(jax.random.key(1), (3, 64, 32))
+
+    def product(x: Array, w: Array) -> Array:
+        return ragged.matmul(route.gathered(x), w, recipe="nvfp4", backend="triton_gpu", interpret=True).data
+
+    with gpu.on("NVIDIA B200"):
+        out = np.asarray(jax.jit(product)(x, w))
+    data, columns = np.asarray(x), np.asarray(w.mT)
+    level, scales, values = four_bits.quantized([data], (1, 16))
+    tokens = level * scales[0] * values[0]
+    level, scales, values = four_bits.quantized([*columns], (1, 16))
+    matrices, rows = [level * s * v for s, v in zip(scales, values, strict=True)], []
+    for group, size in enumerate(np.asarray(route.first_dims)):
+        for _ in range(size):
+            rows.append(tokens[int(route.order[len(rows)]) // 2] @ matrices[group].T)
+    oracle.assert_close([out[: len(rows)]], [np.stack(rows)], max=3e-6)
+    ((arrays, _),) = calls
+    assert arrays["a_source"] is not None and arrays["a"].shape == (5, 32) and arrays["a"].dtype == jnp.uint8
+
+
+@pytest.mark.long
+def test_a_recipe_of_four_bits(calls: list[Any], launches: ran.Launches) -> None:
+    """F4: forward and dgrad multiply by scales of 16; a wgrad, whose blocks are a group's tokens, is XLA's."""
+    sizes, rng = [40, 0, 23], np.random.default_rng(0)
+    x, w, dy = (rng.normal(size=shape).astype(np.float32) for shape in ((80, 96), (3, 96, 64), (80, 64)))
+
+    def product(x: Array, w: Array) -> Array:
+        tensor = GroupedTensor(x, jnp.array(sizes, jnp.int32))
+        return ragged.matmul(tensor, w, recipe="nvfp4", backend="triton_gpu", interpret=True).data
+
+    tail = (np.arange(80) >= 63)[:, None]
+    with gpu.on("NVIDIA B200"), ran.only("triton_gpu and xla", launches):
+        out, pull = jax.vjp(jax.jit(product), jnp.where(tail, jnp.nan, x), jnp.asarray(w))
+        dx, _ = pull(jnp.asarray(dy))
+
+    def wide(groups: list[np.ndarray]) -> list[np.ndarray]:
+        level, scales, values = four_bits.quantized(groups, (1, 16))
+        return [level * scale * each for scale, each in zip(scales, values, strict=True)]
+
+    rows, ct = ([each[:40], each[40:40], each[40:63]] for each in (x, dy))
+    forward = [a @ b.T for a, b in zip(wide(rows), wide([*w.swapaxes(1, 2)]), strict=True)]
+    dgrad = [a @ b.T for a, b in zip(wide(ct), wide([*w]), strict=True)]
+    for got, want in ((out, forward), (dx, dgrad)):
+        oracle.assert_close([np.asarray(got[:63])], [np.concatenate(want)], max=3e-6)
+        assert not np.asarray(got[63:]).any()
+    assert [static["A_SCALING"][0] for _, static in calls] == ["unit", "unit"]
+
+
+@interpreted
+@pytest.mark.long
+def test_a_recipe_by_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """K23: of `"mxfp8"`, all three multiply by scales of 32; a wgrad's are of tokens, from each group's first on."""
+    ways = []
+    call = triton_call.call
+    monkeypatch.setattr(
+        triton_call, "call", lambda *args, **kwargs: ways.append(args[2]["A_SCALING"][0]) or call(*args, **kwargs)
+    )
+    sizes, rng = [40, 0, 23], np.random.default_rng(0)
+    x, w, dy = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((80, 96), (3, 96, 64), (80, 64)))
+    dims, tail = jnp.array(sizes, jnp.int32), (np.arange(80) >= 63)[:, None]
+
+    def product(x: Array, w: Array) -> Array:
+        return ragged.matmul(
+            GroupedTensor(x, dims), w, recipe="mxfp8", backend="triton_gpu", interpret=True, tiling=(32, 32, 32)
+        ).data
+
+    with gpu.on("NVIDIA B200"):
+        out, pull = jax.vjp(jax.jit(product), jnp.where(tail, jnp.nan, x), w)
+        dx, dw = pull(dy)
+
+    def wide(x: Array | GroupedTensor, scaling: Any = "mx") -> list[np.ndarray]:
+        q = ragged.quantize(x, "float8_e4m3fn", scaling)
+        return [np.asarray(group, np.float64) for group in q.dequantize().to_list()]
+
+    of_x, of_dy = GroupedTensor(x, dims), GroupedTensor(dy, dims)
+    by_token = Scaling((32, 1), "float8_e8m0fnu")
+    forward = [a @ b.T for a, b in zip(wide(of_x), wide(w.mT), strict=True)]
+    dgrad = [a @ b.T for a, b in zip(wide(of_dy), wide(w), strict=True)]
+    wgrad = [a.T @ b for a, b in zip(wide(of_x, by_token), wide(of_dy, by_token), strict=True)]
+    for got, want in ((out, np.concatenate(forward)), (dx, np.concatenate(dgrad))):
+        oracle.assert_close([np.asarray(got[:63])], [want], max=3e-6)
+        assert not np.asarray(got[63:]).any()
+    oracle.assert_close(list(np.asarray(dw)), wgrad, max=3e-6)
+    assert ways == ["unit"] * 3
+
+
+@pytest.mark.parametrize(
+    "chip, lhs, rhs, ways",
+    [
+        ("NVIDIA B200", (E4M3, "mx"), ("float8_e5m2", "mx"), ("unit", "unit")),
+        ("NVIDIA B300", (E4M3, "mx"), (E4M3, "mx"), ("unit", "unit")),
+        ("NVIDIA H200", (E4M3, "mx"), (E4M3, "mx"), ("step", "step")),
+        ("NVIDIA GeForce RTX 5090 12.0", (E4M3, "mx"), (E4M3, "mx"), ("step", "step")),
+        ("NVIDIA B200", (E4M3, "mx"), (E4M3, (1, 32)), ("step", "step")),  # powers of two too, but nothing says so
+        ("NVIDIA B200", (E4M3, Scaling((1, 64), "float8_e8m0fnu")), (E4M3, "mx"), ("step", "step")),
+        ("NVIDIA B200", ("int8", "mx"), ("int8", "mx"), ("step", "step")),
+        ("NVIDIA B200", (E4M3, "mx"), (E4M3, "row"), ("step", "total")),
+        ("NVIDIA B200", (E4M3, "mx"), None, ("step", "")),
+    ],
+)
+def test_which_scales_tensor_cores_take(
+    chip: str, lhs: tuple[str, Any], rhs: Any, ways: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """K23: both operands' or neither's; blocks of 32 of fp8, whose scales are of the type that holds powers of two."""
+    used = []
+
+    def call(arrays: dict[str, Any], outs: dict[str, Any], static: dict[str, Any], **options: Any) -> list[Array]:
+        used.append((arrays, static))
+        return [jnp.zeros(out.shape, out.dtype) for out in outs.values() if out is not None]
+
+    def product(x: Array, w: Array, sizes: Array) -> Array:
+        a = ragged.quantize(GroupedTensor(x, sizes), *lhs, power_of_two=True)
+        b = ragged.quantize(w, *rhs, power_of_two=True).mT if rhs else GroupedTensor(w).mT
+        return ragged.matmul(a, b).data
+
+    monkeypatch.setattr(triton_call, "call", call)
+    avals = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 160), (4, 64, 160))]
+    with gpu.on(chip):
+        jax.jit(product).trace(*avals, jax.ShapeDtypeStruct((4,), jnp.int32)).lower(lowering_platforms=("cuda",))
+    ((arrays, static),) = used
+    assert (static["A_SCALING"][0], static["B_SCALING"][0]) == ways
+    if "unit" in ways:  # 160 are 5 blocks, of which four go in one number
+        found = [(x.dtype.name, x.shape) for x in (arrays["a_scales"], arrays["b_scales"])]
+        assert found == [("uint32", (256, 2)), ("uint32", (4, 64, 2))]
 
 
 TILES = {"overlapped": (32, 32, 32), "specialised": (128, 32, 32)}  # rows, columns, contracted
@@ -309,7 +649,7 @@ def test_variants_that_do_not_fit(config: GpuConfig, changed: dict[str, Any], ne
         assert "triton_kernel_call" in text
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @interpreted
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("layout", NAMES)
@@ -379,7 +719,7 @@ def test_what_has_no_kernel_runs_in_xla(chip: str, options: dict[str, Any], is_k
 
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """O2, T10: XLA runs in its place, and who asks for it is told what to install."""
-    sentence = "`ragged`'s Triton kernels need jax-triton: `pip install ragged[cuda]`."
+    sentence = "`ragged`'s Triton kernels need jax-triton: `pip install 'jax[cuda13]' jax-triton triton`."
     monkeypatch.setattr(triton_call, "missing", lambda: sentence)
     assert "triton_kernel_call" not in lowered("NVIDIA H200")
     x = GroupedTensor(jnp.ones((4, 2)), jnp.array([1, 3], jnp.int32))
@@ -387,7 +727,10 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lowering, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="backend 'triton_gpu' is not available here") as error:
         ragged.matmul(x, jnp.ones((2, 2, 3)), backend="triton_gpu")
-    assert "Not available: 'triton_gpu' (there is no Triton here: `pip install ragged[cuda]`)." in str(error.value)
+    assert (
+        "Not available: 'triton_gpu' (there is no Triton here: `pip install 'jax[cuda13]' jax-triton triton`)."
+        in str(error.value)
+    )
 
 
 def test_exports_take_the_kernel_only_if_asked() -> None:

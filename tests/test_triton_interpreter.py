@@ -128,6 +128,52 @@ def test_batched_dot() -> None:
 
 
 @triton.jit
+def dot_scaled(a, b, a_scales, b_scales, out):
+    i, k, block = tl.arange(0, 16)[:, None], tl.arange(0, 64)[None, :], tl.arange(0, 2)[None, :]
+    x, y = tl.load(a + i * 64 + k), tl.load(b + i * 64 + k)
+    x_scales, y_scales = tl.load(a_scales + i * 2 + block), tl.load(b_scales + i * 2 + block)
+    one = tl.full((16, 16), 1, tl.float32)
+    product = tl.dot_scaled(x, x_scales, "e4m3", tl.trans(y), y_scales, "e5m2", one)
+    tl.store(out + i * 16 + tl.arange(0, 16)[None, :], product)
+
+
+def test_scaled_dot() -> None:
+    """Scales are exponents: 127 is 1, 0 is 2**-127, 255 is NaN."""
+    a, b, out = random(E4M3, 16, 64), random(E5M2, 16, 64), np.empty((16, 16), np.float32)
+    scales = np.random.default_rng(0).integers(120, 134, (2, 16, 2)).astype(np.uint8)
+    scales[:, 3], scales[0, 5, 1], scales[1, 5, 1] = 0, 200, 255
+    run(dot_scaled, (1,), {"a": a, "b": b, "a_scales": scales[0], "b_scales": scales[1], "out": out}, ["out"])
+    factors = np.where(scales < 255, 2.0 ** (scales.astype(np.float64) - 127), np.nan).repeat(32, -1)
+    expected = 1 + (a.astype(np.float64) * factors[0]) @ (b.astype(np.float64) * factors[1]).T
+    assert np.isnan(expected[:, 5]).all() and np.isfinite(np.delete(expected, 5, 1)).all()
+    sizes = 1 + (np.abs(a.astype(np.float64)) * factors[0]) @ (np.abs(b.astype(np.float64)) * factors[1]).T
+    np.testing.assert_array_less(np.delete(np.abs(out - expected) / sizes, 5, 1), 1e-5)
+    assert np.isnan(out[:, 5]).all()
+
+
+@triton.jit
+def dot_of_four_bits(a, b, a_scales, b_scales, out):
+    i, k, block = tl.arange(0, 16)[:, None], tl.arange(0, 64)[None, :], tl.arange(0, 2)[None, :]
+    x, y = tl.load(a + i * 32 + tl.arange(0, 32)[None, :]), tl.load(b + i * 64 + k)
+    x_scales, y_scales = tl.load(a_scales + i * 2 + block), tl.load(b_scales + i * 2 + block)
+    product = tl.dot_scaled(x, x_scales, "e2m1", tl.trans(y), y_scales, "e4m3")
+    tl.store(out + i * 16 + tl.arange(0, 16)[None, :], product)
+
+
+def test_scaled_dot_of_four_bits() -> None:
+    """Of two numbers in a byte, the first is in the lower bits."""
+    rng = np.random.default_rng(0)
+    codes, b = rng.integers(0, 16, (16, 64)).astype(np.uint8), random(E4M3, 16, 64)
+    scales, out = rng.integers(125, 130, (2, 16, 2)).astype(np.uint8), np.empty((16, 16), np.float32)
+    packed = codes[:, ::2] + 16 * codes[:, 1::2]
+    arrays = {"a": packed, "b": b, "a_scales": scales[0], "b_scales": scales[1], "out": out}
+    run(dot_of_four_bits, (1,), arrays, ["out"])
+    a = np.where(codes < 8, 1, -1) * np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])[codes % 8]
+    factors = 2.0 ** (scales.astype(np.float64) - 127).repeat(32, -1)
+    np.testing.assert_allclose(out, (a * factors[0]) @ (b.astype(np.float64) * factors[1]).T, rtol=1e-5, atol=1e-4)
+
+
+@triton.jit
 def cast(x, out, N: tl.constexpr):
     at = tl.arange(0, N)
     tl.store(out + at, tl.load(x + at).to(out.dtype.element_ty))

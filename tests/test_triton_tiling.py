@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from ragged.backends.gpu import tiles as triton_tiling
-from ragged.backends.gpu.tiles import Problem, chip, choose, fit, refuse, resident, shared
+from ragged.backends.gpu.tiles import Problem, chip, choose, fit, ranked, refuse, resident, shared
 
 H200, A100, L4 = (chip((kind, 0)) for kind in ("NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA L4"))
 
@@ -46,6 +46,19 @@ def test_few_rows_get_flat_tiles_and_many_get_square_ones() -> None:
     assert choose(problem(8, 14336, 4096), H200).m <= 32
     assert choose(problem(1024, 14336, 4096), H200).along("mn") == (128, 256)
     assert choose(problem(1024, 14336, 4096, wide=True), H200).along("mn") in ((128, 128), (64, 256))
+
+
+def test_two_products_share_registers_and_shared_memory() -> None:
+    """E2: a gated product's tile has half the columns, of each of two matrices."""
+    one = problem(1024, 14336, 4096)
+    two = one._replace(products=2, results=3)
+    assert choose(two, H200).along("mn") == (128, 128)
+    assert choose(two._replace(itemsize=1, wide=True), H200).along("mn") in ((128, 64), (64, 128))
+    config = choose(two, H200)
+    assert shared(two, config, H200) - shared(one, config, H200) == config.stages * config.n * config.k * 2
+    every = ranked(two, H200)
+    assert len(every) > 8
+    assert all(c.m * c.n * 2 <= 128 * 32 * c.warps and shared(two, c, H200) <= H200.shared for c in every)
 
 
 def test_what_memory_bounds_is_not_cut_small() -> None:

@@ -12,6 +12,8 @@ from jax import Array
 import ragged
 from ragged import GroupedTensor, per_group, per_row
 
+pytestmark = pytest.mark.long  # by default, others stand for these
+
 NONE = jnp.zeros((0,), jnp.int32)
 
 

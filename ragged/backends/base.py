@@ -1,7 +1,7 @@
 """What a backend is: a module with four functions, found by its line in `product.lowering.BACKENDS`.
 
     plan(call, x, target) -> Launch | Refusal       decides, from shapes and dtypes alone, what runs
-    run(launch, x) -> Array                         runs it
+    run(launch, x) -> Array                         runs it; if the call has an `Ending`, all that this stores
     candidates(launch, x) -> Iterable[Config]       configurations to try in place of the launch's, the best first
     work(launch, x) -> Work                         counts what `run` multiplies, where sizes are known
 
@@ -25,6 +25,8 @@ for sizes and offset, NumPy's, and there is no batch axis.
 With one ragged letter, the uniform term, operand or result, holds the groups `x.offset, x.offset + 1, ...` of those
 that have sizes: rows of other groups come out zero, and a matrix of no group is zero.
 
+XLA's backend knows no endings: they are composed of its products, in `ragged._epilogue`.
+
 `x.epilogue.existing` is added to in the accumulator, before rounding. Its tail is zero already; its other elements that
 no product reaches stay as they are.
 """
@@ -32,6 +34,7 @@ no product reaches stay as they are.
 import json
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -87,7 +90,11 @@ class Launch:
             return "no product (an extent is 0)"
         why = [reason for _, reason in self.passed_over]
         why += ["interpreted"] * bool(self.target.interpret and self.backend != "xla")
-        return f"{self.kernel} of {self.backend}" + (f" ({why[0]})" if why else "")
+        runs = f"{self.kernel} of {self.backend}"
+        if self.call.ending is not None:
+            what = self.call.ending.activation or "bias"
+            runs += f", then {what}" if self.backend == "xla" else f" with {what}"
+        return runs + (f" ({why[0]})" if why else "")
 
 
 class Work(NamedTuple):
@@ -106,7 +113,7 @@ def spans(call: Call, x: Operands) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     Counted in the buffers that pack the letter, else from 0. What any buffer cuts off isn't counted.
     """
     p, shapes = call.product, {}
-    for letters, shape in ((p.lhs, x.lhs.data.shape), (p.rhs, x.rhs.data.shape), (p.out, call.shape)):
+    for letters, shape in ((p.lhs, x.lhs_shape), (p.rhs, x.rhs.data.shape), (p.out, call.shape)):
         for place, letter in enumerate(letters):
             is_packed = letter in p.ragged and place == 0
             shapes.setdefault(letter, ([], []))[is_packed].append(shape[place - 2])
@@ -125,6 +132,15 @@ def spans(call: Call, x: Operands) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         found[letter] = begin, begin + np.minimum(size, min(others, default=np.iinfo(np.int64).max))
     return found
 
+
+ACTIVATIONS = {
+    "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "sigmoid": jax.nn.sigmoid,
+    "tanh": jnp.tanh,
+}
 
 KERNELS = ("batched_matmul", "grouped_matmul", "transposed_grouped_matmul", "tiled_matmul")
 
@@ -182,6 +198,7 @@ def refuse(
     if not x.sizes and call.shape[0] == 1 and not scaled and call.options.backend is None:
         return Refusal("one group: a dense product")
     given = {call.product.kernel: True, "scales": scaled or None, "offset": x.offset, "batch": call.batch(x)}
+    given |= {f"{call.product.kernel} with an ending": call.ending}
     for name, value in (given | x.epilogue._asdict()).items():
         if value is not None and name not in takes:
             return Refusal(f"{backend} has no kernels for {name}")
@@ -213,7 +230,8 @@ def scale_ways(call: Call, x: Operands, step: int | None) -> tuple[str, str]:
     - `""`: there are none;
     - `"total"`: to the accumulator, as they are the same all along the contracted letter;
     - `"step"`: to the product of each step along it, as they change in multiples of `step` elements of the group (None:
-      a kernel can't), or with each of the batch elements that are summed;
+      a kernel can't), or with each of the batch elements that are summed; where a buffer packs it, its groups begin at
+      such multiples too;
     - `"tile"`: to the operand's tile, which becomes float32.
     """
     p = call.product
@@ -224,9 +242,7 @@ def scale_ways(call: Call, x: Operands, step: int | None) -> tuple[str, str]:
         along = term.block(p.contracted)
         if along is None:
             return "step" if not call.out_batch and term.data.ndim > p.ndim(term.letters) else "total"
-        # Blocks of a packed axis are counted from the buffer's first row, steps from the group's.
-        is_packed = p.contracted in p.ragged and term.letters[0] == p.contracted
-        return "step" if step and along % step == 0 and not is_packed else "tile"
+        return "step" if step and along % step == 0 else "tile"
 
     a, b = call.terms(x)
     return way(a), way(b)
@@ -240,11 +256,13 @@ def cost(call: Call, x: Operands) -> dict[str, Any]:
     a, b = call.terms(x)
     p, batch = call.product, call.batch(x) or 1
     groups = x.num_groups if x.sizes else call.shape[0]
-    arrays = [*jax.tree.leaves(x), jax.ShapeDtypeStruct((batch if call.out_batch else 1, *call.shape), call.dtype)]
+    out = jax.ShapeDtypeStruct((batch if call.out_batch else 1, *call.shape), call.dtype)
+    read = x._replace(gather=None if x.gather is None else x.gather.source)
+    arrays = [*jax.tree.leaves(read), *[out] * call.num_stored]
     if not all(isinstance(n, int) for array in arrays for n in array.shape):
         return {"flops": None, "bytes_accessed": None}
     contracted = min(a.extent(p.contracted), b.extent(p.contracted))
-    products = batch * call.shape[-2] * call.shape[-1] * contracted * (1 if x.sizes else groups)
+    products = batch * call.shape[-2] * call.shape[-1] * contracted * (1 if x.sizes else groups) * call.num_products
     return {
         "flops": 2 * products // max(groups, 1) ** max(len(p.ragged) - 1, 0),
         "bytes_accessed": sum(array.size * array.dtype.itemsize for array in arrays),

@@ -12,17 +12,21 @@ import importlib.metadata
 import json
 import os
 import platform
+import stat
 import tempfile
+import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, lru_cache
+from math import inf
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import jax
 import jax.numpy as jnp
 
+from ragged._errors import Site
 from ragged._version import __version__
 from ragged.backends.config import Config, from_json, to_json
 from ragged.product.operands import Call, Operands
@@ -41,16 +45,26 @@ class Found:
     sizes: str  # of the groups that it was measured on
     date: str  # ISO 8601, UTC
 
+    def __post_init__(self) -> None:
+        times, words = (self.seconds, self.default_seconds), (self.sizes, self.date)
+        if not all(0 < x < inf for x in times) or not all(isinstance(x, str) for x in words):
+            Site("ragged.tuning.Found(...)").fail(
+                ValueError,
+                f"times are {times}, sizes and date {words}.",
+                "They must be positive numbers, and strings.",
+            )
+
 
 Entries = dict[str, dict[str, Found]]  # by device, by product
 _memory: Entries = {}
+_adding = threading.Lock()  # to it
 
 
 # Keys
 
 
-def product_key(call: Call, x: Operands) -> str:
-    """What a configuration is chosen by: letters, dtypes, scales, extents; ragged ones in powers of two."""
+def product_key(call: Call, x: Operands, backend: str) -> str:
+    """What a configuration is chosen by: backend, letters, dtypes, scales, extents; ragged ones in powers of two."""
     p, sizes = call.product, x.sizes
 
     def operand(term: Any, letters: str) -> str:
@@ -58,13 +72,14 @@ def product_key(call: Call, x: Operands) -> str:
         return f"{letters}:{jnp.dtype(term.data.dtype).name}{block}"
 
     extents = {}
-    for letters, shape in ((p.lhs, x.lhs.data.shape), (p.rhs, x.rhs.data.shape), (p.out, call.shape)):
+    for letters, shape in ((p.lhs, x.lhs_shape), (p.rhs, x.rhs.data.shape), (p.out, call.shape)):
         for place, (letter, n) in enumerate(zip(letters, shape[-2:], strict=True)):
             is_packed = letter in sizes and place == 0
             if letter not in extents or is_packed:
                 extents[letter] = n
     mean = {letter: -(-n // max(x.num_groups, 1)) for letter, n in extents.items() if letter in sizes}
     parts = [
+        backend,
         operand(x.lhs, p.lhs),
         operand(x.rhs, p.rhs),
         f"{p.out}:{jnp.dtype(call.dtype).name}",
@@ -73,6 +88,8 @@ def product_key(call: Call, x: Operands) -> str:
         f"precision={call.options.precision}" if call.options.precision is not None else "",
         "existing" if x.epilogue.existing is not None else "",
         "offset" if x.offset is not None else "",
+        f"ending={call.ending.activation}/{call.num_products}/{call.num_stored}" if call.ending is not None else "",
+        "gathered" if x.gather is not None else "",
     ]
     if batch := call.batch(x):
         mapped = "".join("01"[is_mapped] for is_mapped in jax.tree.leaves(call.batched(x)))
@@ -122,7 +139,7 @@ def lookup(call: Call, x: Operands, device: tuple[str, int] | None, backend: str
     on = device_key(device)
     if on is None or not all(isinstance(n, int) for array in jax.tree.leaves(x) for n in array.shape):
         return None
-    key, file = product_key(call, x), cache_path() if _reads_file() else None
+    key, file = product_key(call, x, backend), cache_path() if _reads_file() else None
     for entries in (_memory, {} if file is None else _read(file)):
         found = entries.get(on, {}).get(key)
         if found is not None and found.config.backend == backend:
@@ -131,11 +148,12 @@ def lookup(call: Call, x: Operands, device: tuple[str, int] | None, backend: str
 
 
 def cache_path() -> Path | None:
-    """Where the file is; None if there is to be none."""
+    """Where the file is; None if there is to be none, or no home directory to have it in."""
     given = os.environ.get(VARIABLE)
     if given is not None:
-        return None if given.lower() in ("", "off", "0") else Path(given).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ragged" / "tuning.json"
+        return None if given.lower() in ("", "off", "0") else Path(os.path.expanduser(given))
+    folder = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    return None if folder.startswith("~") else Path(folder) / "ragged" / "tuning.json"
 
 
 def _reads_file() -> bool:
@@ -145,23 +163,30 @@ def _reads_file() -> bool:
 def _read(file: Path) -> Entries:
     """What a file holds; nothing, if there is none or, said once, if it is no cache."""
     try:
-        stat = file.stat()
+        found = file.stat()
     except OSError:
         return {}
-    return _parsed(file, stat.st_mtime_ns, stat.st_size)[0]
+    return _parsed(file, found.st_ino, found.st_mtime_ns, found.st_size)
 
 
-@cache
-def _parsed(file: Path, changed: int, size: int) -> tuple[Entries, str]:
-    """What a file holds, and why it is not read, if so."""
+@lru_cache(8)
+def _parsed(file: Path, *version: int) -> Entries:
+    """What one version of a file holds."""
     try:
-        return parse(file.read_text()), ""
+        return parse(_content(file))
     except (OSError, ValueError) as error:
         _warn(f"the tuning cache {file} is ignored: {error}", "Move it away, or set another in")
-        return {}, str(error)
+        return {}
 
 
-def parse(text: str) -> Entries:
+def _content(file: Path) -> bytes:
+    """**Raises:** `OSError` if it can't be read; a device or a pipe might never end."""
+    if not stat.S_ISREG(file.stat().st_mode):
+        raise OSError("it is no regular file.")
+    return file.read_bytes()
+
+
+def parse(text: str | bytes) -> Entries:
     """The entries of a cache's text.
 
     **Raises:** `ValueError` if it is none, or of another format, or an entry is no configuration.
@@ -170,7 +195,7 @@ def parse(text: str) -> Entries:
         whole = json.loads(text)
         form, found = whole["format"], whole["found"]
         tables = {on: dict(products) for on, products in found.items()}
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise ValueError("it is not a tuning cache.") from None
     if form != FORMAT:
         raise ValueError(f"it has format {form!r}, this version reads {FORMAT}.")
@@ -219,7 +244,8 @@ def cache_entries() -> Entries:
 def put(new: Entries) -> None:
     """Adds entries, in memory and in the file. Where that can't be written, says so, and keeps them in memory."""
     global _memory
-    _memory = merged(_memory, new)
+    with _adding:
+        _memory = merged(_memory, new)
     if (file := cache_path()) is None:
         return
     try:
@@ -230,17 +256,21 @@ def put(new: Entries) -> None:
 
 
 def write(file: Path, new: Entries) -> None:
-    """Merges entries into a file. Whoever else does so at the same time waits; who reads sees the old file or the new.
+    """Merges entries into a file, or the one that it links to. Whoever else does so at the same time waits; who reads
+    sees the old file or the new.
 
     **Raises:** `OSError` if it can't be written, `ValueError` if it holds something else.
     """
+    file = Path(os.path.realpath(file))
     file.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(file.with_name(file.name + ".lock")):
-        there = parse(file.read_text()) if file.exists() else {}
+    with _locked(file.with_name(file.name + ".lock")) as lock:
+        there = parse(_content(file)) if file.exists() else {}
         handle, name = tempfile.mkstemp(dir=file.parent, prefix=file.name)
         try:
             with os.fdopen(handle, "w") as out:
                 out.write(text_of(merged(there, new)))
+            # Whoever may read a file of this user's may read this one.
+            os.chmod(name, stat.S_IMODE(os.stat(file if file.exists() else lock.name).st_mode))
             os.replace(name, file)
         except BaseException:
             os.unlink(name)
@@ -248,16 +278,16 @@ def write(file: Path, new: Entries) -> None:
 
 
 @contextlib.contextmanager
-def _locked(file: Path) -> Iterator[None]:
+def _locked(file: Path) -> Iterator[IO[str]]:
     """One process at a time."""
     with open(file, "a") as lock:
         try:
             import fcntl
         except ImportError:  # Windows: the file stays whole, but of two who write at once one may be lost
-            yield
+            yield lock
             return
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+        yield lock
 
 
 def save_cache(file: str | os.PathLike[str]) -> None:
@@ -265,7 +295,11 @@ def save_cache(file: str | os.PathLike[str]) -> None:
 
     **Raises:** `OSError` if it can't be written, `ValueError` if it holds something else.
     """
-    write(Path(file), cache_entries())
+    try:
+        write(Path(file), cache_entries())
+    except ValueError as error:
+        site = Site(f"ragged.tuning.save_cache({os.fspath(file)!r})")
+        site.fail(ValueError, f"{error}", "Pass a file that isn't there yet, or that `save_cache` wrote.")
 
 
 def load_cache(file: str | os.PathLike[str]) -> int:
@@ -276,13 +310,15 @@ def load_cache(file: str | os.PathLike[str]) -> int:
     **Raises:** `OSError` if it can't be read, `ValueError` if it is no tuning cache.
     """
     try:
-        new = parse(Path(file).read_text())
+        new = parse(_content(Path(file)))
     except ValueError as error:
-        raise ValueError(f"`ragged.tuning.load_cache({str(file)!r})`: {error}\nPass what `save_cache` wrote.") from None
+        site = Site(f"ragged.tuning.load_cache({os.fspath(file)!r})")
+        site.fail(ValueError, f"{error}", "Pass what `save_cache` wrote.")
     put(new)
     return sum(map(len, new.values()))
 
 
 def clear_cache() -> None:
     """Forgets what this process holds in memory. The file stays."""
-    _memory.clear()
+    global _memory
+    _memory = {}

@@ -39,9 +39,11 @@ class Config:
             site = Site(f"ragged.tuning.{type(self).__name__}(...)")
             site.fail(ValueError, f"`{name}` is {getattr(self, name)!r}.", f"It must be {what}.")
 
-    def _check_counts(self, *names: str) -> None:
+    def _check_counts(self, *names: str, least: int = 1) -> None:
+        """Also makes plain ints of NumPy's, which JSON doesn't know."""
         for name in names:
-            self._check(name, is_count(getattr(self, name)), "a positive int")
+            self._check(name, is_count(getattr(self, name), least), "a positive int" if least else "an int, 0 or more")
+            object.__setattr__(self, name, int(getattr(self, name)))
 
 
 def _plain(x: Any) -> str:
@@ -65,10 +67,11 @@ class XlaConfig(Config):
     def __post_init__(self) -> None:
         for name in "mkn":
             heights = getattr(self, name)
-            object.__setattr__(self, name, heights := tuple(heights) if isinstance(heights, list) else heights)
-            is_sound = isinstance(heights, tuple) and all(map(is_count, heights)) and [*heights] == sorted({*heights})
+            is_sound = isinstance(heights, tuple | list) and all(map(is_count, heights))
+            is_sound = is_sound and [*heights] == sorted({*heights})
             self._check(name, is_sound, "a tuple of positive ints, ascending: `(32, 128, 512)`")
-        self._check("batched_rows", is_count(self.batched_rows, 0), "an int, 0 or more")
+            object.__setattr__(self, name, tuple(map(int, heights)))
+        self._check_counts("batched_rows", least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,9 +104,9 @@ class GpuConfig(Config):
     variant: str | Any = ""  # or "overlapped" or "specialised": see docs/gpu.md
 
     def __post_init__(self) -> None:
-        self._check_counts("m", "k", "n", "stages", "band")
+        self._check_counts("m", "k", "n", "warps", "stages", "band")
         self._check("warps", self.warps in (1, 2, 4, 8, 16), "1, 2, 4, 8 or 16")
-        self._check("programs", is_count(self.programs, 0), "an int, 0 or more")
+        self._check_counts("programs", least=0)
         self._check("tma", isinstance(self.tma, bool), "a bool")
         self._check("variant", self.variant in ("", *VARIANTS), f"one of {('', *VARIANTS)}")
 
@@ -150,7 +153,7 @@ class Configs(NamedTuple):
 def _records(site: Site, given: Any) -> tuple[Config, ...]:
     records = () if given is None else tuple(given) if isinstance(given, tuple | list) else (given,)
     for each in records:
-        if not isinstance(each, Config):
+        if not isinstance(each, tuple(RECORDS.values())):
             names = ", ".join(f"`{record.__name__}`" for record in RECORDS.values())
             mend = f"Pass one of {names}, a tuple of them, or `ragged.tuning.Configs(out, lhs, rhs)`."
             site.fail(TypeError, f"`config` is {each!r}.", mend)
@@ -179,6 +182,8 @@ def using(*configs: Config | Configs | Any, cached: bool | Any = True) -> Abstra
 
     - `cached`: whether what `autotune` found counts, where no record does.
 
+    **Raises:** `TypeError` for what is no record or no bool, `ValueError` for two records of one backend.
+
     !!! example
         ```python
         import ragged
@@ -189,8 +194,10 @@ def using(*configs: Config | Configs | Any, cached: bool | Any = True) -> Abstra
     site = Site("ragged.tuning.using(...)")
     if len(configs) > 1 and any(isinstance(each, Configs) for each in configs):
         site.fail(TypeError, "a `Configs` is not the only argument.", "Pass it alone, or records.")
+    if not isinstance(cached, bool):
+        site.fail(TypeError, f"`cached` is {cached!r}.", "It must be a bool.")
     one = configs[0] if len(configs) == 1 and isinstance(configs[0], Configs) else Configs(configs)
-    return _using(Using(Configs.checked(site, one), bool(cached)))
+    return _using(Using(Configs.checked(site, one), cached))
 
 
 def in_context() -> Using:

@@ -54,6 +54,32 @@ def group_ids(offsets: Int[Array, " g_plus_1"], capacity: int) -> Int[Array, " c
     return jnp.cumsum(ended, dtype=jnp.int32)
 
 
+def most_blocks(rows: Any, num_groups: Any, block: int) -> Any:
+    """How many blocks of rows there are at most, where each group begins with one. `rows`: of all groups."""
+    return (rows + num_groups * (block - 1)) // block
+
+
+def in_blocks(
+    group_sizes: Integer[Array, "*batch g"], rows: int, block: int
+) -> tuple[Int[Array, "*batch p"], Int[Array, "*batch rows 1"], Int[Array, "*batch g"]]:
+    """Where `rows` rows go, so that each group begins at a multiple of `block`: to a buffer with all its blocks whole.
+
+    Which row each row of that buffer is, past the last where it is none; where each row goes, past the last if it is of
+    no group; and the sizes of the groups there.
+    """
+    if group_sizes.ndim > 1:
+        return jax.vmap(lambda sizes: in_blocks(sizes, rows, block))(group_sizes)
+    offsets, capacity = group_offsets(group_sizes, rows), most_blocks(rows, group_sizes.shape[0], block) * block
+    sizes = -(-jnp.diff(offsets) // block) * block
+    begins = group_offsets(sizes, capacity)
+    there, here = jnp.arange(capacity, dtype=jnp.int32), jnp.arange(rows, dtype=jnp.int32)
+    ids, its = group_ids(begins, capacity), group_ids(offsets, rows)
+    source = there - of_groups(begins[:-1] - offsets[:-1], ids, 0)
+    source = jnp.where(source < of_groups(offsets[1:], ids, 0), source, rows)
+    places = jnp.where(here < offsets[-1], here + of_groups(begins[:-1] - offsets[:-1], its, 0), capacity)
+    return source, places[:, None], sizes
+
+
 @jax.jit
 def count_up_to(values: Int[Array, " n"], bounds: Int[Array, " p"]) -> Int[Array, " p"]:
     """How many of the sorted `values` are at most each bound: a binary search.

@@ -10,6 +10,7 @@ from ragged._errors import Site, is_count
 from ragged._matmul import matmul
 from ragged.quant.recipe import Recipe
 from ragged.tensor.arithmetic import per_group
+from ragged.tensor.route import Gathered
 from ragged.tensor.tensor import GroupedTensor
 
 
@@ -49,7 +50,7 @@ class GroupedLinear(eqx.Module):
         self.weight, self.bias = weight, bias if use_bias else None
         self.recipe = None if recipe is None else Recipe.of(recipe)
 
-    def __call__(self, x: GroupedTensor) -> GroupedTensor:
+    def __call__(self, x: GroupedTensor | Gathered) -> GroupedTensor:
         """Ragged rows `[rows, out_features]` of the dtype of `x` and `weight`, zeros in the tail.
 
         **Raises:** as `ragged.matmul` does.

@@ -12,37 +12,119 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int, PRNGKeyArray
 
+from ragged._activated import finished, with_pre_activations
+from ragged._epilogue import activated
 from ragged._errors import Site, is_arraylike, is_count
+from ragged._gated import gated_products
+from ragged._matmul import MatmulProduct, matmul, product_of
 from ragged._mesh import resharded, vary_together
+from ragged.backends.base import ACTIVATIONS
 from ragged.nn.linear import GroupedLinear
 from ragged.parallel.exchange import exchange
+from ragged.quant.formats import accumulator_dtype
 from ragged.quant.recipe import Cast, Recipe
-from ragged.tensor.route import route
+from ragged.tensor.arithmetic import per_row
+from ragged.tensor.route import Gathered, Route, route
+from ragged.tensor.rows import tangent_of
 from ragged.tensor.tensor import GroupedTensor
 
 
 class Experts(eqx.Module):
-    """An MLP for each group: `down(activation(gate(x)) * up(x))`, or `down(activation(up(x)))` without a gate."""
+    """An MLP for each group: `down(activation(gate(x)) * up(x))`, or `down(activation(up(x)))` without a gate.
+
+    `activation`: a name that `ragged.matmul` knows, or an elementwise function. `save`: see `MoE`.
+    """
 
     gate: GroupedLinear | Any
     up: GroupedLinear
     down: GroupedLinear
-    activation: Callable[[Array], Array] = eqx.field(static=True)
+    activation: str | Callable[[Array], Array] = eqx.field(static=True)
+    save: str = eqx.field(static=True)
 
     def __init__(
-        self, d: int, hidden: int, num_experts: int, gated: bool, activation: Any, *, key: PRNGKeyArray, **options: Any
+        self,
+        d: int,
+        hidden: int,
+        num_experts: int,
+        gated: bool,
+        activation: Any,
+        save: str,
+        *,
+        key: PRNGKeyArray,
+        **options: Any,
     ) -> None:
         keys = jax.random.split(key, 3)
         self.up, gate = (GroupedLinear(d, hidden, num_experts, False, key=k, **options) for k in keys[:2])
         self.gate = gate if gated else None
         self.down = GroupedLinear(hidden, d, num_experts, False, key=keys[2], **options)
-        self.activation = activation
+        self.activation, self.save = activation, save
 
-    def __call__(self, x: GroupedTensor) -> GroupedTensor:
+    def __call__(self, x: GroupedTensor | Gathered) -> GroupedTensor:
         """Ragged rows `[rows, d]`, as `x`."""
-        hidden = self.up(x)  # [rows, hidden]
-        hidden = hidden.map(self.activation) if self.gate is None else self.gate(x).map(self.activation) * hidden
-        return self.down(hidden)
+        run = Experts._run if self.save != "nothing" else eqx.filter_checkpoint(Experts._run)
+        return run(self, x)
+
+    def _run(self, x: GroupedTensor | Gathered) -> GroupedTensor:
+        if isinstance(self.activation, str):
+            return self.down(finished(self._products(x)))  # of [rows, hidden]
+        hidden = (self.up if self.gate is None else self.gate)(x).map(self.activation)
+        return self.down(hidden if self.gate is None else hidden * self.up(x))
+
+    def _products(self, x: GroupedTensor | Gathered) -> tuple[MatmulProduct, ...]:
+        """Those that are activated, or gated."""
+        gate, up, save = self.gate, self.up, "pre" if self.save == "nothing" else self.save
+        how: dict[str, Any] = {"activation": self.activation, "save": save}
+        if gate is None:
+            return (product_of(x, up.weight, bias=up.bias, recipe=up.recipe, **how),)
+        biases, recipes = (gate.bias, up.bias), (gate.recipe, up.recipe)
+        return gated_products(x, gate.weight, up.weight, bias=biases, recipe=recipes, **how)
+
+    def combined(
+        self, routed: Route, x: Float[Array, "tokens d"], weights: Float[Array, "tokens top_k"]
+    ) -> Float[Array, "tokens d"]:
+        """`routed.combine(self(routed.gathered(x)), weights)`, whose derivative keeps less."""
+        layers = [layer for layer in (self.gate, self.up, self.down) if layer is not None]
+        is_quantized = any(layer.recipe is not None for layer in layers)
+        if not isinstance(self.activation, str) or is_quantized or self.down.bias is not None:
+            return routed.combine(self(routed.gathered(x)), weights)
+        run = Experts._combined if self.save != "nothing" else eqx.filter_checkpoint(Experts._combined)
+        return run(self, routed, x, weights)
+
+    def _combined(self, routed: Route, x: Array, weights: Array) -> Array:
+        products = self._products(routed.gathered(x))
+        if self.save == "out":
+            hidden, activation = finished(products), None
+            kept: tuple[Array, ...] = (jnp.asarray(hidden.data),)
+        else:
+            (hidden, kept), activation = with_pre_activations(products), self.activation
+        return _summed(activation, kept, self.down.weight, weights, hidden, routed)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _summed(
+    activation: str | None, kept: tuple[Array, ...], down: Array, weights: Array, hidden: GroupedTensor, routed: Route
+) -> Array:
+    """`routed.combine(hidden @ down, weights)`, where `hidden` is the activation of `kept`, rounded."""
+    return routed.combine(matmul(hidden, down), weights)
+
+
+@partial(_summed.defjvp, symbolic_zeros=True)
+def _(activation: str | None, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    """As if the hidden rows had been weighted, and not the result's.
+
+    So the result isn't kept for the derivative by the weights, whose cotangents are sums over hidden rows times theirs;
+    hidden rows are made of `kept` again; and all of that is elementwise, in one pass with the activation's derivative.
+    """
+    kept, down, weights, hidden, routed = primals
+    dtype, wide = hidden.dtype, accumulator_dtype(hidden.dtype)
+
+    def weighted_before(down: Array, weights: Array, *kept: Array) -> Array:
+        rows = activated(activation, tuple(each.astype(wide) for each in kept), hidden.first_dims)
+        rows = rows * per_row(routed._of_rows(weights.astype(wide)))
+        return routed.combine(matmul(rows.astype(dtype), down))
+
+    dkept, ddown, dweights, *_ = tangents
+    return _summed(activation, *primals), tangent_of(weighted_before, (down, weights, *kept), (ddown, dweights, *dkept))
 
 
 class MoEStats(eqx.Module):
@@ -53,6 +135,8 @@ class MoEStats(eqx.Module):
     - `z`: `()` float32, the mean of `logsumexp(logits) ** 2` (ST-MoE, arXiv:2202.08906, eq. 5).
     - `rows`: `(experts,)` int32, those that wanted each expert.
     - `dropped`: `()` int32, those that had no room.
+
+    All are 0 of no tokens.
     """
 
     load_balance: Float[Array, ""]
@@ -96,7 +180,8 @@ class MoE(eqx.Module):
         *,
         num_shared: int | Any = 0,
         gated: bool = True,
-        activation: Callable[[Array], Array] = jax.nn.silu,
+        activation: str | Callable[[Array], Array] | Any = "silu",
+        save: str = "pre",
         normalize: bool = True,
         recipe: Recipe | str | None = None,
         dtype: Any = None,
@@ -109,22 +194,34 @@ class MoE(eqx.Module):
         wire: str | Cast | None = None,
         key: PRNGKeyArray,
     ) -> None:
-        """`normalize`: a token's weights are divided by their sum. `recipe`, `dtype`: as for `GroupedLinear`.
+        """`activation`: a name that `ragged.matmul` knows, computed in float32 before hidden rows are rounded; or an
+        elementwise function of rounded ones. `save`: what the derivative keeps of each expert: `"pre"`, pre-activations
+        (with a function, a recipe or an `axis` also hidden rows); `"out"`, hidden rows; or `"nothing"`, computing again
+        what it needs (`"out"` takes a name). Only with a function, a recipe or an `axis`, also the experts' results.
+        `normalize`: a token's weights are divided by their sum. `recipe`, `dtype`: as for `GroupedLinear`.
         `transport`, `capacity`, `chunks`, `wire`: as for `ragged.exchange`, where there is an `axis`."""
+        site = Site("ragged.nn.MoE(d, hidden, num_experts, top_k)")
         if not is_count(top_k) or not is_count(num_experts) or top_k > num_experts:
-            site = Site("ragged.nn.MoE(d, hidden, num_experts, top_k)")
             problem = f"`top_k` is {top_k!r} and `num_experts` is {num_experts!r}."
             site.fail(ValueError, problem, "Both are positive ints, and a token goes to no expert twice.")
+        if not (activation in ACTIVATIONS if isinstance(activation, str) else callable(activation)):
+            mend = f"Pass one of {', '.join(map(repr, ACTIVATIONS))}, or an elementwise function."
+            site.fail(ValueError, f"unknown `activation` {activation!r}.", mend)
+        if save not in ("pre", "out", "nothing") or (save == "out" and not isinstance(activation, str)):
+            mend = "Pass 'pre', 'nothing', or, where the activation is a name, 'out'."
+            site.fail(ValueError, f"`save` is {save!r}, `activation` {activation!r}.", mend)
         axes = [name for name in (axis, *data_axes, tensor_axis) if name is not None]
         if isinstance(data_axes, str) or len({*axes}) < len(axes):
             problem = f"`axis` is {axis!r}, `data_axes` {data_axes!r} and `tensor_axis` {tensor_axis!r}."
             mend = "They are the names of different mesh axes, those of `data_axes` in a tuple."
-            Site("ragged.nn.MoE(d, hidden, num_experts, top_k)").fail(ValueError, problem, mend)
+            site.fail(ValueError, problem, mend)
         keys, how = jax.random.split(key, 3), {"recipe": recipe, "dtype": dtype}
         router = GroupedLinear(d, num_experts, 1, False, dtype=dtype, key=keys[0])
         self.router = router.weight[0]
-        self.experts = Experts(d, hidden, num_experts, gated, activation, key=keys[1], **how)
-        self.shared = Experts(d, num_shared * hidden, 1, gated, activation, key=keys[2], **how) if num_shared else None
+        self.experts = Experts(d, hidden, num_experts, gated, activation, save, key=keys[1], **how)
+        self.shared = None
+        if num_shared:
+            self.shared = Experts(d, num_shared * hidden, 1, gated, activation, save, key=keys[2], **how)
         self.top_k, self.normalize = top_k, normalize
         self.axis, self.data_axes, self.tensor_axis = axis, data_axes, tensor_axis
         self.transport, self.capacity, self.chunks, self.wire = transport, capacity, chunks, wire
@@ -142,14 +239,14 @@ class MoE(eqx.Module):
         return _over_mesh(self, x, axes=tuple(sorted(axes)))
 
     def _of_device(self, x: Float[Array, "tokens d"]) -> tuple[Float[Array, "tokens d"], MoEStats]:
-        logits = x.astype(jnp.float32) @ self.router.astype(jnp.float32)  # [tokens, experts]
+        logits = _logits(x, self.router)
         probabilities = jax.nn.softmax(logits)
         weights, chosen = lax.top_k(probabilities, self.top_k)  # both [tokens, top_k]
         if self.normalize:
             weights = weights / jnp.sum(weights, axis=1, keepdims=True)
         routed, dropped = route(chosen, self.router.shape[1]), jnp.zeros((), jnp.int32)
         if self.axis is None:
-            y = routed.combine(self.experts(routed.dispatch(x)), weights)
+            y = self.experts.combined(routed, x, weights)
         else:
             ex = exchange(routed, self.axis, self.transport, self.capacity, self.chunks, self.wire)
             y, dropped = ex.map(self.experts, x, weights), ex.dropped
@@ -158,9 +255,10 @@ class MoE(eqx.Module):
             y = y + self.shared(GroupedTensor(x, everyone)).data
         y = _over(lax.psum, y, (self.tensor_axis,) if self.tensor_axis else ()).astype(x.dtype)
         rows, dropped = (_over(lax.psum, n, self._token_axes) for n in (routed.first_dims, dropped))
-        z = jnp.mean(jax.nn.logsumexp(logits, axis=1) ** 2)
-        mean, z = (_over(lax.pmean, each, self._token_axes) for each in (jnp.mean(probabilities, axis=0), z))
-        share = rows.astype(jnp.float32) / jnp.sum(rows, dtype=jnp.int32).astype(jnp.float32)
+        tokens = max(x.shape[0], 1)  # of none, the statistics are zero
+        mean, z = jnp.sum(probabilities, axis=0) / tokens, jnp.sum(jax.nn.logsumexp(logits, axis=1) ** 2) / tokens
+        mean, z = (_over(lax.pmean, each, self._token_axes) for each in (mean, z))
+        share = rows.astype(jnp.float32) / jnp.maximum(1, jnp.sum(rows, dtype=jnp.int32)).astype(jnp.float32)
         return y, MoEStats(share.size * jnp.sum(share * mean), z, rows, dropped)
 
     def specs(self) -> "MoE":
@@ -187,6 +285,11 @@ def _over_mesh(moe: MoE, x: Array, axes: tuple[str, ...]) -> tuple[Array, MoESta
         moe, x = jax.tree.map(lambda leaf, spec: resharded(leaf, mesh, spec), (moe, x), specs)
     out_specs = specs[1], P()
     return jax.shard_map(MoE._of_device, in_specs=specs, out_specs=out_specs, axis_names={*axes})(moe, x)
+
+
+@jax.checkpoint  # what is kept is `x`, and not in float32
+def _logits(x: Float[Array, "tokens d"], router: Float[Array, "d experts"]) -> Float[Array, "tokens experts"]:
+    return x.astype(jnp.float32) @ router.astype(jnp.float32)
 
 
 def _check(moe: MoE, x: Any, axes: set[str], mesh: Any) -> None:

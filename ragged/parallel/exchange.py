@@ -31,8 +31,9 @@ from ragged.backends import schedule
 from ragged.quant.formats import accumulator_dtype
 from ragged.quant.quantize import quantize
 from ragged.quant.recipe import Cast, Recipe
+from ragged.tensor.annotations import Rows
 from ragged.tensor.route import Route, check_combined, check_tokens, check_weights, route
-from ragged.tensor.rows import collect_rows, spread_rows
+from ragged.tensor.rows import collect_rows, collect_weighted, spread_rows
 from ragged.tensor.tensor import GroupedTensor
 
 TRANSPORTS = ("dense", "ragged", "ring")
@@ -76,7 +77,7 @@ class Exchange(eqx.Module):
         """Of the buffer, from the slots."""
         return self._order, self._places[:, None]
 
-    def dispatch(self, x: Shaped[Array, "tokens d"] | Any) -> GroupedTensor:
+    def dispatch(self, x: Shaped[Array, "tokens d"] | Any) -> Rows[Shaped[GroupedTensor, "capacity ..."], "g"]:
         """Sends each token's row to the devices that hold the groups it goes to.
 
         **Returns:** ragged rows `[capacity, d]` of `x`'s dtype: this device's groups, zeros in the tail. Its gradient
@@ -87,7 +88,7 @@ class Exchange(eqx.Module):
         return GroupedTensor(_dispatched(self._checked(x, "Exchange.dispatch(x)"), self), self.sizes)
 
     def _checked(self, x: Shaped[Array, "tokens d"] | Any, call: str) -> Shaped[Array, "tokens d"]:
-        check_tokens(call, x, self._shape[0])
+        check_tokens(call, x, self._shape[0], most=2)
         x = jnp.asarray(x)
         if any((explicit_spec(x) or P())[:1]):
             refuse_explicit(call, x=x)
@@ -107,7 +108,7 @@ class Exchange(eqx.Module):
         **Raises:** `TypeError` if `y` is no `GroupedTensor`, or for dtypes; `ValueError` for shapes and sizes.
         """
         groups, made_by = self.sizes.shape[0], "exchange.dispatch(x)"
-        check_combined("Exchange", y, weights, (self.capacity, groups), self._shape, made_by)
+        check_combined("Exchange", y, weights, (self.capacity, groups), self._shape, made_by, most=2)
         data = jnp.asarray(y.data)
         wide = accumulator_dtype(data.dtype)
         weights = None if weights is None else weights.astype(wide).reshape(-1, 1)  # [tokens * top_k, 1]
@@ -120,11 +121,7 @@ class Exchange(eqx.Module):
         back = self._moved(collect_rows(data, *self._arrangement), back=True)
         if weights is None:
             return collect_rows(back, *self._tokens)
-        each = spread_rows(back, self._slots.reshape(-1), self._rows[:, None]).astype(wide)
-        # What went nowhere is zero; its weight may be anything.
-        weights = jnp.where(self._slots.reshape(-1, 1) < self.capacity, weights, 0)
-        each = (each * weights).reshape(*self._slots.shape, data.shape[1])  # [tokens, top_k, d]
-        return jnp.sum(each, axis=1).astype(data.dtype)
+        return collect_weighted(back, weights.reshape(self._slots.shape), self._rows, self._slots)
 
     def map(
         self,
@@ -307,9 +304,9 @@ def exchange(
 def wire_cast(site: Site, wire: str | Cast | Any) -> Cast:
     """How rows travel."""
     how = wire if isinstance(wire, Cast) else Recipe.of(wire).forward[0]
-    if how.dtype is None or jnp.dtype(how.dtype).itemsize != 1 or how.dtype == "int4":
+    if how.dtype is None or how.dtype in ("int4", "float4_e2m1fn"):
         site.fail(ValueError, f"`wire` has no dtype of 8 bits: {how!r}.", "Pass `ragged.Cast('float8_e4m3fn', 'row')`.")
-    if how.scaling.block is None or how.scaling.block[0] != 1:
+    if how.scaling.block is None or how.scaling.block[0] != 1 or how.scaling.has_tensor_scale:
         mend = "Each row must have scales of its own: `(1, 128)`, `'row'`, `'mx'`."
         site.fail(ValueError, f"`wire` has the scaling {how.scaling}.", mend)
     return how

@@ -46,7 +46,7 @@ def result_dtype(site: Site, lhs: Any, rhs: Any, preferred: Any, existing: Any) 
         if not numeric or (floats and jnp.issubdtype(preferred, jnp.integer)):
             site.fail(
                 TypeError,
-                f"`preferred_element_type` is {preferred!r}, which can't hold the product."
+                f"`preferred_element_type` is {_name(preferred)}, which can't hold the product."
                 if asked
                 else f"`existing_out` has dtype {preferred}, which can't hold the product.",
                 "Pass a real floating dtype (for integer operands, an integer dtype will do), or None.",
@@ -56,6 +56,10 @@ def result_dtype(site: Site, lhs: Any, rhs: Any, preferred: Any, existing: Any) 
         return accumulator_dtype(promote(lhs, rhs))
     wide = [d for d in floats if jnp.dtype(d).itemsize > 1]
     return promote(wide[0], wide[-1]) if wide else jnp.dtype(jnp.bfloat16)
+
+
+def _name(dtype: Any) -> str:
+    return dtype.name if isinstance(dtype, np.dtype) else repr(dtype)
 
 
 def check_options(
@@ -112,7 +116,9 @@ def check_options(
     configs, cached = in_context()
     if config is not None:
         if tiling is not None:
-            site.fail(ValueError, "`config` and `tiling`.", "Pass one of them: a configuration has tiles.")
+            site.fail(
+                ValueError, "both `config` and `tiling` are given.", "Pass one of them: a configuration has tiles."
+            )
         configs = Configs.checked(site, config)
         if backend is not None and configs.out and all(each.backend != backend for each in configs.out):
             problem = f"`config` is {configs.out[0]!r}, for backend {configs.out[0].backend!r}, not {backend!r}."
@@ -205,8 +211,11 @@ def check_num_actual_groups(site: Site, num_actual_groups: Any) -> None:
         )
 
 
-def operand(site: Site, name: str, x: Any) -> GroupedTensor | Array:
-    """An operand of `matmul`: a `GroupedTensor`, or an array of rank 2 (shared by all groups)."""
+def operand(site: Site, name: str, x: Any, more_dims: bool = False) -> GroupedTensor | Array:
+    """An operand of `matmul`: a `GroupedTensor`, or an array of rank 2 (shared by all groups).
+
+    `more_dims`: whether groups may have more than two.
+    """
     if isinstance(x, GroupedTensor):
         for field, value in (("data", x.data), ("first_dims", x.first_dims), ("last_dims", x.last_dims)):
             if not is_arraylike(value) and (field == "data" or value is not None):
@@ -214,20 +223,29 @@ def operand(site: Site, name: str, x: Any) -> GroupedTensor | Array:
                 site.fail(TypeError, problem, "Pass a `GroupedTensor` of arrays.")
         if x.is_cotangent:
             x.require_groups()
-        dims = [d for d in (x.first_dims, x.last_dims) if d is not None]
-        if x.ndim != (2 if dims else 3) or any(d.ndim != 1 for d in dims):
+        if x.is_stack:
             site.fail(ValueError, f"`{name}` has a batch axis.", "Map over it: `jax.vmap(ragged.matmul)(lhs, rhs)`.")
+        if has_more_dims(x) and not more_dims:
+            problem = f"the groups of `{name}` have more than two dims."
+            site.fail(NotImplementedError, problem, "Merge them, or call `ragged.matmul` or `ragged.einsum`.")
         return x
     if not is_arraylike(x):
         site.fail(TypeError, f"`{name}` is not an array.", "Pass a `GroupedTensor` or an array.")
-    if x.ndim not in (2, 3):
+    if x.ndim < 2 or (x.ndim > 3 and not more_dims):
         mend = "A plain array is uniform with 3 dims [g, first, last], or one matrix shared by all groups with 2."
         if x.ndim > 3:  # what isn't contracted is one dim
             g, *_, k = x.shape
             merged = f"{g}, -1, {k}" if name == "lhs" else f"{g}, {x.shape[1]}, -1"
             mend += f"\nMerge the dims that aren't contracted: `{name}.reshape({merged})`."
         site.fail(ValueError, f"`{name}` is a plain array with {x.ndim} dims.", mend)
-    return GroupedTensor(jnp.asarray(x)) if x.ndim == 3 else jnp.asarray(x)
+    return GroupedTensor(jnp.asarray(x)) if x.ndim > 2 else jnp.asarray(x)
+
+
+def has_more_dims(x: Any) -> bool:
+    """Whether an operand's groups have more than two dims."""
+    if not isinstance(x, GroupedTensor):
+        return getattr(x, "ndim", 0) > 3
+    return not x.is_cotangent and not x.is_stack and getattr(x.data, "ndim", 0) > (2 if any(x.ragged) else 3)
 
 
 def check_out_sharding(site: Site, out_sharding: Any, operands: Operands, shape: tuple[int, ...]) -> Any:
@@ -240,7 +258,7 @@ def check_out_sharding(site: Site, out_sharding: Any, operands: Operands, shape:
     mesh = explicit_mesh(jax.tree.leaves(operands))
     if mesh is None:
         mend = "Shard an operand over one; over `Auto` axes, `jax.lax.with_sharding_constraint` the result."
-        site.fail(ValueError, "`out_sharding`, but no operand is sharded over an `Explicit` axis.", mend)
+        site.fail(ValueError, "`out_sharding` is given, but no operand is sharded over an `Explicit` axis.", mend)
     if PartitionSpec.UNCONSTRAINED in spec.partitions or spec.reduced:
         site.fail(ValueError, f"`out_sharding` is {spec}.", "Give each axis mesh axes or None; unreduced ones too.")
     of_mesh = getattr(getattr(out_sharding, "mesh", None), "shape", None)
@@ -263,5 +281,5 @@ def check_out_sharding(site: Site, out_sharding: Any, operands: Operands, shape:
             site.fail(ValueError, problem, "The mesh axes must divide the extent that they shard.")
     if spec.unreduced and jax.tree.leaves(operands.epilogue):
         mend = "Add it once the result is summed."
-        site.fail(ValueError, "`existing_out` with an unreduced result, to which each device would add it.", mend)
+        site.fail(ValueError, "`existing_out` is given, but the result is unreduced: each device would add it.", mend)
     return PartitionSpec(*spec_of(axes), unreduced=spec.unreduced)

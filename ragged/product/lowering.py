@@ -1,32 +1,37 @@
 """From a product to what computes it: `plan` decides, `compute` runs."""
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from ragged._errors import Site
 from ragged.backends import schedule
 from ragged.backends.base import DEFAULT_TPU, Launch, Refusal, Target, Work
-from ragged.product.operands import Call, Operand, Operands, Options
+from ragged.backends.config import Configs
+from ragged.product import rows
+from ragged.product.operands import Call, Index, Operands, Options, Scales
 from ragged.quant.formats import accumulator_dtype
 
 
 class Backend(NamedTuple):
     module: str  # imported when a product is first planned for it
     platform: str = ""  # whose own backend it is, if any's
-    package: str = ""  # what its kernels are written in, besides JAX, and what installs it
-    extra: str = ""
+    package: str = ""  # what its kernels are written in, besides JAX, and what to install for it
+    install: str = ""
     runs_anywhere: bool = False  # and not only, or interpreted, on its platform
+    gathers: tuple[str, ...] = ()  # kernels that read the rows of `lhs` by an index
+    two_levels: bool = False  # whether it takes the tensor's scale apart from those of blocks
 
     def load(self) -> ModuleType:
         """The module, with its `plan`, `run` and `work`."""
@@ -37,17 +42,29 @@ class Backend(NamedTuple):
         """Why its kernels can't even be interpreted here, if so."""
         if not self.package or find_spec(self.package):
             return None
-        return Refusal(f"there is no {self.package.capitalize()} here: `pip install ragged[{self.extra}]`")
+        return Refusal(f"there is no {self.package.capitalize()} here: `pip install {self.install}`")
 
 
 BACKENDS = {
     "xla": Backend("ragged.backends.xla.backend", "cpu", runs_anywhere=True),
     "pallas_tpu": Backend("ragged.backends.tpu.backend", "tpu"),
-    "triton_gpu": Backend("ragged.backends.gpu.backend", "cuda", package="triton", extra="cuda"),
+    "triton_gpu": Backend(
+        "ragged.backends.gpu.backend",
+        "cuda",
+        package="triton",
+        install="'jax[cuda13]' jax-triton triton",
+        gathers=("grouped_matmul", "transposed_grouped_matmul"),
+        two_levels=True,
+    ),
 }
 
 PLATFORMS = {backend.platform: name for name, backend in BACKENDS.items() if backend.platform}
 """Each platform's own backend. Where it refuses, XLA's is used."""
+
+
+def platform_name(name: str) -> str:
+    """A platform as lowering calls it, which has `"cuda"` for the `"gpu"` of devices."""
+    return "cuda" if name == "gpu" else name
 
 
 def plan(platform: str, x: Operands, call: Call, target: Target) -> Launch:
@@ -55,7 +72,7 @@ def plan(platform: str, x: Operands, call: Call, target: Target) -> Launch:
 
     **Raises:** an error where the caller asked for what can't be.
     """
-    x = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), x)
+    x = jax.tree.map(_aval, x)
     own, passed_over = PLATFORMS.get(platform, "xla"), ()
     name = call.options.backend or own
     found = ask(name, x, call, target)
@@ -72,14 +89,22 @@ def plan(platform: str, x: Operands, call: Call, target: Target) -> Launch:
 
 def ask(name: str, x: Operands, call: Call, target: Target) -> Launch | Refusal:
     """What one backend plans for a product."""
-    return BACKENDS[name].refusal or BACKENDS[name].load().plan(call, x, target)
+    return BACKENDS[name].refusal or BACKENDS[name].load().plan(
+        call, jax.eval_shape(partial(_taken, name, call), x), target
+    )
 
 
-def compute(platform: str, x: Operands, call: Call, target: Target) -> Array:
-    """The product on one platform, or on the backend that was asked for."""
-    x, inner = prepared(x, call), _inner(x, call)
+def compute(platform: str, x: Operands, call: Call, target: Target, composed: Callable[..., Any] | None = None) -> Any:
+    """The product on one platform, or on the backend that was asked for.
+
+    One with an `Ending` is `composed(x, call)` where no kernel has it.
+    """
+    given, x, inner = x, prepared(x, call), _inner(x, call)
     launch = plan(platform, x, inner, target)
-    out = BACKENDS[launch.backend].load().run(launch, x)
+    if composed is not None and launch.backend == "xla":
+        configs = call.options.configs if launch.source != "cache" else Configs(*[(launch.config,)] * 3)
+        return composed(given, call._replace(options=call.options._replace(configs=configs)))
+    out = BACKENDS[launch.backend].load().run(launch, _taken(launch.backend, call, x))
     return out if inner is call else jnp.sum(out, axis=0).astype(call.dtype)
 
 
@@ -90,7 +115,39 @@ def launch_of(platform: str, x: Operands, call: Call, target: Target) -> Launch:
 
 def work_of(launch: Launch, x: Operands) -> Work:
     """What a launch does for sizes that are known: see `backends.base`."""
-    return Work() if launch.kernel == "zeros" else BACKENDS[launch.backend].load().work(launch, x)
+    if launch.kernel == "zeros":
+        return Work()
+    sizes = {z: jax.ShapeDtypeStruct(size.shape, jnp.int32) for z, size in x.sizes.items()}
+    given, p = jax.tree.map(_aval, x._replace(sizes=sizes, offset=None)), launch.call.product
+    taken = jax.eval_shape(partial(_taken, launch.backend, launch.call), given)
+    work, z = BACKENDS[launch.backend].load().work, p.contracted
+    if launch.backend == "xla" or (apart := rows.known_sizes(given, p, x.sizes)) is x.sizes:
+        return work(launch, taken._replace(sizes=x.sizes, offset=x.offset))
+    found = work(launch, taken._replace(sizes=apart, offset=x.offset))
+    # Tiles of groups that were moved apart, as they lie in the buffer.
+    shift = schedule.known_offsets(x.sizes[z], x.rhs.data.shape[-2])[:-1] - np.cumsum(apart[z]) + apart[z]
+    return found._replace(tiles=tuple((group, int(at + shift[group]), extent) for group, at, extent in found.tiles))
+
+
+def _taken(backend: str, call: Call, x: Operands) -> Operands:
+    """The operands as a backend takes them: with groups that begin at multiples of blocks of scales, and scales of one
+    level, if it doesn't take two; with the rows of `lhs` copied, if its kernel doesn't read them by index."""
+    p, own = call.product, BACKENDS[backend]
+    if backend != "xla":  # which multiplies by the scales first
+        x = rows.in_blocks(x, p)
+    if not own.two_levels:
+        x = jax.tree.map(lambda each: each.whole if _is_scales(each) else each, x, is_leaf=_is_scales)
+    if x.gather is None or p.kernel not in own.gathers or p.out[0] not in p.lhs:
+        return rows.dispatched(x)
+    return x._replace(gather=Index(x.gather.source, None))
+
+
+def _is_scales(x: Any) -> bool:
+    return isinstance(x, Scales)
+
+
+def _aval(array: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
 
 def _inner(x: Operands, call: Call) -> Call:
@@ -104,20 +161,7 @@ def prepared(x: Operands, call: Call) -> Operands:
     """The operands as backends take them: zeros in the tail of `existing`, batch axes of both operands and scales."""
     if x.epilogue.existing is not None:
         x = x._replace(epilogue=x.epilogue._replace(existing=zero_tail(x.epilogue.existing, x, call)))
-    return x._replace(lhs=_same_batch(x.lhs), rhs=_same_batch(x.rhs))
-
-
-def _same_batch(operand: Operand) -> Operand:
-    """Both of an operand and its scales have the batch axis, or neither has it."""
-    data, scales = operand
-    if scales is None:
-        return operand
-    values = scales.values
-    if data.ndim > values.ndim:
-        values = jnp.broadcast_to(values, (data.shape[0], *values.shape))
-    if values.ndim > data.ndim:
-        data = jnp.broadcast_to(data, (values.shape[0], *data.shape))
-    return Operand(data, replace(scales, values=values))
+    return x._replace(lhs=rows.same_batch(x.lhs), rhs=rows.same_batch(x.rhs))
 
 
 def zero_tail(out: Array, x: Operands, call: Call) -> Array:
@@ -154,7 +198,7 @@ def target_of(
         portable=portable and options.backend != "triton_gpu",
         interpret=options.interpret,
         automatic=automatic and platform in ("tpu", "cuda"),
-        device=_device({"cuda": "gpu"}.get(own, own), portable, device),
+        device=_device(own, portable, device),
     )
     # Pallas asks which TPU it lowers for; the machine may have none.
     tpu = AbstractDevice(*(target.device or DEFAULT_TPU), "tpu")
@@ -167,12 +211,14 @@ def _device(platform: str, portable: bool, device: AbstractDevice | None) -> tup
     """Kind and number of cores of the device that is lowered for, if anything says so: that of the program's mesh, the
     abstract device of a mesh in context, or the machine's own, unless the program is for another machine."""
     device = device or jax.sharding.get_abstract_mesh().abstract_device
-    if device is not None:
-        cores = device.num_cores or (0 if platform == "gpu" else 1)  # 0: as many as the kind has
-        return (device.device_kind, cores) if device.platform in (None, platform) else None
-    own = jax.devices()[0]
-    if portable or own.platform != platform:
+    if device is not None and platform_name(device.platform or platform) != platform:
         return None
-    if platform == "gpu":
+    # Of a GPU that is here, more is known than its mesh says: the compute capability.
+    if device is not None and (platform != "cuda" or device.device_kind != jax.devices()[0].device_kind):
+        return device.device_kind, device.num_cores or int(platform != "cuda")  # a GPU's 0: as many as the kind has
+    own = jax.devices()[0]
+    if (portable and device is None) or platform_name(own.platform) != platform:
+        return None
+    if platform == "cuda":
         return f"{own.device_kind} {own.compute_capability}", own.core_count
     return own.device_kind, getattr(own, "num_cores", 1)

@@ -4,11 +4,12 @@
 its rank says whether it has.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ragged._mesh import explicit_spec
@@ -16,23 +17,33 @@ from ragged.backends.config import Configs, TpuConfig
 from ragged.product.layout import Product
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["block"])
+@partial(jax.tree_util.register_dataclass, data_fields=["values", "tensor"], meta_fields=["block", "e8m0"])
 @dataclass(frozen=True)
 class Scales:
-    """Scales of a quantised operand: value = data × scale, one scale a block.
+    """Scales of a quantised operand: value = data × scale, one scale a block; times `tensor`, if there are two levels.
 
-    `values` (float32) has the operand's axes with one entry for each block. `block` is a block's extent along the
-    operand's last two axes, None for all of it. A ragged operand's rows have blocks of 1, or None: a group's rows, and
-    then the first axis of `values` (but for a batch axis) is the groups'. No block straddles two groups.
+    `values` (float32, of two levels float8_e4m3fn) has the operand's axes with one entry for each block. `block` is a
+    block's extent along the operand's last two axes, None for all of it: of a ragged operand's rows, a group's, and
+    then the first axis of `values` (but for a batch axis) is the groups'. Blocks of several packed rows begin with each
+    group, the blocks of one after another's: see `schedule.in_blocks`. `e8m0`: whether float8_e8m0fnu holds all of
+    them, powers of two or NaN. `tensor` (float32) has as many axes as `values`, each of 1 but for a batch axis.
     """
 
     values: Any
     block: tuple[int | None, int | None]
+    e8m0: bool = False
+    tensor: Any = None
 
     @property
     def mT(self) -> "Scales":
         """Those of the transposed operand."""
-        return Scales(self.values.mT, (self.block[1], self.block[0]))
+        return replace(self, values=self.values.mT, block=(self.block[1], self.block[0]))
+
+    @property
+    def whole(self) -> "Scales":
+        """The same in one level, float32."""
+        values = self.values.astype(jnp.float32)
+        return replace(self, values=values if self.tensor is None else values * self.tensor, tensor=None)
 
 
 class Operand(NamedTuple):
@@ -40,10 +51,26 @@ class Operand(NamedTuple):
     scales: Scales | Any = None
 
 
+class Index(NamedTuple):
+    """Which rows of its buffer the rows of `lhs` are, both ways, as in `tensor.rows`. Scales are those of the rows.
+
+    `rows`, if given, are these rows again, copied: they are what is differentiated in place of the buffer, so that
+    products of the same rows add up their cotangents first. A backend that reads the buffer leaves them unread.
+    """
+
+    source: Any  # (rows,) int32: row `i` is row `source[i]` of the buffer; of no group where that is past its end
+    places: Any  # [n, k] int32: row `t` of the buffer is the rows `places[t]`, but for those past the last
+    rows: Any = None  # [rows, k]
+
+
 class Epilogue(NamedTuple):
     """What an accumulator goes through before it is rounded, once, and stored."""
 
     existing: Any = None  # added; of the result's shape and dtype
+    # What only a call with an `Ending` has:
+    bias: Any = None  # added: `(n,)`, or `[h, n]`, a row for each group that the uniform term holds
+    up: Any = None  # an `Operand` like `rhs`: with its product, the other's activation is multiplied
+    up_bias: Any = None
 
 
 class Operands(NamedTuple):
@@ -54,6 +81,13 @@ class Operands(NamedTuple):
     sizes: dict[str, Any]  # `(g,)` of each ragged letter
     offset: Any = None  # `()`: the first group that the uniform term holds
     epilogue: Epilogue = Epilogue()
+    gather: Index | Any = None  # of `lhs`, which then is `[m, k]`, `m` ragged, and has a batch axis if the index has
+
+    @property
+    def lhs_shape(self) -> tuple[Any, ...]:
+        """That of `lhs`, all of whose rows count."""
+        shape = self.lhs.data.shape
+        return shape if self.gather is None else (*shape[:-2], self.gather.source.shape[-1], shape[-1])
 
     @property
     def num_groups(self) -> Any:
@@ -87,14 +121,24 @@ class Options(NamedTuple):
         return None if self.tiling is None else dict(zip("mkn", self.tiling, strict=True))
 
 
+class Ending(NamedTuple):
+    """What a kernel makes of accumulators `z`: `activation(z[0])`, or `activation(z[0]) * z[1]`."""
+
+    activation: str | None
+    stored: tuple[bool, ...]  # which of the result and of each of `z`; all rounded to the result's dtype
+
+
 class Term(NamedTuple):
     """An operand as a kernel sees it: `[..., p, q]` and the letters of its last two axes. A ragged `p` is packed."""
 
     data: Any
     letters: str
     scales: Scales | None
+    source: Any = None  # `(..., rows)`: which row of `data` each is, if not as they come: see `Index`
 
     def extent(self, letter: str) -> Any:
+        if self.source is not None and letter == self.letters[0]:
+            return self.source.shape[-1]
         return self.data.shape[self.axis(letter) - 2]
 
     def axis(self, letter: str) -> int:
@@ -117,6 +161,17 @@ class Call(NamedTuple):
     out_spec: PartitionSpec | None = (
         None  # of the result without a batch axis, where operands' types have explicit axes
     )
+    ending: Ending | None = None
+
+    @property
+    def num_products(self) -> int:
+        """How many matrices the rows are multiplied with."""
+        return 1 if self.ending is None else len(self.ending.stored) - 1
+
+    @property
+    def num_stored(self) -> int:
+        """How many arrays of the result's shape are stored."""
+        return 1 if self.ending is None else sum(self.ending.stored)
 
     def ranks(self, x: Operands) -> Operands:
         """The rank of each of the operands without a batch axis."""
@@ -130,7 +185,9 @@ class Call(NamedTuple):
             all_of(x.rhs, p.ndim(p.rhs)),
             all_of(x.sizes, 1),
             all_of(x.offset, 0),
-            all_of(x.epilogue, len(self.shape)),
+            # What an ending takes is never mapped.
+            jax.tree.map(jnp.ndim, x.epilogue)._replace(existing=all_of(x.epilogue.existing, len(self.shape))),
+            None if x.gather is None else Index(*map(all_of, x.gather, (1, 2, 2))),
         )
 
     def batched(self, x: Operands) -> Operands:
@@ -144,17 +201,21 @@ class Call(NamedTuple):
         return size
 
     def held(self, x: Operands) -> Any:
-        """How many groups are computed: those that the uniform term holds, operand or result; else all."""
+        """How many groups are computed: those that the uniform term holds, operand or result; else all.
+
+        An operand without a group axis, one matrix for all groups, holds none.
+        """
         p = self.product
         if p.is_uniform(p.out):
             return self.shape[0]
-        uniform = (data.shape[-3] for data, z in ((x.lhs.data, p.lhs), (x.rhs.data, p.rhs)) if p.is_uniform(z))
-        return next(uniform, x.num_groups)
+        terms = (x.lhs.data, p.lhs), (x.rhs.data, p.rhs)
+        return next((data.shape[-3] for data, z in terms if p.is_uniform(z) and data.ndim > 2), x.num_groups)
 
     def terms(self, x: Operands) -> tuple[Term, Term]:
         """The operands as kernels see them: first the one that has the result's rows."""
         p = self.product
-        lhs, rhs = Term(x.lhs.data, p.lhs, x.lhs.scales), Term(x.rhs.data, p.rhs, x.rhs.scales)
+        source = None if x.gather is None else x.gather.source
+        lhs, rhs = Term(x.lhs.data, p.lhs, x.lhs.scales, source), Term(x.rhs.data, p.rhs, x.rhs.scales)
         return (lhs, rhs) if p.out[0] in p.lhs else (rhs, lhs)
 
     def derivative(self, wrt: str, of: Any) -> "Call":

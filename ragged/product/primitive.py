@@ -34,9 +34,10 @@ from ragged._mesh import (
 )
 from ragged.backends.base import Target
 from ragged.product import lowering, sharding
-from ragged.product.operands import Call, Epilogue, Operand, Operands
+from ragged.product.operands import Call, Epilogue, Index, Operand, Operands
 from ragged.product.shared import folded
 from ragged.quant.formats import accumulator_dtype
+from ragged.tensor.rows import collect_rows
 
 
 def bind(x: Operands, call: Call) -> Array:
@@ -73,9 +74,16 @@ def vary_but_factors(x: Operands, like: Sequence[Any] = ()) -> Operands:
         later = jax.typeof(data).manual_axis_type.reduced & {*axes_beyond(data, everything)}
         return lax.pcast(data, tuple(sorted(later)), to="varying") if later else data
 
-    leaves, tree = jax.tree.flatten(x._replace(lhs=x.lhs._replace(data=None), rhs=x.rhs._replace(data=None)))
+    data, rows, index = x.lhs.data, None, x.gather
+    if index is not None:  # as the rows do
+        data, rows = vary_together([data], like=index[:2])[0], index.rows
+        index = index._replace(rows=None)
+    factors = x._replace(lhs=x.lhs._replace(data=None), rhs=x.rhs._replace(data=None), gather=index)
+    leaves, tree = jax.tree.flatten(factors)
     others: Operands = tree.unflatten(vary_together(leaves, like=everything))
-    lhs, rhs = others.lhs._replace(data=factor(x.lhs.data)), others.rhs._replace(data=factor(x.rhs.data))
+    lhs, rhs = others.lhs._replace(data=factor(data)), others.rhs._replace(data=factor(x.rhs.data))
+    if rows is not None:
+        others = others._replace(gather=others.gather._replace(rows=factor(rows)))
     return others._replace(lhs=lhs, rhs=rhs)
 
 
@@ -102,7 +110,7 @@ def _is_partitioned(leaves: Sequence[Any], call: Call) -> bool:
     return bool(several) and all(mesh.abstract_device for mesh in several) and not call.options.calls_back
 
 
-def _abstract_eval(*avals: Any, tree: Any, call: Call) -> tuple[Any, frozenset[Any]]:
+def abstract_eval(*avals: Any, tree: Any, call: Call) -> tuple[Any, frozenset[Any]]:
     x = tree.unflatten(avals)
     shape = (call.batch(x), *call.shape) if call.out_batch and call.batch(x) is not None else call.shape
     like = max(avals, key=lambda aval: len(aval.manual_axis_type.varying))  # constants know of no mesh
@@ -127,19 +135,24 @@ def _interpreter_effects() -> frozenset[Any]:
     return frozenset(jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))().effects)
 
 
-@partial(jax.jit, static_argnames=("tree", "call"))
-def _eager(*args: Array, tree: Any, call: Call) -> Array:
-    return bind(tree.unflatten(args), call)
+def eagerly(primitive: Primitive) -> Callable[..., Any]:
+    """The rule by which a primitive of `leaves, tree=, call=` runs outside of `jit`."""
+    compiled = jax.jit(primitive.bind, static_argnames=("tree", "call"))
 
+    def rule(*args: Array, **params: Any) -> Any:
+        with jax.disable_jit(False):  # or it would come back here
+            return compiled(*args, **params)
 
-def _impl(*args: Array, tree: Any, call: Call) -> Array:
-    with jax.disable_jit(False):  # or `_eager` would come back here
-        return _eager(*args, tree=tree, call=call)
+    return rule
 
 
 def derivative(wrt: str, ct: Any, x: Operands, call: Call, of: Any) -> tuple[Operands, Call]:
-    """The product that is the cotangent of `"lhs"` or `"rhs"`, an array like `of`: its term and `out` trade places."""
-    return x._replace(**{wrt: Operand(ct)}, epilogue=Epilogue()), call.derivative(wrt, of)
+    """The product that is the cotangent of `"lhs"` or `"rhs"`, an array like `of`: its term and `out` trade places.
+
+    With an index, that of `lhs` is one of the rows.
+    """
+    index = None if wrt == "lhs" else x.gather
+    return x._replace(**{wrt: Operand(ct)}, epilogue=Epilogue(), gather=index), call.derivative(wrt, of)
 
 
 def cotangents(ct: Array, x: Operands, call: Call, of: Operands, product: Callable[..., Array]) -> Operands:
@@ -150,24 +163,49 @@ def cotangents(ct: Array, x: Operands, call: Call, of: Operands, product: Callab
     """
     cts: Operands = jax.tree.map(lambda _: None, x)
     for wrt in ("lhs", "rhs"):
-        like = getattr(of, wrt).data
+        index = x.gather if wrt == "lhs" else None
+        rows = None if index is None else _rows(of)
+        like = getattr(of, wrt).data if rows is None else rows
         if like is not None:
+            if index is not None and rows is None:
+                like = rows_of(like, index)
             terms, its = derivative(wrt, ct, x, call, like)
             if axes := axes_beyond(like, [ct]):
                 wide = its._replace(dtype=accumulator_dtype(its.dtype))
                 data = lax.psum(product(wrt, terms, wide), axes).astype(its.dtype)
             else:
                 data = product(wrt, terms, its)
-            cts = cts._replace(**{wrt: getattr(cts, wrt)._replace(data=data)})
+            if rows is not None:
+                lhs = cts.lhs._replace(data=None)  # which is linear too, but not what is differentiated
+                cts = cts._replace(lhs=lhs, gather=cts.gather._replace(rows=data))
+            else:
+                data = data if index is None else collect_rows(data, index.source, index.places)
+                cts = cts._replace(**{wrt: getattr(cts, wrt)._replace(data=data)})
     if jax.tree.leaves(of.epilogue):
         (epilogue,) = jax.linear_transpose(lambda epilogue: _sum(_added(epilogue, x, call, ct)), of.epilogue)(ct)
         cts = cts._replace(epilogue=epilogue)
     return cts
 
 
+def _rows(of: Operands) -> Any:
+    """What is differentiated in place of a buffer whose rows are gathered; None without."""
+    return None if of.gather is None else of.gather.rows
+
+
+def without_rows(x: Operands) -> Operands:
+    """The same, whose derivative keeps no copy of gathered rows."""
+    return x if x.gather is None else x._replace(gather=x.gather._replace(rows=None))
+
+
+def rows_of(data: Any, index: Index) -> ShapedArray:
+    """The type of the rows that are gathered from a buffer, an array or an aval."""
+    aval = data if isinstance(data, ShapedArray) else jax.typeof(data)
+    return aval.update(shape=(*aval.shape[:-2], index.source.shape[-1], aval.shape[-1]), weak_type=False)
+
+
 def _added(epilogue: Epilogue, x: Operands, call: Call, out: Array) -> list[Array]:
     """What a product's epilogue adds to its result, linear in the epilogue. Sharded as `out`, where types say so."""
-    (existing,) = epilogue  # what is added to it has to be added here
+    existing = epilogue.existing  # the rest is of calls with an ending, which aren't differentiated
     if existing is None:
         return []
     if (spec := explicit_spec(out)) is not None:
@@ -193,8 +231,13 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, tree: Any, call: Ca
     """`d(lhs @ rhs) = dlhs @ rhs + lhs @ drhs`, and `existing`'s own tangent."""
     check_cotangent(call)
     x, dx = tree.unflatten(primals), tree.unflatten(tangents)
-    out, terms = bind(x, call), []
-    for wrt in ("lhs", "rhs"):
+    terms, factors = [], ("lhs", "rhs")
+    if _rows(x) is not None:
+        if not isinstance(tangent := _rows(dx), ad.Zero):
+            terms.append(bind(x._replace(lhs=Operand(tangent), epilogue=Epilogue(), gather=None), call))
+        x, factors = without_rows(x), ("rhs",)
+    out = bind(x, call)
+    for wrt in factors:
         tangent = getattr(dx, wrt).data
         if not isinstance(tangent, ad.Zero):
             operand = getattr(x, wrt)._replace(data=tangent)
@@ -209,7 +252,7 @@ def _transpose(ct: Any, *args: Any, tree: Any, call: Call) -> list[Any]:
     if isinstance(ct, ad.Zero):
         return [None] * len(args)
     x, of = tree.unflatten(args), tree.unflatten([arg.aval if ad.is_undefined_primal(arg) else None for arg in args])
-    if of.lhs.data is not None and of.rhs.data is not None:
+    if (of.lhs.data is not None or _rows(of) is not None) and of.rhs.data is not None:
         problem = "a product is linear in each operand, not in both."
         Site("ragged.matmul").fail(NotImplementedError, problem, "Transpose it with respect to one.")
     return tree.flatten_up_to(cotangents(ct, x, call, of, lambda wrt, x, call: bind(x, call)))
@@ -254,16 +297,20 @@ def _batch(args: Sequence[Any], dims: Sequence[Any], *, tree: Any, call: Call) -
     # The epilogue has the result's axes, always; and it is never the only one that has them.
     alone = not any(jax.tree.leaves(mapped._replace(epilogue=Epilogue())))
     keep: Operands = jax.tree.map(lambda _: False, x)
+    # Nor has an index rows of a buffer that hasn't.
+    alone = alone or any(jax.tree.leaves((mapped.gather, inner.gather)))
     keep = keep._replace(lhs=keep.lhs._replace(data=alone), epilogue=jax.tree.map(lambda _: True, x.epilogue))
     out = bind(jax.tree.map(lead, x, mapped, inner, keep), call._replace(out_batch=True))
     return (out if batch is None else out.reshape(outer, batch, *out.shape[1:])), 0
 
 
-def _rule(platform: str) -> Callable[..., Any]:
-    def compute(*args: Array, tree: Any, call: Call, target: Target) -> Array:
-        return lowering.compute(platform, tree.unflatten(args), call, target)
+def _compute(platform: str, *args: Array, tree: Any, call: Call, target: Target) -> Array:
+    return lowering.compute(platform, tree.unflatten(args), call, target)
 
-    lower = mlir.lower_fun(compute, multiple_results=False)
+
+def lowering_rule(platform: str, compute: Any = _compute, multiple_results: bool = False) -> Callable[..., Any]:
+    """The rule by which `compute(platform, *leaves, tree=, call=, target=)` is lowered."""
+    lower = mlir.lower_fun(partial(compute, platform), multiple_results=multiple_results)
 
     def rule(ctx: Any, *args: Any, tree: Any, call: Call) -> Any:
         if mesh := explicit_mesh(ctx.avals_in, call.out_spec):
@@ -295,7 +342,7 @@ def _is_automatic(axis_context: Any) -> bool:
 
 
 def _partitioned_rule(platform: str) -> Callable[..., Any]:
-    unpartitioned = _rule(platform)
+    unpartitioned = lowering_rule(platform)
 
     def rule(ctx: Any, *args: Any, tree: Any, call: Call) -> Any:
         is_export = ctx.module_context.lowering_parameters.for_export  # which can't call back
@@ -354,11 +401,11 @@ def _partitioned(tree: Any, call: Call) -> Callable[..., Array]:
 
 
 for _primitive in PRIMITIVES:
-    _primitive.def_effectful_abstract_eval(_abstract_eval)
-    _primitive.def_impl(_impl)
+    _primitive.def_effectful_abstract_eval(abstract_eval)
+    _primitive.def_impl(eagerly(_primitive))
     ad.primitive_jvps[_primitive] = _jvp
     ad.primitive_transposes[_primitive] = _transpose
     batching.primitive_batchers[_primitive] = _batch
 for _platform in (None, *lowering.PLATFORMS):
-    mlir.register_lowering(ragged_matmul_p, _rule(_platform or "any"), platform=_platform)
+    mlir.register_lowering(ragged_matmul_p, lowering_rule(_platform or "any"), platform=_platform)
     mlir.register_lowering(partitioned_matmul_p, _partitioned_rule(_platform or "any"), platform=_platform)

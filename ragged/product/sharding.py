@@ -26,8 +26,9 @@ from ragged._errors import Site
 from ragged._mesh import resharded
 from ragged.backends import schedule
 from ragged.product import lowering
-from ragged.product.operands import Call, Epilogue, Operand, Operands, Scales
+from ragged.product.operands import Call, Epilogue, Operand, Operands
 from ragged.quant.formats import accumulator_dtype
+from ragged.quant.scales import by_row
 
 Axes = tuple[str, ...]
 """Names of mesh axes, the slowest first."""
@@ -145,12 +146,13 @@ def specs_of(x: Operands, sharding: Sharding, mesh: Mapping[str, int]) -> tuple[
         if scales is not None:
             parts = [n // _ways(names, mesh) for n, names in zip(operand.data.shape, axes, strict=True)][-2:]
             last = [
-                names if _is_cut(block, part) else ()
-                for names, block, part in zip(axes[-2:], scales.block, parts, strict=True)
+                names if _is_cut(block, part, z in x.sizes and z == own[-2]) else ()
+                for names, block, part, z in zip(axes[-2:], scales.block, parts, own[-2:], strict=True)
             ]
             batch = [letters.get("b", ())] * (scales.values.ndim - len(own.removeprefix("b")))
             groups = [letters.get("g", ())] * ("g" in own)
-            scales = replace(scales, values=spec_of([*batch, *groups, *last]))
+            level = None if scales.tensor is None else spec_of(batch)
+            scales = replace(scales, values=spec_of([*batch, *groups, *last]), tensor=level)
         return Operand(spec_of(axes), scales)
 
     def batched(array: Any, rank: int) -> PartitionSpec:
@@ -163,9 +165,9 @@ def specs_of(x: Operands, sharding: Sharding, mesh: Mapping[str, int]) -> tuple[
     return Operands(operand(x.lhs, of.lhs), operand(x.rhs, of.rhs), sizes, offset, epilogue), out
 
 
-def _is_cut(block: int | None, part: int) -> bool:
+def _is_cut(block: int | None, part: int, is_packed: bool) -> bool:
     """Whether scales are cut with their operand's axis. Else each device has them all, and takes its own."""
-    return block is not None and part % block == 0
+    return block == 1 or (block is not None and part % block == 0 and not is_packed)
 
 
 def axes_of(spec: PartitionSpec, rank: int) -> tuple[Axes, ...]:
@@ -212,9 +214,8 @@ def local(x: Operands, call: Call, sharding: Sharding, product: Callable[[Operan
         offset = first + (0 if offset is None else jnp.clip(schedule.as_int32(offset), *ends))
 
     # 2. Its product.
-    part = x._replace(
-        lhs=_with_scales(x.lhs, of.lhs, letters), rhs=_with_scales(x.rhs, of.rhs, letters), sizes=sizes, offset=offset
-    )
+    lhs, rhs = (_with_scales(each, own, letters, x.sizes) for each, own in ((x.lhs, of.lhs), (x.rhs, of.rhs)))
+    part = x._replace(lhs=lhs, rhs=rhs, sizes=sizes, offset=offset)
     if not summed:
         return product(part, call._replace(shape=mine))
     dtype = accumulator_dtype(call.dtype)
@@ -352,19 +353,27 @@ def _sizes(sizes: Array, letter: str, call: Call, names: Axes, extent: int) -> A
     return jnp.diff(jnp.clip(ends - first, 0, extent))
 
 
-def _with_scales(operand: Operand, own: str, letters: Mapping[str, Axes]) -> Operand:
-    """An operand's part with its own scales, where a cut goes through a block: the blocks are made smaller."""
+def _with_scales(operand: Operand, own: str, letters: Mapping[str, Axes], sizes: Mapping[str, Array]) -> Operand:
+    """An operand's part with its own scales, where a cut goes through a block: the blocks are made smaller.
+
+    `sizes`: of all groups, on all devices.
+    """
     data, scales = operand
     if scales is None:
         return operand
     values, blocks = scales.values, list(scales.block)
     for i in (0, 1):
         names, block, part = letters.get(own[i - 2], ()), blocks[i], data.shape[i - 2]
-        if names and block is not None and not _is_cut(block, part):
-            smaller, axis = gcd(block, part), values.ndim + i - 2
-            values, blocks[i] = jnp.repeat(values, block // smaller, axis), smaller
+        packed = sizes.get(own[-2]) if i == 0 else None
+        if names and block is not None and not _is_cut(block, part, packed is not None):
+            smaller, axis = 1 if packed is not None else gcd(block, part), values.ndim + i - 2
+            if packed is not None:
+                values = by_row(values, packed, part * _size(names), block)
+            else:
+                values = jnp.repeat(values, block // smaller, axis)
+            blocks[i] = smaller
             values = lax.dynamic_slice_in_dim(values, lax.axis_index(names) * (part // smaller), part // smaller, axis)
-    return Operand(data, Scales(values, (blocks[0], blocks[1])))
+    return Operand(data, replace(scales, values=values, block=(blocks[0], blocks[1])))
 
 
 def rule(x: Operands, call: Call) -> tuple[str, dict[str, tuple[str, ...]]]:
@@ -372,8 +381,8 @@ def rule(x: Operands, call: Call) -> tuple[str, dict[str, tuple[str, ...]]]:
     `jax.experimental.custom_partitioning`. Sizes and scales have letters of their own."""
     of, own = dims(x, call), iter(range(1000))
     operands = Operands(
-        Operand(of.lhs, None if x.lhs.scales is None else replace(x.lhs.scales, values="." * x.lhs.scales.values.ndim)),
-        Operand(of.rhs, None if x.rhs.scales is None else replace(x.rhs.scales, values="." * x.rhs.scales.values.ndim)),
+        Operand(of.lhs, jax.tree.map(lambda array: "." * array.ndim, x.lhs.scales)),
+        Operand(of.rhs, jax.tree.map(lambda array: "." * array.ndim, x.rhs.scales)),
         {z: "." * sizes.ndim for z, sizes in x.sizes.items()},
         None if x.offset is None else "." * x.offset.ndim,
         jax.tree.map(lambda _: of.out, x.epilogue),

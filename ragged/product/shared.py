@@ -1,6 +1,7 @@
 """Products with one matrix that all groups share: the other operand's groups are as good as one."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +9,8 @@ from jax import Array
 
 from ragged._mesh import over_explicit_axes, resharded
 from ragged.backends import schedule
-from ragged.product.operands import Call, Operand, Operands, Scales
-from ragged.quant.scales import by_row, spread
+from ragged.product.operands import Call, Operand, Operands
+from ragged.quant.scales import of_rows, spread
 
 Folded = tuple[Operands, Call, Callable[[Array], Array]]
 """A product of operands that all have groups, and what makes of its result that of the original."""
@@ -59,8 +60,7 @@ def _reshaped(x: Array, shape: tuple[int, ...]) -> Array:
 def _rows(ragged: Operand, sizes: Array) -> tuple[Operand, Array]:
     """All rows of a ragged operand are those of one group; its size."""
     scales, rows = ragged.scales, ragged.data.shape[0]
-    if scales is not None and scales.block[0] is None:  # a group's scales are its rows'
-        scales = Scales(by_row(scales.values, sizes, rows), (1, scales.block[1]))
+    scales = None if scales is None else of_rows(scales, sizes, rows)  # a group's are its rows'
     return Operand(ragged.data, scales), schedule.group_offsets(sizes, rows)[-1:]
 
 
@@ -69,7 +69,8 @@ def _one(groups: Operand) -> Operand:
     data, scales = groups
     g, kept, contracted = data.shape
     if scales is not None:
-        rows = spread(Scales(scales.values, (scales.block[0], None)), data.shape)  # [g, kept or 1, blocks]
+        rows = spread(replace(scales, block=(scales.block[0], None)), data.shape)  # [g, kept or 1, blocks]
         blocks = rows.shape[-1]
-        scales = Scales(jnp.broadcast_to(rows, (g, kept, blocks)).reshape(1, g * kept, blocks), (1, scales.block[1]))
+        values = jnp.broadcast_to(rows, (g, kept, blocks)).reshape(1, g * kept, blocks)
+        scales = replace(scales, values=values, block=(1, scales.block[1]))
     return Operand(_reshaped(data, (1, g * kept, contracted)), scales)

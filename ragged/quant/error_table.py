@@ -14,10 +14,12 @@ from ragged._errors import Site, is_concrete
 from ragged._matmul import product_of
 from ragged.product.operands import Call, Epilogue, Operand, Operands
 from ragged.product.primitive import bind, derivative
+from ragged.product.rows import dispatched
 from ragged.product.shared import folded
 from ragged.quant.formats import LARGEST
 from ragged.quant.recipe import PRESETS, Cast, Pair, Recipe
 from ragged.quant.training import as_tensor, casts_of, past_of, quantize_operand
+from ragged.quant.weights import unquantized
 from ragged.tensor.tensor import GroupedTensor
 
 PRODUCTS = ("forward", "dgrad", "wgrad")
@@ -125,7 +127,7 @@ def error_table(
         assert table.sqnr.min() > 20
         ```
     """
-    site = Site("ragged.error_table", {"x": x, "w": w})
+    site, x, w = Site("ragged.error_table", {"x": x, "w": w}), unquantized(x), unquantized(w)
     if isinstance(recipes, str | Recipe):
         recipes = [recipes]
     if not isinstance(recipes, Sequence) or not recipes:
@@ -140,7 +142,7 @@ def error_table(
     product = product_of(
         x, w, preferred_element_type=jnp.float32, precision="highest", existing_out=dy, recipe=recipes[0]
     )
-    operands, call, _ = folded(product.operands, product.call)
+    operands, call, _ = folded(dispatched(product.operands), product.call)
     ct = jax.random.normal(jax.random.key(0), call.shape) if dy is None else operands.epilogue.existing
     operands = operands._replace(epilogue=Epilogue())
     left = call.product.ragged == "n"  # then `lhs` is the weight

@@ -17,6 +17,7 @@ class Format(NamedTuple):
     largest: float | None = None  # what the largest value of a block becomes when it is quantised to it, if it can be
     tpu: Units = Units(None, False)
     gpu: Units = Units(None, False)
+    has_nan: bool = True  # whether it has a value for what isn't finite
 
 
 FORMATS = {
@@ -27,8 +28,9 @@ FORMATS = {
     "float8_e4m3fn": Format(448.0, tpu=Units(5), gpu=Units(89)),
     "float8_e5m2": Format(57344.0, tpu=Units(5), gpu=Units()),
     "int32": Format(tpu=Units(None), gpu=Units(None)),
-    "int8": Format(127.0, tpu=Units(5), gpu=Units()),
-    "int4": Format(7.0, tpu=Units(5, result=False), gpu=Units(result=False)),
+    "float4_e2m1fn": Format(6.0, gpu=Units(100, result=False), has_nan=False),
+    "int8": Format(127.0, tpu=Units(5), gpu=Units(), has_nan=False),
+    "int4": Format(7.0, tpu=Units(5, result=False), gpu=Units(result=False), has_nan=False),
 }
 """What isn't listed is XLA's. Integers are symmetric when quantised to: -128 and -8 are not used."""
 
@@ -59,8 +61,8 @@ def accumulator_dtype(dtype: Any) -> Any:
 def compute_dtype(lhs: Any, rhs: Any) -> Any:
     """What both operands of a dot are cast to, without loss (but for an integer beyond 2²⁴ that meets a float).
 
-    XLA's dots on the CPU are fast in float32, bfloat16 and int8. The 8 bits of bfloat16's mantissa hold every int8 and
-    fp8, but no int16.
+    XLA's dots on the CPU are fast in float32, bfloat16 and int8. The 8 bits of bfloat16's mantissa hold every int8, fp8
+    and fp4, but no int16.
     """
     lhs, rhs = sorted((jnp.dtype(lhs), jnp.dtype(rhs)), key=lambda d: d.itemsize)
     integers = [jnp.issubdtype(d, jnp.integer) for d in (lhs, rhs)]

@@ -4,11 +4,15 @@ A block's scale maps its largest absolute value (amax) to the largest that the d
 
     scale = amax / largest        data = round(value / scale)        value ≈ data × scale
 
+Scales in float8_e4m3fn are quantised in turn, by tensor: with `tensor_scale = amax of all / (largest × 448)`, what is
+stored is `scale / tensor_scale`.
+
 XLA divides by constants and by broadcast scales as it likes: by a division, or by a product with the reciprocal, which
 may round to the other side of a tie. Here both are products with float32 reciprocals, so that on the CPU the bits are
 the same with `jit` and without.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,8 +22,10 @@ from jax import Array
 
 from ragged._errors import Site, is_arraylike
 from ragged._mesh import over_explicit_axes
-from ragged.quant.formats import LARGEST
+from ragged.backends import schedule
+from ragged.quant.formats import FORMATS, LARGEST
 from ragged.quant.scaling import Scaling, not_differentiable
+from ragged.tensor.rows import spread_rows
 from ragged.tensor.tensor import GroupedTensor
 
 
@@ -34,11 +40,12 @@ def quantize(
 
     **Arguments:**
 
-    - `x`: a `GroupedTensor`, or a uniform array `[g, first, last]`, of floats.
-    - `dtype`: float8_e4m3fn, float8_e5m2, int8 or int4.
+    - `x`: a `GroupedTensor`, or a uniform array `[g, first, *more, last]`, of floats.
+    - `dtype`: float8_e4m3fn, float8_e5m2, float4_e2m1fn, int8 or int4.
     - `scaling`: which elements share a scale: `"tensor"`, `"group"`, `"row"`, `"column"`, a block such as `(1, 128)`,
-      `"mx"` (blocks of 32 along the last dim with 8-bit power-of-two scales) or a `Scaling`. Where `matmul` contracts
-      `x`'s first dim, as it does `rhs`'s, quantise `x.mT` along its last dim and take the result's `mT`.
+      `"mx"` (blocks of 32 along the last dim with 8-bit power-of-two scales), `"nvfp4"` (blocks of 16 with
+      float8_e4m3fn scales, and a float32 scale for the tensor) or a `Scaling`. Where `matmul` contracts `x`'s first
+      dim, as it does `rhs`'s, quantise `x.mT` along its last dim and take the result's `mT`.
     - `power_of_two`: rounds scales up to powers of two, which are exact to multiply with. Up, so that no element leaves
       the dtype's range (as in NVIDIA's MXFP8 recipe, arXiv:2506.08027; the OCP specification rounds down).
 
@@ -47,9 +54,12 @@ def quantize(
     **Returns:** a `GroupedTensor` of `dtype` with `scales` and `scaling`, zeros in the tail. `x` is
     `dequantize()` of it, but for an error of at most half a unit in the last place of `dtype`, times the scale.
 
+    Scales in float8_e4m3fn are rounded to the nearest, as NVIDIA's NVFP4 recipe has it, so that the largest elements of
+    a block may saturate, by less than half a unit; and up to 2⁻⁶, the smallest that have all bits.
+
     Only finite elements count toward a scale. Infinity and NaN stay what they are in float8_e5m2; in float8_e4m3fn,
-    which has no infinity, both are NaN. Integers have neither: all of a block that holds one becomes NaN, by its scale,
-    which with `"tensor"` are all groups.
+    which has no infinity, both are NaN. float4_e2m1fn and integers have neither: all of a block that holds one becomes
+    NaN, by its scale, which with `"tensor"` are all groups.
 
     **Raises:** `TypeError` for what is no tensor of floats and for dtypes, `ValueError` for a scaling that `x` can't
     have. Differentiating it raises a `TypeError`: see `recipe` in `ragged.matmul` for training.
@@ -72,32 +82,37 @@ def quantize(
     scaling = Scaling.of(scaling)
     if tensor.is_quantized:
         site.fail(TypeError, "`x` is quantised already.", "Take `x.dequantize()` to quantise it anew.")
-    if not jnp.issubdtype(tensor.dtype, jnp.floating) or jnp.dtype(tensor.dtype).itemsize == 1:
-        problem = f"`x` has dtype {jnp.dtype(tensor.dtype).name}."
-        site.fail(TypeError, problem, "Cast it to a float dtype of 16 bits or more.")
-    if problem := scaling.problem(tensor.packed_axis):
-        mend = "Along a ragged dim a block is 1 or None (all of the group): `(1, 128)`, `(None, 1)`."
-        site.fail(ValueError, f"with the scaling {scaling}, {problem}.", mend)
+    check_floats(site, "x", tensor.data)
     if not isinstance(power_of_two, bool):
         site.fail(TypeError, f"`power_of_two` is {power_of_two!r}.", "Pass True or False.")
     if tensor.is_flipped:
         return quantize(tensor.mT, name, scaling.mT, power_of_two=power_of_two).mT
     tensor = tensor._replace_data(not_differentiable("ragged.quantize", jnp.asarray(tensor.data)))
-    scales = scale_of(amax(tensor, scaling), name, power_of_two or scaling.dtype != jnp.float32)
-    return cast(tensor, name, scaling, scales)
+    return cast(tensor, name, scaling, *scales_of(amax(tensor, scaling), name, scaling, power_of_two))
+
+
+def check_floats(site: Site, name: str, x: Any) -> None:
+    """Raises unless `x` is an array of floats of 16 bits or more."""
+    if not is_arraylike(x):
+        site.fail(TypeError, f"`{name}` is not an array.", "Pass a `GroupedTensor` or an array.")
+    if not jnp.issubdtype(x.dtype, jnp.floating) or jnp.dtype(x.dtype).itemsize == 1:
+        problem = f"`{name}` has dtype {jnp.dtype(x.dtype).name}."
+        site.fail(TypeError, problem, "Cast it to a float dtype of 16 bits or more.")
 
 
 def _operand(site: Site, x: GroupedTensor | Array | Any) -> GroupedTensor:
     if isinstance(x, GroupedTensor):
         if not all(is_arraylike(leaf) for leaf in jax.tree.leaves(x)) or x.data is None:
             site.fail(TypeError, "`x` holds no array.", "Pass a `GroupedTensor` of arrays.")
-        if x.ndim != (3 if x.packed_axis is None else 2):
+        if x.is_cotangent:
+            x.require_groups()
+        if x.is_stack:
             mend = "Map over it: `jax.vmap(lambda x: ragged.quantize(x, dtype, scaling))(x)`."
             site.fail(ValueError, "`x` has a batch axis.", mend)
         return x
     if not is_arraylike(x):
-        site.fail(TypeError, "`x` is not an array.", "Pass a `GroupedTensor` or an array of 3 dims.")
-    if x.ndim != 3:
+        site.fail(TypeError, "`x` is not an array.", "Pass a `GroupedTensor` or an array of 3 dims or more.")
+    if x.ndim < 3:
         mend = "A plain array is uniform, `[g, first, last]`. A single matrix is one group: `x[None]`."
         site.fail(ValueError, f"`x` is a plain array with {x.ndim} dims.", mend)
     return GroupedTensor(jnp.asarray(x))
@@ -128,7 +143,18 @@ def amax(x: GroupedTensor, scaling: Scaling) -> Array:
     magnitude = magnitude.astype(jnp.float32)
     if scaling.block is None:
         return jnp.max(magnitude, initial=0)
-    first, last = scaling.block
+    return _of_blocks(magnitude, x, scaling.block).reshape(scaling.shape(x.shape, x.packed_axis, x.num_groups))
+
+
+def _of_blocks(magnitude: Array, x: GroupedTensor, block: tuple[int | None, int | None]) -> Array:
+    """The largest of each block of `x`, all of which count. Dims between a group's first and last have blocks of
+    their own, unless a block is the whole group."""
+    inner = 2 if x.packed_axis is None else 1
+    if magnitude.ndim > inner + 1:
+        if block == (None, None):
+            return _of_blocks(jnp.max(magnitude, axis=inner, initial=0), x, block)
+        return jax.vmap(partial(_of_blocks, x=x, block=block), inner, inner)(magnitude)
+    first, last = block
     out = _block_max(magnitude, last, -1)
     if x.packed_axis is None:
         out = _block_max(out, first, -2)
@@ -136,7 +162,10 @@ def amax(x: GroupedTensor, scaling: Scaling) -> Array:
         ids, groups = x.group_ids, x.num_groups
         out = jax.ops.segment_max(out, ids, groups, indices_are_sorted=True)
         out = jnp.maximum(out, 0)  # an empty group's is -inf
-    return out.reshape(scaling.shape(x.shape, x.packed_axis, x.num_groups))
+    elif first > 1:  # [rows, blocks] -> [blocks, first, blocks]
+        source, places, _ = schedule.in_blocks(x.packed_dims, out.shape[-2], first)
+        out = _block_max(spread_rows(out, source, places), first, -2)
+    return out
 
 
 def _block_max(x: Array, block: int | None, axis: int) -> Array:
@@ -151,24 +180,40 @@ def _block_max(x: Array, block: int | None, axis: int) -> Array:
     return jnp.max(jnp.pad(x, pad).reshape(shape), axis=axis, initial=0)
 
 
-def scale_of(largest: Array, name: str, power_of_two: bool) -> Array:
-    """The scale of blocks with these largest absolute values, or the next power of two; 1 for 0. float32."""
-    scale = jnp.maximum(largest * np.float32(1 / LARGEST[name]), jnp.finfo(jnp.float32).tiny)
+def scales_of(largest: Array, name: str, scaling: Scaling, power_of_two: bool) -> tuple[Array, Array | None]:
+    """The scales of blocks with these largest absolute values, and the tensor's, if there are two levels. float32."""
+    if not scaling.has_tensor_scale:
+        return scale_of(largest, LARGEST[name], power_of_two or scaling.dtype == jnp.float8_e8m0fnu), None
+    least, most = float(jnp.finfo(scaling.dtype).tiny), 256.0 if power_of_two else LARGEST[scaling.dtype.name]
+    # The tensor's is so large that its product with the least scale is a normal number.
+    of_tensor = scale_of(jnp.max(largest, initial=0), LARGEST[name] * most, power_of_two, _TINY / least)
+    scales = scale_of(largest * (1 / of_tensor), LARGEST[name], power_of_two)
+    return jnp.clip(scales, least, most), of_tensor
+
+
+_TINY = float(jnp.finfo(jnp.float32).tiny)
+
+
+def scale_of(largest: Array, most: float, power_of_two: bool, least: float = _TINY) -> Array:
+    """What maps these absolute values to `most`, or the next power of two; 1 for 0. float32, not below `least`."""
+    scale = jnp.maximum(largest * np.float32(1 / most), np.float32(least))
     if power_of_two:
         mantissa, exponent = jnp.frexp(scale)  # the mantissa is in [0.5, 1)
         scale = jnp.ldexp(jnp.float32(1), jnp.where(mantissa == 0.5, exponent - 1, exponent))
     return jnp.where(largest > 0, scale, 1)
 
 
-def cast(x: GroupedTensor, name: str, scaling: Scaling, scales: Array) -> GroupedTensor:
+def cast(
+    x: GroupedTensor, name: str, scaling: Scaling, scales: Array, tensor_scale: Array | None = None
+) -> GroupedTensor:
     """`x / scales` in the dtype `name`. What is out of its range becomes the largest value, unless it is infinite."""
     data = jnp.asarray(x.data)
-    if name.startswith("int"):  # which can't hold NaN; its scale can
+    if not FORMATS[name].has_nan:  # its scale has
         lost = amax(x._replace_data((~jnp.isfinite(data)).astype(jnp.float32)), scaling)
         scales = jnp.where(lost > 0, jnp.nan, scales)
-    quantized = x._with(scales=scales.astype(scaling.dtype), scaling=scaling)
+    quantized = x._with(scales=scales.astype(scaling.dtype), scaling=scaling, tensor_scale=tensor_scale)
     wide = jnp.float64 if data.dtype == jnp.float64 else jnp.float32
-    inverse = x._with(scales=1 / quantized.scales.astype(jnp.float32), scaling=Scaling(scaling.block))
+    inverse = x._with(scales=1 / quantized.float_scales, scaling=Scaling(scaling.block))
     data = data.astype(wide) * inverse.element_scales().astype(wide)
     if name.startswith("int"):
         data = jnp.round(data)

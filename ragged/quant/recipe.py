@@ -24,11 +24,11 @@ from ragged.quant.scaling import NAMED, Scaling
 class Cast:
     """How one operand of one product is quantised.
 
-    - `dtype`: float8_e4m3fn, float8_e5m2, int8, int4; or None: it isn't.
+    - `dtype`: float8_e4m3fn, float8_e5m2, float4_e2m1fn, int8, int4; or None: it isn't.
     - `scaling`: as for `ragged.quantize`, of the operand with the contracted dim last: `"row"` is one scale for all
       that is contracted with each other, `(1, 128)` one for each 128 of it, `(128, 128)` one for 128 such rows too.
-      Along a ragged dim, where a block would straddle groups, an extent above 1 becomes the whole group if that dim is
-      contracted, and 1 if it isn't.
+      Along a ragged dim that is contracted, as tokens are in a wgrad, blocks begin at each group's first element. Along
+      one that isn't, an extent above 1 becomes 1; and if both are ragged, all that is contracted is one block.
     - `power_of_two`: rounds scales up to powers of two.
 
     **Raises:** what `ragged.quantize` does, and `ValueError` for a scale for each element of the contracted dim, which
@@ -51,7 +51,10 @@ class Cast:
         if not isinstance(self.power_of_two, bool):
             Site("ragged.Cast").fail(TypeError, f"`power_of_two` is {self.power_of_two!r}.", "Pass True or False.")
         object.__setattr__(self, "scaling", scaling)
-        object.__setattr__(self, "power_of_two", self.power_of_two or scaling.dtype != jnp.float32)
+        object.__setattr__(self, "power_of_two", self.power_of_two or scaling.dtype == jnp.float8_e8m0fnu)
+
+    def __str__(self) -> str:
+        return f"{self.dtype or 'no dtype'} by {self.scaling}{' with powers of two' * self.power_of_two}"
 
     def scaling_for(self, kept: bool, contracted: bool) -> Scaling:
         """The scaling for an operand that is ragged in these dims."""
@@ -59,7 +62,7 @@ class Cast:
             return self.scaling
         first, last = self.scaling.block
         first = 1 if kept and first is not None else first
-        return Scaling((first, None if contracted else last), self.scaling.dtype)
+        return Scaling((first, None if kept and contracted else last), self.scaling.dtype)
 
 
 Pair = tuple[Cast, Cast]
@@ -104,6 +107,8 @@ class Recipe(eqx.Module):
     - `history`: None; or `(3, length)` float32, for delayed scaling: the largest absolute values that `x`, `w` and the
       cotangent had in the last steps, newest first, 0 where there was none. Scales are those for the largest of them.
     - `name`: what tables call it.
+    - `save`: what derivatives keep of `x`. `"quantized"`: what the wgrad multiplies, of 8 or 4 bits, and not `x`; or
+      `"operands"`: `x`, as derivatives need that are differentiated in turn, by `jax.jacrev(jax.grad(f))`.
 
     In a product from the left, of uniform and ragged columns, `x` is the ragged operand and `w` the uniform one. In all
     others `x` is `lhs` and `w` is `rhs`, whatever they are.
@@ -116,10 +121,14 @@ class Recipe(eqx.Module):
     | `"rowwise"`    | one a row, powers of 2  | the same  | e4m3        | torchao's rowwise                      |
     | `"blockwise"`  | 1 × 128                 | 128 × 128 | e4m3        | DeepSeek-V3 (arXiv:2412.19437)         |
     | `"mxfp8"`      | 1 × 32, e8m0            | the same  | e4m3        | OCP MX v1.0, NVIDIA (arXiv:2506.08027) |
+    | `"nvfp4"`      | 1 × 16, e4m3 × one      | the same  | e2m1        | the format of NVIDIA (arXiv:2509.25149) |
     | `"delayed"`    | one, of past steps      | the same  | e5m2        | NVIDIA's Transformer Engine            |
 
-    All else is e4m3. A row runs along what is contracted; in a wgrad that are a group's tokens, whose blocks are whole
-    groups.
+    Activations and weights are e4m3, in `"nvfp4"` e2m1. A row runs along what is contracted; in a wgrad that are a
+    group's tokens, whose blocks begin with each group.
+
+    `"nvfp4"` is the number format alone. Of what the paper adds to train in it, there are no Hadamard transforms and no
+    stochastic rounding, and weights have blocks of 1 × 16, not 16 × 16, unless a recipe of its own says so.
 
     **Delayed scaling** carries its state explicitly: the "gradient" with respect to the recipe is the next recipe.
     The first step, without a history, uses the operands' own largest values.
@@ -144,12 +153,20 @@ class Recipe(eqx.Module):
     wgrad: Pair | Any = eqx.field(static=True)
     state: Any  # `history`, sealed or not
     name: str = eqx.field(static=True)
+    save: str = eqx.field(static=True)
 
     def __init__(
-        self, forward: Pair | Any, dgrad: Pair | Any, wgrad: Pair | Any, history: Any = None, *, name: str = "custom"
+        self,
+        forward: Pair | Any,
+        dgrad: Pair | Any,
+        wgrad: Pair | Any,
+        history: Any = None,
+        *,
+        name: str = "custom",
+        save: str | Any = "quantized",
     ) -> None:
         self.forward, self.dgrad, self.wgrad = forward, dgrad, wgrad
-        self.state, self.name = _sealed(history), name
+        self.state, self.name, self.save = _sealed(history), name, save
 
     @property
     def history(self) -> Float[Array, "*stacked 3 length"] | Any:
@@ -165,13 +182,17 @@ class Recipe(eqx.Module):
         return jax.tree.map(_sealed, self)
 
     def __check_init__(self) -> None:
+        if self.save not in SAVES:
+            mend = "Pass 'quantized', to keep less, or 'operands', to differentiate a derivative."
+            Site("ragged.Recipe").fail(ValueError, f"`save` is {self.save!r}.", mend)
         for name in ("forward", "dgrad", "wgrad"):
             pair = getattr(self, name)
             if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(each, Cast) for each in pair)):
                 mend = "It must be the `ragged.Cast`s of its two operands, a tuple."
                 Site("ragged.Recipe").fail(TypeError, f"`{name}` is {pair!r}.", mend)
-            if self.state is not None and any(each.dtype and each.scaling.block is not None for each in pair):
-                problem = f"`history` with a scaling of `{name}` other than 'tensor': {pair!r}."
+            delayed = Scaling(None), Scaling(None, jnp.float8_e8m0fnu)
+            if self.state is not None and any(each.dtype and each.scaling not in delayed for each in pair):
+                problem = f"`history` with a scaling of `{name}` other than 'tensor': {pair[0]} and {pair[1]}."
                 mend = "Delayed scaling knows one largest value of each tensor."
                 Site("ragged.Recipe").fail(ValueError, problem, mend)
         if is_arraylike(self.state):
@@ -190,10 +211,20 @@ class Recipe(eqx.Module):
             Site("ragged.Recipe").fail(ValueError, f"`history` is {describe(history)}.", mend)
 
     @classmethod
-    def preset(cls, name: str | Any, *, gradients: Any = None, length: int | Any = 16) -> "Recipe":
-        """A well-known recipe: `"tensorwise"`, `"rowwise"`, `"blockwise"`, `"mxfp8"` or `"delayed"`.
+    def preset(
+        cls,
+        name: str | Any,
+        *,
+        gradients: Any = None,
+        scales: Any = None,
+        length: int | Any = 16,
+        save: str | Any = "quantized",
+    ) -> "Recipe":
+        """A well-known recipe: `"tensorwise"`, `"rowwise"`, `"blockwise"`, `"mxfp8"`, `"nvfp4"` or `"delayed"`.
 
-        `gradients`: the dtype of cotangents, if not the usual one. `length`: of the history of `"delayed"`, in steps.
+        `gradients`, `scales`: the dtypes of cotangents and of scales, if not the usual ones. With
+        `scales="float8_e8m0fnu"`, those of `"blockwise"` are powers of two, which TPUs apply in half the time.
+        `length`: of the history of `"delayed"`, in steps. `save`: as in a `Recipe`.
         """
         site = Site("ragged.Recipe.preset")
         if not is_count(length):
@@ -201,11 +232,13 @@ class Recipe(eqx.Module):
         if not isinstance(name, str) or name not in PRESETS:
             mend = f"Pass one of {', '.join(map(repr, PRESETS))}, or build a `ragged.Recipe`."
             site.fail(ValueError, f"{name!r} is no recipe.", mend)
-        activations, weights, power_of_two, usual = PRESETS[name]
-        x, w = (Cast("float8_e4m3fn", scaling, power_of_two) for scaling in (activations, weights))
+        dtype, activations, weights, power_of_two, usual = PRESETS[name]
+        if scales is not None:
+            activations, weights = (Scaling(Scaling.of(each).block, scales) for each in (activations, weights))
+        x, w = (Cast(dtype, scaling, power_of_two) for scaling in (activations, weights))
         dy = Cast(usual if gradients is None else gradients, activations, power_of_two)
         history = jnp.zeros((3, length), jnp.float32) if name == "delayed" else None
-        return cls((x, w), (dy, w), (x, dy), history, name=name)
+        return cls((x, w), (dy, w), (x, dy), history, name=name, save=save)
 
     @classmethod
     def of(cls, recipe: "str | Recipe | Any") -> "Recipe":
@@ -218,11 +251,15 @@ class Recipe(eqx.Module):
         return cls.preset(recipe)
 
 
-PRESETS: dict[str, tuple[Any, Any, bool, str]] = {
-    "tensorwise": ("tensor", "tensor", False, "float8_e5m2"),
-    "rowwise": ("row", "row", True, "float8_e4m3fn"),
-    "blockwise": ((1, 128), (128, 128), False, "float8_e4m3fn"),
-    "mxfp8": ("mx", "mx", True, "float8_e4m3fn"),
-    "delayed": ("tensor", "tensor", False, "float8_e5m2"),
+SAVES = ("quantized", "operands")
+
+PRESETS: dict[str, tuple[str, Any, Any, bool, str]] = {
+    "tensorwise": ("float8_e4m3fn", "tensor", "tensor", False, "float8_e5m2"),
+    "rowwise": ("float8_e4m3fn", "row", "row", True, "float8_e4m3fn"),
+    "blockwise": ("float8_e4m3fn", (1, 128), (128, 128), False, "float8_e4m3fn"),
+    "mxfp8": ("float8_e4m3fn", "mx", "mx", True, "float8_e4m3fn"),
+    "nvfp4": ("float4_e2m1fn", "nvfp4", "nvfp4", False, "float4_e2m1fn"),
+    "delayed": ("float8_e4m3fn", "tensor", "tensor", False, "float8_e5m2"),
 }
-"""Scaling of activations and gradients, of weights, whether scales are powers of two, the gradients' dtype."""
+"""The dtype of `x` and `w`, the scaling of activations and gradients, of weights, whether scales are powers of two, the
+gradients' dtype."""

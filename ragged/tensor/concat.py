@@ -31,13 +31,12 @@ def concat(tensors: Iterable[GroupedTensor] | Any) -> GroupedTensor:
         tensor.require_plain()
         tensor.require_groups()
     head = tensors[0]
-    free = None if head.packed_axis is None else -3 - head.packed_axis
     for i, other in enumerate(tensors):
         same = (
             other.kind == head.kind
             and other.packed_axis == head.packed_axis
             and other.dtype == head.dtype
-            and (other.shape[1:] == head.shape[1:] if free is None else other.shape[free] == head.shape[free])
+            and (other.shape[0] == head.shape[0] if head.packed_axis == -1 else other.shape[1:] == head.shape[1:])
         )
         if not same:
             site = Site("ragged.concat", {"tensors[0]": head, f"tensors[{i}]": other})

@@ -21,20 +21,26 @@ if TYPE_CHECKING:
 def from_list(
     groups: Iterable[Array | np.ndarray] | Any, ragged: Any, capacity: Any
 ) -> tuple[Array, Int[Array, " g"] | None, Int[Array, " g"] | None]:
-    """Buffer, first dims, last dims of these matrices, side by side."""
+    """Buffer, first dims, last dims of these groups, side by side."""
     site = Site("GroupedTensor.from_list")
     if ragged not in ("first", "last", "both"):
         site.fail(ValueError, f"`ragged` is {ragged!r}.", "It must be 'first', 'last' or 'both'.")
     given = list(groups) if isinstance(groups, Iterable) else [groups]
     refuse_explicit(site.call, groups=given)
-    sound = bool(given) and all(is_arraylike(a) and a.ndim == 2 for a in given)
+    sound = bool(given) and all(is_arraylike(a) and a.ndim >= 2 for a in given)
     if not sound or len({a.dtype for a in given}) > 1:
         problem = "needs at least one matrix, all of one dtype."
         site.also(groups=given).fail(ValueError, problem, "Pass a list of arrays [first, last].")
+    if ragged == "last" and any(a.ndim > 2 for a in given):
+        problem = "groups that are packed along columns are matrices."
+        site.also(groups=given).fail(ValueError, problem, 'Pack them along rows: `ragged="first"`.')
     if capacity is not None:
         _check_extent(site, "capacity", capacity)
     arrays = [jnp.asarray(a) for a in given]
-    firsts, lasts = [a.shape[0] for a in arrays], [a.shape[1] for a in arrays]
+    firsts, lasts = [a.shape[0] for a in arrays], [a.shape[-1] for a in arrays]
+    if len({a.shape[1:-1] for a in arrays}) > 1:
+        problem = f"the groups' inner dims differ: {[a.shape[1:-1] for a in arrays]}."
+        site.fail(ValueError, problem, "Only first and last dims are ragged.")
     if ragged == "last":
         if len(set(firsts)) > 1:
             mend = 'Pass `ragged="first"` if only they differ, `ragged="both"` if the last dims do too.'
@@ -49,20 +55,22 @@ def from_list(
     if capacity < total:
         site.fail(ValueError, f"`capacity` is {capacity}, but the groups need {total}.", "Pass that, or leave it out.")
     widest = max(lasts)
-    rows = [jnp.pad(a, ((0, 0), (0, widest - a.shape[1]))) for a in arrays]
-    data = jnp.concatenate([*rows, jnp.zeros((capacity - total, widest), arrays[0].dtype)])
+    rows = [jnp.pad(a, [*[(0, 0)] * (a.ndim - 1), (0, widest - a.shape[-1])]) for a in arrays]
+    data = jnp.concatenate([*rows, jnp.zeros((capacity - total, *rows[0].shape[1:]), arrays[0].dtype)])
     return data, jnp.array(firsts, jnp.int32), jnp.array(lasts, jnp.int32) if ragged == "both" else None
 
 
 @over_explicit_axes
-def from_padded(padded: Any, first_dims: Any, capacity: Any) -> tuple[Shaped[Array, "rows last"], Int[Array, " g"]]:
-    """Buffer and first dims of `[g, max_first, last]`."""
+def from_padded(
+    padded: Any, first_dims: Any, capacity: Any
+) -> tuple[Shaped[Array, "rows *more last"], Int[Array, " g"]]:
+    """Buffer and first dims of `[g, max_first, *more, last]`."""
     site = Site("GroupedTensor.from_padded", {"padded": padded, "first_dims": first_dims})
     padded, first_dims = jnp.asarray(padded), first_dims if is_arraylike(first_dims) else jnp.asarray(first_dims)
-    if padded.ndim != 3:
-        problem = f"`padded` must be [g, max_first, last], but has {padded.ndim} dims."
+    if padded.ndim < 3:
+        problem = f"`padded` must be [g, max_first, *more, last], but has {padded.ndim} dims."
         site.fail(ValueError, problem, "Pass what `to_padded` would make.")
-    g, longest, last = padded.shape
+    g, longest, *inner = padded.shape
     if not jnp.issubdtype(first_dims.dtype, jnp.integer):
         site.fail(TypeError, "`first_dims` must be integers.", "Cast them: `first_dims.astype(jnp.int32)`.")
     if capacity is not None:
@@ -76,14 +84,14 @@ def from_padded(padded: Any, first_dims: Any, capacity: Any) -> tuple[Shaped[Arr
     ids = schedule.group_ids(offsets, capacity)
     place = jnp.arange(capacity, dtype=jnp.int32) - offsets[jnp.minimum(ids, g)]
     source = jnp.where(ids < g, ids * longest + place, g * longest)  # past the end in the tail
-    rows = padded.reshape(g * longest, last)
-    data = rows.at[source].get(mode="fill", fill_value=0) if rows.size else jnp.zeros((capacity, last), rows.dtype)
+    rows = padded.reshape(g * longest, *inner)
+    data = rows.at[source].get(mode="fill", fill_value=0) if rows.size else jnp.zeros((capacity, *inner), rows.dtype)
     return data, jnp.diff(offsets)
 
 
 @over_explicit_axes
-def to_padded(x: "GroupedTensor", max_len: Any, fill_value: Any) -> Shaped[Array, "g first last"]:
-    """`[g, max_len, last]`, or `[g, first, max_len]` of ragged columns."""
+def to_padded(x: "GroupedTensor", max_len: Any, fill_value: Any) -> Shaped[Array, "g first *more last"]:
+    """`[g, max_len, *more, last]`, or `[g, first, max_len]` of ragged columns."""
     site = Site("GroupedTensor.to_padded", {"x": x})
     axis = x._require_packed("to_padded")
     x.require_plain()
@@ -96,8 +104,9 @@ def to_padded(x: "GroupedTensor", max_len: Any, fill_value: Any) -> Shaped[Array
     if x.last_dims is not None:
         columns = jnp.arange(x.shape[-1], dtype=jnp.int32)
         inside = inside & (columns[None, :] < as_int32(x.last_dims)[:, None])[:, None, :]
+    inside = inside.reshape(*inside.shape[:2], *[1] * (x.ndim - 2), inside.shape[-1])
     if not x.capacity:
-        return jnp.full((x.num_groups, max_len, x.shape[-1]), fill_value, x.dtype)
+        return jnp.full((x.num_groups, max_len, *x.shape[1:]), fill_value, x.dtype)
     padded = jnp.asarray(x.data).at[rows].get(mode="fill", fill_value=0)
     fill = broadcast_wide(jnp.asarray(fill_value, x.dtype), x.dtype, padded.shape)
     return jnp.where(inside, padded, fill)

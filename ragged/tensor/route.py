@@ -23,8 +23,54 @@ from ragged._errors import Site, is_arraylike, is_concrete, is_count
 from ragged._mesh import over_explicit_axes, vary_together
 from ragged.backends.schedule import as_int32, count_up_to
 from ragged.quant.formats import accumulator_dtype
-from ragged.tensor.rows import collect_rows, spread_rows
+from ragged.tensor.annotations import Rows
+from ragged.tensor.rows import collect_rows, collect_weighted, flat_rows, spread_rows
 from ragged.tensor.tensor import GroupedTensor
+
+
+class Gathered(eqx.Module):
+    """What `Route.dispatch` would make of tokens, left where they are. Made by `Route.gathered`.
+
+    Ragged rows `[rows, d]` that `ragged.matmul` and `ragged.gated_matmul` take in place of a `GroupedTensor`.
+
+    **Fields:**
+
+    - `data`: `[tokens, d]`.
+    - `rows`: `[rows, d]`, the copy. Under `jit` there is none where no product needs it.
+    - `source`: `(rows,)` int32. Row `i` is `data[source[i]]`; those of no group have `tokens`, past the end.
+    - `places`: `[tokens, top_k]` int32, the rows of each token; `rows`, past the end, for those of no group.
+    - `first_dims`: `(g,)` int32, how many rows each group has.
+    """
+
+    data: Shaped[Array, "tokens d"] | Any
+    rows: Shaped[Array, "rows d"] | Any
+    source: Int[Array, " rows"] | Any
+    places: Int[Array, "tokens top_k"] | Any
+    first_dims: Int[Array, " g"] | Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """`(rows, d)`: that of the dispatched rows."""
+        return self.rows.shape
+
+    @property
+    def dtype(self) -> Any:
+        """The tokens' dtype."""
+        return self.data.dtype
+
+    @property
+    def num_groups(self) -> int:
+        """How many groups there are, empty ones included."""
+        return self.first_dims.shape[-1]
+
+    def dispatch(self) -> Rows[Shaped[GroupedTensor, "rows ..."], "g"]:
+        """The copy, which is what `Route.dispatch` returns."""
+        return GroupedTensor(self.rows, first_dims=self.first_dims)
+
+    @over_explicit_axes
+    def _replace_data(self, data: Array) -> "Gathered":
+        rows = spread_rows(data, self.source, self.places)
+        return Gathered(data, rows, self.source, self.places, self.first_dims)
 
 
 class Route(eqx.Module):
@@ -46,20 +92,38 @@ class Route(eqx.Module):
         """To how many groups each token goes."""
         return self.place.shape[1] if self.place.ndim == 2 else 1
 
-    def dispatch(self, x: Shaped[Array, "tokens d"] | Any) -> GroupedTensor:
+    def dispatch(self, x: Shaped[Array, "tokens *d"] | Any) -> Rows[Shaped[GroupedTensor, "rows ..."], "g"]:
         """Copies each token's row to the groups it goes to.
 
-        `out.data[i] = x[order[i] // top_k]`: ragged rows `[tokens * top_k, d]` of `x`'s dtype, within a group in the
+        `out.data[i] = x[order[i] // top_k]`: ragged rows `[tokens * top_k, *d]` of `x`'s dtype, within a group in the
         order of the tokens, and zero in the tail. The gradient is a gather and a sum over `top_k`.
 
-        **Raises:** `TypeError` if `x` is no array, `ValueError` if it is not `[tokens, d]`.
+        **Raises:** `TypeError` if `x` is no array, `ValueError` if it is not `[tokens, *d]`.
         """
         check_tokens("Route.dispatch(x)", x, self.place.shape[0])
         return self._dispatched(jnp.asarray(x))
 
     @over_explicit_axes
-    def _dispatched(self, x: Shaped[Array, "tokens d"]) -> GroupedTensor:
-        return GroupedTensor(spread_rows(x, *self._indices()), first_dims=self.first_dims)
+    def _dispatched(self, x: Shaped[Array, "tokens *d"]) -> GroupedTensor:
+        rows = spread_rows(flat_rows(x), *self._indices())
+        return GroupedTensor(rows.reshape(rows.shape[0], *x.shape[1:]), first_dims=self.first_dims)
+
+    def gathered(self, x: Shaped[Array, "tokens d"] | Any) -> Gathered:
+        """`dispatch`, for products that read rows where they are: `matmul(route.gathered(x), w)`.
+
+        The numbers and gradients of `matmul(route.dispatch(x), w)`, bit for bit. GPU kernels read each row through the
+        route's order, in the product and in its derivative by `w`, so that there is no copy of `x` for each of
+        `top_k`. Elsewhere, and where several devices share a product that isn't mapped, the rows are copied first.
+
+        **Raises:** as `dispatch` does, and for more than two dims.
+        """
+        check_tokens("Route.gathered(x)", x, self.place.shape[0], most=2)
+        return self._gathered(jnp.asarray(x))
+
+    @over_explicit_axes
+    def _gathered(self, x: Shaped[Array, "tokens d"]) -> Gathered:
+        source, places = self._indices()
+        return Gathered(x, spread_rows(x, source, places), source, places, self.first_dims)
 
     def _indices(self) -> tuple[Int[Array, " rows"], Int[Array, "tokens top_k"]]:
         """The token of each row, and the rows of each token; past the end for rows of no group."""
@@ -71,8 +135,9 @@ class Route(eqx.Module):
     def combine(self, y: GroupedTensor | Any, weights: Float[Array, "tokens *top_k"] | Any = None) -> Array:
         """Puts each token's rows back and sums them.
 
-        `out[t] = sum_j weights[t, j] * y.data[place[t, j]]`: `[tokens, d]` of `y`'s dtype, computed in float32 (float64
-        for float64, int32 for integers). A token that went to no group gets zero. Without `weights` they are one.
+        `out[t] = sum_j weights[t, j] * y.data[place[t, j]]`: `[tokens, *d]` of `y`'s dtype, computed in float32
+        (float64 for float64, int32 for integers). A token that went to no group gets zero. Without `weights` they are
+        one.
 
         **Arguments:**
 
@@ -91,38 +156,60 @@ class Route(eqx.Module):
 
     @over_explicit_axes
     def _combined(self, y: GroupedTensor, weights: Float[Array, "tokens *top_k"] | Any) -> Array:
-        data, (source, places) = jnp.asarray(y.data), self._indices()
+        data, (source, places) = flat_rows(jnp.asarray(y.data)), self._indices()
         if weights is None:
-            return collect_rows(data, source, places)
-        # Each of a token's rows, for its weight; the tail is in none of them.
-        wide, rows = accumulator_dtype(data.dtype), self.order.shape[0]
-        back = jnp.where(source < places.shape[0], self.order, rows)
-        each = spread_rows(data, places.reshape(-1), back[:, None]).astype(wide)
-        weights = jnp.where(places < rows, weights.astype(wide).reshape(places.shape), jnp.zeros((), wide))
-        return jnp.sum(each.reshape(*places.shape, data.shape[1]) * weights[:, :, None], axis=1).astype(data.dtype)
+            out = collect_rows(data, source, places)
+        else:
+            weights = jnp.asarray(weights, accumulator_dtype(data.dtype)).reshape(places.shape)
+            out = collect_weighted(data, weights, self._which(source, places), places)
+        return out.reshape(out.shape[0], *y.shape[1:])
+
+    def _which(self, source: Int[Array, " rows"], places: Int[Array, "tokens top_k"]) -> Int[Array, " rows"]:
+        """Of each row, which of the group ids it is of, counted along tokens; past the end for rows of no group."""
+        return jnp.where(source < places.shape[0], self.order, self.order.shape[0])
+
+    @over_explicit_axes
+    def _of_rows(self, weights: Float[Array, "tokens *top_k"]) -> Float[Array, " rows"]:
+        """The weight of each row, zero for rows of no group."""
+        source, places = self._indices()
+        which = self._which(source, places)
+        return spread_rows(weights.reshape(-1, 1), which, places.reshape(-1, 1))[:, 0]
 
 
-def check_combined(of: str, y: Any, weights: Any, sizes: tuple[int, int], shape: tuple[int, ...], made_by: str) -> None:
-    """Raises unless `y` has these many rows and groups, and `weights`, if any, one value for each of `shape`."""
+def check_combined(
+    of: str,
+    y: Any,
+    weights: Any,
+    sizes: tuple[int, int],
+    shape: tuple[int, ...],
+    made_by: str,
+    most: int | None = None,
+) -> None:
+    """Raises unless `y` has these many rows and groups, and `weights`, if any, one value for each of `shape`.
+
+    `most`: how many dims `y` may have.
+    """
     site = Site(f"{of}.combine(y, weights)", {"y": y} if weights is None else {"y": y, "weights": weights})
     mend = f"Pass what became of `{made_by}`."
     if not isinstance(y, GroupedTensor):
         site.fail(TypeError, "`y` is not a `GroupedTensor`.", mend)
     if y.kind != "ragged rows" or (y.capacity, y.num_groups) != sizes:
         site.fail(ValueError, f"`y` must have ragged rows, {sizes[0]} of them in {sizes[1]} groups.", mend)
+    if most is not None and y.ndim > most:
+        site.fail(ValueError, f"`y` has {y.ndim} dims, more than {most}.", "Merge those after the rows.")
     if weights is not None:
         if not jnp.issubdtype(y.dtype, jnp.floating):
             site.fail(TypeError, "`weights` and `y` must be floating arrays.", "Cast them, or leave `weights` out.")
         check_weights(site, weights, shape)
 
 
-def check_tokens(call: str, x: Any, tokens: int) -> None:
-    """Raises unless `x` has a row for each token."""
-    site = Site(call, {"x": x})
+def check_tokens(call: str, x: Any, tokens: int, most: int | None = None) -> None:
+    """Raises unless `x` has a row for each token, and `most` dims or fewer."""
+    site, d = Site(call, {"x": x}), "d" if most == 2 else "*d"
     if not is_arraylike(x):
-        site.fail(TypeError, "`x` is not an array.", "Pass one row a token, as an array [tokens, d].")
-    if x.ndim != 2 or x.shape[0] != tokens:
-        problem = f"`x` must be [{tokens}, d], one row a token."
+        site.fail(TypeError, "`x` is not an array.", f"Pass one row a token, as an array [tokens, {d}].")
+    if x.ndim < 2 or x.ndim > (most or x.ndim) or x.shape[0] != tokens:
+        problem = f"`x` must be [{tokens}, {d}], one row a token."
         site.fail(ValueError, problem, f"The route was made for {tokens} tokens.")
 
 

@@ -4,8 +4,9 @@
     python -m tests.benchmarks.cpu --dry      # every path, tiny
 
 A row is one product of one shape and dtype. Its variants take turns for `--seconds`, JAX's in this process and torch's
-in another (`cpu_torch.py`), which idles meanwhile; both have all cores. In a turn a variant is called for 10 ms, at
-least once, and the turn's figure is the median; a row's is the median of turns. Times are told as multiples of the
+in another (`cpu_torch.py`), which idles meanwhile; both have all cores. In a turn a variant is called once without
+being timed, as threads sleep between turns and another variant's data fills the caches, and then for 10 ms, at least
+twice. The turn's figure is the median, and a row's the median of turns. Times are told as multiples of the
 faster dense `[m, k] @ [k, n]` of the row, XLA's or torch's: the same FLOPs and dtype, all rows times one matrix.
 
 A variant much slower than the others sits out turns, so as not to crowd them out; one whose first call takes longer
@@ -190,7 +191,7 @@ def interleave(turns: dict[str, Callable[[int], float]], seconds: float) -> dict
         if first > seconds:
             taken[name] = [first]
         else:
-            taken[name], calls[name] = [], min(max(round(TURN / turn(1)), 1), 100)
+            taken[name], calls[name] = [], min(max(round(TURN / turn(1)), 2), 100)
     start, spent, rounds, names = time.perf_counter(), dict.fromkeys(calls, 0.0), 0, list(calls)
     while names and (time.perf_counter() < start + seconds or rounds < 3):
         for name in names[rounds % len(names) :] + names[: rounds % len(names)]:

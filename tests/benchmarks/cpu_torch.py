@@ -49,8 +49,9 @@ def data(shape: Shape) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def turn(run: Callable[[], Any], calls: int) -> float:
-    """The median of the seconds that each of some calls takes."""
+    """The median of the seconds that each of some calls takes, after one that wakes threads and fills caches."""
     taken = []
+    run()
     for _ in range(calls):
         start = time.perf_counter()
         run()

@@ -332,7 +332,7 @@ def variants_of_the_kernel(problem: triton_tiling.Problem, on: triton_tiling.Chi
         problem.config(
             128,
             c,
-            128 // problem.itemsize,
+            int(128 / problem.itemsize),
             warps=4 if name == "specialised" or c == 128 else 8,
             stages=stages,
             variant=name,

@@ -54,6 +54,10 @@ ROWS = M // G  # of each group
 MACS = M * K * N
 Tile = tuple[int, int, int]
 Device = tuple[str, int]  # its kind, and how many cores it has
+Pair = tuple[Any, Any]  # dtypes of operands
+BFLOAT16: Pair = jnp.bfloat16, jnp.bfloat16
+E4M3: Pair = jnp.float8_e4m3fn, jnp.float8_e4m3fn
+bits = jax.dtypes.itemsize_bits
 
 ENVIRONMENT = {  # for libtpu to start where there is no TPU
     "JAX_PLATFORMS": "cpu",
@@ -103,50 +107,90 @@ class Kernel(NamedTuple):
     operands: tuple[jax.ShapeDtypeStruct, ...]
     bytes: int | None  # None: whatever it copies
     macs: int = MACS
+    rows: int = 16  # that a `vmatmul` multiplies: 16 of bfloat16, 32 of what has half as many bits
 
 
-def forward(function: Callable[[Array, Array], Array], tile: Tile) -> Kernel:
+def forward(
+    function: Callable[..., Array], tile: Tile, dtypes: Pair = BFLOAT16, products: int = 1, stored: int = 1
+) -> Kernel:
     """A kernel for `x @ w` that goes over all rows for each tile of columns; `tile` is rows, k, columns."""
     tm, tk, tn = tile
     visits = max(M // tm, G)
     # With the whole of k in a tile, consecutive visits to a tile of rows, or of a group, share it.
     rows, matrices = (M, G) if tk == K else (visits * tm, visits)
-    operands = jax.ShapeDtypeStruct((M, K), jnp.bfloat16), jax.ShapeDtypeStruct((G, K, N), jnp.bfloat16)
-    return Kernel(function, operands, 2 * (N // tn * rows * K + matrices * K * N + M * N))
+    operands = jax.ShapeDtypeStruct((M, K), dtypes[0]), jax.ShapeDtypeStruct((G, K, N), dtypes[1])
+    lhs, rhs = (bits(dtype) for dtype in dtypes)
+    moved = lhs * (N // tn) * rows * K + products * rhs * matrices * K * N + stored * 16 * M * N
+    return Kernel(function, operands, moved // 8, products * MACS)
 
 
-def wgrad(function: Callable[[Array, Array], Array], tile: Tile) -> Kernel:
+def wgrad(function: Callable[..., Array], tile: Tile, dtypes: Pair = BFLOAT16) -> Kernel:
     """A kernel for each group's `x.T @ dy` that goes over all rows for each tile of it; `tile` is rows, k, columns."""
     _, tk, tn = tile
-    operands = jax.ShapeDtypeStruct((M, K), jnp.bfloat16), jax.ShapeDtypeStruct((M, N), jnp.bfloat16)
-    return Kernel(function, operands, 2 * (N // tn * M * K + K // tk * M * N + G * K * N))
+    operands = jax.ShapeDtypeStruct((M, K), dtypes[0]), jax.ShapeDtypeStruct((M, N), dtypes[1])
+    lhs, rhs = (bits(dtype) for dtype in dtypes)
+    return Kernel(function, operands, (lhs * (N // tn) * M * K + rhs * (K // tk) * M * N + 16 * G * K * N) // 8)
 
 
-def ours(product: str, tile: Tile | None, device: Device) -> Kernel:
-    """`forward` or `wgrad` with the kernels of `ragged`; with the tile that they choose if none is given.
+def ours(
+    product: str,
+    tile: Tile | None,
+    device: Device,
+    dtypes: Pair = BFLOAT16,
+    scaling: str = "",
+    ending: tuple[str | None, tuple[bool, ...]] | None = None,
+) -> Kernel:
+    """`forward`, `dgrad` or `wgrad` with the kernels of `ragged`; with the tile that they choose if none is given.
 
     Its rows are a power of two, at most 512: the simulator can't follow the loop over the chunks of a partial tile.
+    `scaling`: "", or as the recipes "rowwise", "blockwise" and "mxfp8" ("mx") have it, or "blockwise" with powers of
+    two ("powers"). `ending`: an activation, with what is stored, as `ragged.product.operands.Ending` has it; if these
+    are three, of a gated product.
     """
+    from ragged.backends import schedule
     from ragged.backends.base import Launch, Target
     from ragged.backends.schedule import Visits
     from ragged.backends.tpu import backend
     from ragged.backends.tpu import launch as tpu_launch
+    from ragged.backends.tpu.tiles import chip
     from ragged.product.layout import Product
-    from ragged.product.operands import Call, Operand, Operands, Options
+    from ragged.product.operands import Call, Ending, Epilogue, Operand, Operands, Options, Scales
 
-    is_forward = product == "forward"
-    axes = ("mk", "kn", "mn") if is_forward else ("km", "kn", "mn")
-    tiling = None if tile is None else tile if is_forward else (tile[1], tile[0], tile[2])  # in the order m, k, n
-    shapes = ((M, K), (G, K, N), (M, N)) if is_forward else ((M, K), (M, N), (G, K, N))
-    lhs, rhs, out = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
-    call = Call(
-        Product(*axes, "m" if is_forward else "k"), out.shape, out.dtype, Options(tiling=tiling), out_batch=True
-    )
-    sizes = {call.product.ragged: jax.ShapeDtypeStruct((G,), jnp.int32)}
-    launch = backend.plan(call, Operands(Operand(lhs), Operand(rhs), sizes), Target(device=device))
+    is_wgrad = product == "wgrad"
+    axes = {"forward": ("mk", "kn", "mn"), "dgrad": ("mk", "nk", "mn"), "wgrad": ("km", "kn", "mn")}[product]
+    tiling = None if tile is None else (tile[1], tile[0], tile[2]) if is_wgrad else tile  # in the order m, k, n
+    lhs, rhs = (M, K), {"forward": (G, K, N), "dgrad": (G, N, K), "wgrad": (M, N)}[product]
+    out = jax.ShapeDtypeStruct((G, K, N) if is_wgrad else (M, N), jnp.bfloat16)
+    operands = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip((lhs, rhs), dtypes, strict=True)]
+    operands.append(operands[1])  # the second matrix of a gated product; nothing else reads it
+    is_gated = ending is not None and len(ending[1]) > 2
+    blocks: list[Any] = []
+    if scaling:
+        along = {"blockwise": 128, "powers": 128, "mx": 32}.get(scaling)
+        kept = 128 if scaling in ("blockwise", "powers") else 1  # of the second operand
+        blocks = [(along, 1)] * 2 if is_wgrad else [(1, along), (along, kept)]
+        blocks[1] = blocks[1][::-1] if product == "dgrad" else blocks[1]
+        for shape, block in zip((lhs, rhs), blocks, strict=True):
+            *lead, rows, columns = shape
+            counts = [1 if size is None else -(-n // size) for n, size in zip((rows, columns), block, strict=True)]
+            counts[0] = G if is_wgrad and along is None else counts[0]
+            operands.append(jax.ShapeDtypeStruct((*lead, *counts), jnp.float32))
+
+    def terms(lhs: Any, rhs: Any, up: Any, *scales: Any) -> Operands:
+        given = [Scales(*each, scaling in ("mx", "powers")) for each in zip(scales, blocks, strict=True)] or [
+            None,
+            None,
+        ]
+        sizes = {call.product.ragged: jnp.full((G,), ROWS, jnp.int32)}
+        epilogue = Epilogue(up=Operand(up, given[1]) if is_gated else None)
+        return Operands(Operand(lhs, given[0]), Operand(rhs, given[1]), sizes, epilogue=epilogue)
+
+    letters, wanted = Product(*axes, "k" if is_wgrad else "m"), None if ending is None else Ending(*ending)
+    call = Call(letters, out.shape, out.dtype, Options(tiling=tiling), out_batch=True, ending=wanted)
+    launch = backend.plan(call, jax.eval_shape(terms, *operands), Target(device=device))
     assert isinstance(launch, Launch), launch
-    kernel = tpu_launch.Kernel(launch, (None, None))
-    count, shift = M // kernel.tile[0], (ROWS // kernel.tile[0]).bit_length() - 1
+    rows, *others = launch.config.along(launch.details.tiled.letters)
+    count, shift = M // rows, (ROWS // rows).bit_length() - 1
     visits = Visits(
         count=Formula(lambda _: count, 1),
         piece=Formula(lambda v: lax.shift_right_logical(v, shift), count),
@@ -158,12 +202,38 @@ def ours(product: str, tile: Tile | None, device: Device) -> Kernel:
         rest=Formula(lambda _: -1, G),
     )
 
-    def function(lhs: Array, rhs: Array) -> Array:
-        multiply = backend.multiply_rows if is_forward else backend.multiply_groups
-        options: dict[str, Any] = {"kernel": kernel, "batch": 1, "by_visit": False, "axes": axes[:2]}
-        return multiply(lhs[None], rhs[None], visits, None, **options)
+    def run(scales_as: Callable[[Any], Any], *arrays: Any) -> Array:
+        def kernel(launch: Launch, scales: Any) -> Any:
+            return tpu_launch.Kernel(launch, tuple(each and scales_as(each) for each in scales))
 
-    return (forward if is_forward else wgrad)(function, kernel.tile)
+        listed = mock.patch.object(schedule, "group_visits" if is_wgrad else "row_visits", lambda *_: visits)
+        with listed, mock.patch.object(backend, "Kernel", kernel):
+            return backend.run(launch, terms(*arrays))
+
+    # Scales are given as XLA arranges them before the kernel begins: it would put them into VMEM.
+    arranged: list[Any] = []
+
+    def arrange(*arrays: Array) -> list[Array]:
+        run(lambda each: arranged.append(each.values) or each, *arrays)
+        return arranged
+
+    given = jax.eval_shape(arrange, *operands)
+
+    def function(lhs: Array, rhs: Array, up: Array, *scales: Array) -> Array:
+        left = iter(scales)
+        zeros = (jnp.zeros(x.shape, x.dtype) for x in operands[3:])
+        return run(lambda each: each._replace(values=next(left)), lhs, rhs, up, *zeros)
+
+    tile_ = rows, others[0], others[1]
+    counts = call.num_products, call.num_stored
+    kernel = wgrad(function, tile_, dtypes) if is_wgrad else forward(function, tile_, dtypes, *counts)
+    taken = launch.details.tiled.dot.lhs
+    return kernel._replace(
+        operands=(*operands[:3], *given),
+        bytes=None if scaling else kernel.bytes,
+        # What the units have no format for, the compiler multiplies as bfloat16.
+        rows=16 if chip(device).rate(taken) is None else max(16, 256 // bits(taken)),
+    )
 
 
 def megablox(name: str, tile: Tile, device: Device) -> Kernel:
@@ -243,6 +313,7 @@ def tiled(product: Tiled, device: Device) -> Kernel:
     """
     from ragged.backends.base import Launch, Target
     from ragged.backends.tpu import tiled as module
+    from ragged.backends.tpu.tiles import chip
     from ragged.product.layout import Product
     from ragged.product.operands import Call, Operand, Operands, Options
 
@@ -251,7 +322,7 @@ def tiled(product: Tiled, device: Device) -> Kernel:
     def problem(terms: tuple[Any, ...], tile: Any) -> Any:
         lhs, rhs, out = terms
         call = Call(Product(*product.axes, product.letters), out.shape, out.dtype, Options(), out_batch=True)
-        room = module._room(call, Operands(Operand(lhs), Operand(rhs), dims))
+        room = module._room(call, Operands(Operand(lhs), Operand(rhs), dims), chip(device))
         return room.fitted(tile) if tile else room.chosen()
 
     tile = problem(product.buffers, None).tile
@@ -329,9 +400,33 @@ KERNELS: dict[str, Callable[[Device], Kernel]] = {
     "megablox gmm 512,2048,512": functools.partial(megablox, "gmm", (512, 2048, 512)),
     "tokamax gmm_v2": functools.partial(tokamax, "gmm_v2", None),
     "ours wgrad": functools.partial(ours, "wgrad", None),
+    "ours dgrad": functools.partial(ours, "dgrad", None),
     "ours wgrad 512,1024,1024": functools.partial(ours, "wgrad", (512, 1024, 1024)),
     "megablox tgmm 512,1024,1024": functools.partial(megablox, "tgmm", (512, 1024, 1024)),
     "tokamax tgmm_v2 512,1024,1024": functools.partial(tokamax, "tgmm_v2", (512, 1024, 1024)),
+    **{
+        f"ours {product} {name}": functools.partial(ours, product, None, dtypes=dtypes, scaling=scaling)
+        for name, products, dtypes, scaling in (
+            ("e4m3", ("forward", "dgrad", "wgrad"), E4M3, ""),
+            ("e5m2 × e4m3", ("dgrad",), (jnp.float8_e5m2, jnp.float8_e4m3fn), ""),
+            ("e4m3, rowwise", ("forward", "wgrad"), E4M3, "rowwise"),
+            ("e4m3, blockwise", ("forward", "wgrad"), E4M3, "blockwise"),
+            ("e4m3, blockwise, powers of two", ("forward", "dgrad", "wgrad"), E4M3, "powers"),
+            ("e4m3, mx", ("forward", "dgrad", "wgrad"), E4M3, "mx"),
+            ("int8", ("forward",), (jnp.int8, jnp.int8), ""),
+            ("int4", ("forward",), (jnp.int4, jnp.int4), ""),
+        )
+        for product in products
+    },
+    **{
+        f"ours {name}": functools.partial(ours, "forward", None, dtypes=dtypes, scaling=scaling, ending=ending)
+        for name, dtypes, scaling, ending in (
+            ("silu", BFLOAT16, "", ("silu", (True, False))),
+            ("gated", BFLOAT16, "", ("silu", (True, False, False))),
+            ("gated for training", BFLOAT16, "", ("silu", (True, True, True))),
+            ("gated e4m3, rowwise", E4M3, "rowwise", ("silu", (True, False, False))),
+        )
+    },
     **{f"ours {name}": functools.partial(tiled, product) for name, product in TILED.items()},
     **{f"xla {name}": functools.partial(tiled_in_xla, product) for name, product in TILED.items()},
 }
@@ -371,6 +466,7 @@ def compile_kernel(name: str, generation: str) -> dict[str, Any]:
         "vmem": int(vmem[1]) / 2**20 if vmem else None,
         "bytes": kernel.bytes,
         "macs": kernel.macs,
+        "rows": kernel.rows,
     }
 
 
@@ -411,7 +507,9 @@ def least_of_xla(name: str, generation: Generation, folder: Path) -> dict[str, A
     }
 
 
-def simulated(generation: Generation, folder: Path, call: str, expected_bytes: int | None, macs: int) -> dict[str, Any]:
+def simulated(
+    generation: Generation, folder: Path, call: str, expected_bytes: int | None, macs: int, rows: int
+) -> dict[str, Any]:
     """What follows from the simulated run, of one core."""
     operations: Counter[str] = Counter()
     copied: Counter[str] = Counter()
@@ -432,7 +530,7 @@ def simulated(generation: Generation, folder: Path, call: str, expected_bytes: i
     wrong = [
         f"executed {executed} {what}, not {expected}"
         for what, executed, expected in (
-            ("vmatmul", operations["vmatmul"], macs // generation.cores // (16 * info.mxu_column_size**2)),
+            ("vmatmul", operations["vmatmul"], macs // generation.cores // (rows * info.mxu_column_size**2)),
             ("bytes", total, expected_bytes // generation.cores),
         )
         if executed != expected
@@ -501,9 +599,8 @@ def measure(name: str, generation: str, timeout: float) -> dict[str, Any]:
             facts = json.loads(child.stdout.splitlines()[-1])
             row |= {"call": facts["call"], "VMEM MiB": facts["vmem"], **hot_block(folder / "llo", facts["call"])}
             if simulate:
-                row |= simulated(
-                    GENERATIONS[generation], folder / "profile", facts["call"], facts["bytes"], facts["macs"]
-                )
+                given = (facts[x] for x in ("call", "bytes", "macs", "rows"))
+                row |= simulated(GENERATIONS[generation], folder / "profile", *given)
             break
     return {**row, "status": "; ".join(failures)} if failures else row
 

@@ -6,6 +6,7 @@ Nothing here is imported before it is asked for: `ragged` works without Triton.
 import json
 import re
 from functools import cache
+from importlib.metadata import version
 from importlib.util import find_spec
 from inspect import signature
 from types import ModuleType
@@ -32,7 +33,7 @@ def missing() -> str:
     names = [name for name, here in found.items() if not here]
     if not names:
         return ""
-    return f"`ragged`'s Triton kernels need {' and '.join(names)}: `pip install ragged[cuda]`."
+    return f"`ragged`'s Triton kernels need {' and '.join(names)}: `pip install 'jax[cuda13]' jax-triton triton`."
 
 
 @cache
@@ -57,6 +58,14 @@ def load() -> ModuleType:
     if jax.__version_info__ >= (0, 12) and len(signature(old).parameters) == 2:
         rules[primitive] = lambda used, live, equation: old(used, equation)
     return jax_triton
+
+
+@cache
+def shares_scales() -> bool:
+    """Whether two products may have the same scales that tensor cores multiply by: triton 3.6.0 fails to compile them,
+    for their place in tensor memory has two uses; 3.9.0 doesn't."""
+    major, minor = version("triton").split(".")[:2]
+    return (int(major), int(minor)) >= (3, 9)
 
 
 @cache
@@ -112,7 +121,7 @@ def backend_options() -> dict[str, int | bool]:
 
 def call(
     arrays: dict[str, Array | None],
-    out: jax.ShapeDtypeStruct,
+    outs: dict[str, jax.ShapeDtypeStruct | None],
     static: dict[str, Any],
     *,
     existing: Array | None,
@@ -123,10 +132,10 @@ def call(
     cost: dict[str, Any],
     chip: Chip,
     interpret: bool,
-) -> Array:
-    """The kernel's result. `arrays` and `static` are its parameters by name, `out` is one more.
+) -> list[Array]:
+    """The kernel's results. `arrays`, `outs` and `static` are its parameters by name, in its order.
 
-    `existing` is what `out` holds before, if anything: the kernel adds to it, in place.
+    `existing` is what the one result holds before, if anything: the kernel adds to it, in place.
     """
     import triton.language as tl
 
@@ -137,31 +146,34 @@ def call(
         key: types.get(x.name) or getattr(tl, x.name) if isinstance(x, np.dtype) else x for key, x in static.items()
     }
     present = {key: x for key, x in arrays.items() if x is not None}
-    absent = {key: None for key in arrays if key not in present}
+    results = {key: x for key, x in outs.items() if x is not None}
+    absent = {key: None for key in (*arrays, *outs) if key not in present and key not in results}
     if interpret:
         from ragged.backends.gpu import interpreter as triton_interpreter
 
-        def run(existing: Any, *values: Any) -> np.ndarray:
-            result = np.empty(out.shape, out.dtype) if existing is None else np.array(existing)
+        def run(existing: Any, *values: Any) -> list[np.ndarray]:
+            made = {
+                key: np.empty(x.shape, x.dtype) if existing is None else np.array(existing)
+                for key, x in results.items()
+            }
             operands = {key: np.ascontiguousarray(x) for key, x in zip(present, values, strict=True)}
-            arguments = {**operands, **absent, "out": result, **static}
-            outputs, updated = (["out"], []) if existing is None else ([], ["out"])
-            triton_interpreter.run(grouped_product, grid, arguments, outputs, updated)
-            return result
+            outputs, updated = ([*made], []) if existing is None else ([], [*made])
+            triton_interpreter.run(grouped_product, grid, operands | absent | made | static, outputs, updated)
+            return [*made.values()]
 
-        return jax.pure_callback(run, out, existing, *present.values(), vmap_method="sequential")
+        return jax.pure_callback(run, [*results.values()], existing, *present.values(), vmap_method="sequential")
     # A ref is what jax-triton writes in place. XLA copies the array first if anything else needs it.
     ref = None if existing is None else jax.new_ref(existing)
     if config.variant:
         count_warps()
     with set_xla_metadata(kernel_metadata=json.dumps(metadata)):
-        result = load().triton_call(
+        made = load().triton_call(
             **present,
             **absent,
             **static,
-            **({} if ref is None else {"out": ref}),
+            **({} if ref is None else dict.fromkeys(results, ref)),
             kernel=grouped_product,
-            out_type=out if ref is None else (),
+            out_type=[*results.values()] if ref is None else [],
             grid=grid,
             name=name,
             num_warps=config.warps,
@@ -171,4 +183,4 @@ def call(
             serialized_metadata=metadata["xprof_metadata"].encode(),
             cost_estimate=cost,
         )
-    return result if ref is None else jax.freeze(ref)
+    return made if ref is None else [jax.freeze(ref)]

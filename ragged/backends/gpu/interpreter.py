@@ -54,8 +54,9 @@ def run(
     """Runs a `@triton.jit` function on NumPy arrays, in place.
 
     The programs of the grid run one after another. `tl.dot` multiplies exactly what it is given and accumulates in
-    float32 (int32 for integers), whatever its `input_precision`. What a GPU leaves undefined is NaN (integers: bytes of
-    0x55): `outputs` beforehand, and what a load without `other` gives where it is masked off.
+    float32 (int32 for integers), whatever its `input_precision`; so does `tl.dot_scaled`, of 8 bits, or 4 where it is
+    given bytes. What a GPU leaves undefined is NaN (integers: bytes of 0x55): `outputs` beforehand, and what a load
+    without `other` gives where it is masked off.
 
     **Arguments:**
 
@@ -201,6 +202,17 @@ class _Builder(upstream.InterpreterBuilder):
         result = np.matmul(a.data.astype(wide), b.data.astype(wide)) + d.data.astype(wide)
         return upstream.TensorHandle(result.astype(d.data.dtype), d.dtype.scalar)
 
+    # 3.6.0 and 3.9.0 multiply in bfloat16, which hasn't all of the products of numbers and scales.
+    def create_dot_scaled(self, a: Any, a_scales: Any, a_format: Any, b: Any, b_scales: Any, *more: Any) -> Any:
+        def wide(x: Any, scales: Any) -> Any:  # [rows, k]
+            if x.dtype == np.uint8:  # two numbers of 4 bits, the first in the lower ones
+                x = np.stack([x & 15, x >> 4], -1).reshape(len(x), -1).view(ml_dtypes.float4_e2m1fn)
+            scales = scales.view(ml_dtypes.float8_e8m0fnu) if scales.dtype == np.uint8 else scales
+            return x.astype(np.float32) * np.repeat(scales.astype(np.float32), x.shape[-1] // scales.shape[-1], -1)
+
+        a_wide, b_wide, d = wide(a.data, a_scales.data), wide(b.data.T, b_scales.data), more[-1]
+        return upstream.TensorHandle(a_wide @ b_wide.T + d.data, tl.float32)
+
     # 3.6.0 and 3.9.0 truncate to bfloat16, and round halves up in float8.
     def cast_impl(self, src: Any, dst_type: Any) -> Any:
         data, dtype = src.data, _dtype(dst_type)
@@ -222,9 +234,9 @@ class _Builder(upstream.InterpreterBuilder):
         return self.binary_op(lhs, rhs, np.fmax)
 
     def _not_interpreted(self, *_: Any) -> Any:
-        raise NotImplementedError(f"`{self.name}`: atomics and `tl.dot_scaled` aren't interpreted.")
+        raise NotImplementedError(f"`{self.name}`: atomics aren't interpreted.")
 
-    create_atomic_rmw = create_atomic_cas = create_dot_scaled = _not_interpreted
+    create_atomic_rmw = create_atomic_cas = _not_interpreted
 
 
 def _number(pointer: Any) -> Any:
@@ -327,7 +339,7 @@ class _Function:
         cells = dict(zip(kernel.fn.__code__.co_freevars, kernel.fn.__closure__ or (), strict=True))
         nonlocals = {name: cell.cell_contents for name, cell in cells.items()}
         scope = collections.ChainMap(nonlocals, kernel.fn.__globals__, _BUILTINS)
-        self.fn = make(*(_convert(scope[name]) for name in names))
+        self.fn = make(*(self if scope[name] is kernel else _convert(scope[name]) for name in names))
         self.fn.__defaults__ = tuple(map(_unwrap, kernel.fn.__defaults__ or ()))
         self.fn.__kwdefaults__ = {name: _unwrap(value) for name, value in (kernel.fn.__kwdefaults__ or {}).items()}
 
@@ -482,6 +494,12 @@ class _ReduceOps(_Results, upstream.ReduceOps): ...
 class _ScanOps(_Results, upstream.ScanOps): ...
 
 
+def _dot_scaled(*args: Any, **options: Any) -> Any:
+    # 3.6.0 takes a format only as a `tl.constexpr`.
+    args = tuple(tl.constexpr(arg) if isinstance(arg, str) else arg for arg in args)
+    return tl.core.dot_scaled(*args, **options, _semantic=_SEMANTIC)
+
+
 def _reduce(input: Any, axis: Any, combine_fn: Any, keep_dims: bool = False, **_: Any) -> Any:
     return _ReduceOps(_unwrap(axis), combine_fn.kernel, keep_dims).apply(input)
 
@@ -507,6 +525,7 @@ _OVERRIDES: dict[str, Any] = {
     "multiple_of": _multiple_of,
     "max_contiguous": _hint,
     "max_constancy": _hint,
+    "dot_scaled": _dot_scaled,
     "reduce": _reduce,
     "associative_scan": _scan,
 }

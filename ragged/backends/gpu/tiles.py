@@ -74,6 +74,11 @@ def chip(device: tuple[str, int] | None) -> Chip:
     )
 
 
+def is_known(device: tuple[str, int]) -> bool:
+    """Whether there are figures of a device kind."""
+    return any(name in device[0] for name in _CHIPS)
+
+
 def _capability(kind: str) -> int:
     """The compute capability that a kind ends with, "9.0" as 90; what every GPU can do, if it ends with none."""
     major, dot, minor = kind.rpartition(" ")[2].partition(".")
@@ -90,14 +95,27 @@ class Problem(NamedTuple):
     c: int
     k: int
     groups: int
-    itemsize: int  # of an operand in a dot, in bytes
+    itemsize: float  # of an operand in a dot, in bytes
     result: int  # bytes of an element of the result
     least_k: int
     wide: bool = False  # whether a tile's product has an accumulator of its own, besides the total
     slow: bool = False  # float32 without tensor cores
     by_thread: bool = False  # an operand is loaded element by element, each thread holding its addresses
+    scaled: int = 0  # elements in a block of the scales that tensor cores multiply by, if they do
     ragged: bool = False  # in all three letters, each with its place and its end
     letters: str = "mnk"  # the product's, of `r`, `c` and `k`
+    products: int = 1  # matrices that the rows are multiplied with
+    results: int = 1  # arrays that are stored
+
+    @property
+    def sums(self) -> int:
+        """How many accumulators, of the extent of a tile of the result, a program holds."""
+        return self.products * (2 if self.wide else 1)
+
+    @property
+    def least_r(self) -> int:
+        """The least rows of a tile. Triton has no other way to multiply 4 bits, as it has for fp8."""
+        return SCALED_ROWS if self.itemsize < 1 else SMALLEST
 
     def config(self, r: int, c: int, k: int, **others: Any) -> GpuConfig:
         """One with such a tile."""
@@ -108,8 +126,15 @@ MOST_TOTALS = 128
 """Registers of a thread that may hold sums; it has 255."""
 
 
+SCALED_ROWS = 128
+"""Rows of the tiles that Blackwell's tensor cores multiply by scales."""
+
+
 def least_k(*operands: Any) -> int:
-    """The least tile of the contracted letter: tensor cores take 32 numbers of 8 bits at once."""
+    """The least tile of the contracted letter: tensor cores take 32 numbers of 8 bits at once, or 64 of 4, which come
+    as uint8."""
+    if all(dtype == jnp.uint8 for dtype in operands):
+        return 64
     return 32 if all(jnp.dtype(dtype).itemsize == 1 for dtype in operands) else SMALLEST
 
 
@@ -118,7 +143,11 @@ def shared(problem: Problem, config: GpuConfig, on: Chip) -> int:
     # Blackwell's tensor cores want float32 in one order; Triton turns tiles in shared memory.
     turned = 2 if on.capability >= 100 and problem.itemsize == 4 else 0
     r, c, k = config.along(problem.letters)
-    loaded = (config.stages + turned) * (r + c) * k * problem.itemsize
+    loaded = int((config.stages + turned) * (r + problem.products * c) * k * problem.itemsize)
+    if problem.scaled:
+        loaded += config.stages * (r + problem.products * c) * max(4, k // problem.scaled)
+    if problem.scaled and r < SCALED_ROWS:  # else Triton scales tiles in bfloat16
+        loaded += (r + problem.products * c) * k * 2
     if config.variant:  # the next tile's operands come while a half of the result is on its way
         return loaded + r * c * problem.result // 2 + 1024
     return max(loaded, r * c * 4 // (1 if problem.slow else 2)) + 1024
@@ -151,8 +180,8 @@ def fit(problem: Problem, tile: tuple[int, int, int], on: Chip) -> GpuConfig:
 def choose(problem: Problem, on: Chip) -> GpuConfig:
     """The configuration with the least time by a model: see `_seconds`."""
     widths = (SMALLEST, 32) if problem.slow else (32, 64, 128, 256)
-    heights = (SMALLEST, 32) if problem.slow else (16, 32, 64, 128)
-    depth = SMALLEST if problem.slow else (64 if problem.by_thread else 128) // problem.itemsize
+    heights = (SMALLEST, 32) if problem.slow else (SCALED_ROWS,) if problem.scaled else (16, 32, 64, 128)
+    depth = SMALLEST if problem.slow else int((64 if problem.by_thread else 128) / problem.itemsize)
     depth = min(depth, 1 << (problem.k - 1).bit_length())
     configs = (_config(problem, r, c, depth, on) for r, c in itertools.product(heights, widths))
     return min((c for c in configs if c is not None), key=lambda config: _seconds(problem, config, on))
@@ -162,14 +191,19 @@ def ranked(problem: Problem, on: Chip) -> list[GpuConfig]:
     """Configurations to try: what `choose` takes, and then other tiles, warps and stages that fit, best by the model
     first; behind the best of them, what the model knows nothing of."""
     first = choose(problem, on)
-    depths = {*first.along(problem.letters[2]), 128 // problem.itemsize, 64 // problem.itemsize}
+    depths = {*first.along(problem.letters[2]), int(128 / problem.itemsize), int(64 / problem.itemsize)}
     tried = itertools.product((16, 32, 64, 128, 256), (16, 32, 64, 128, 256), sorted(depths), (4, 8), (3, 4, 2))
     rest = []
     for r, c, k, warps, stages in tried:
         config = problem.config(r, c, max(k, problem.least_k), warps=warps, stages=stages)
-        totals = r * c * (2 if problem.wide else 1) // (32 * warps)
+        totals = r * c * problem.sums // (32 * warps)
         small = 32 * 32 if problem.slow else 256 * 256
-        fits = 8 <= totals <= MOST_TOTALS and r * c <= small and shared(problem, config, on) <= on.shared
+        fits = (
+            r >= problem.least_r
+            and 8 <= totals <= MOST_TOTALS
+            and r * c <= small
+            and shared(problem, config, on) <= on.shared
+        )
         if fits and r <= max(SMALLEST, 2 * problem.r) and config != first and config not in rest:
             rest.append(config)
     rest.sort(key=lambda config: _seconds(problem, config, on))
@@ -180,13 +214,13 @@ def ranked(problem: Problem, on: Chip) -> list[GpuConfig]:
 
 def _config(p: Problem, r: int, c: int, k: int, on: Chip) -> GpuConfig | None:
     """Warps and stages for a tile; None if it fits neither registers nor shared memory."""
-    k = max(k, p.least_k)
+    r, k = max(r, p.least_r), max(k, p.least_k)
     # Hopper's and Blackwell's tensor cores read operands from shared memory, which leaves half of a thread's registers
     # for the total, or for it and a tile's own product. Where fragments of operands are held too (before Hopper,
     # and of float32, which is turned on the way), or their addresses, or where all three
     # letters are ragged, half of that.
     crowded = not on.has_tma or p.by_thread or p.ragged or p.itemsize >= 4
-    totals, each = r * c * (2 if p.wide else 1), MOST_TOTALS // 2 if crowded else MOST_TOTALS
+    totals, each = r * c * p.sums, MOST_TOTALS // 2 if crowded else MOST_TOTALS
     warps = 8 if totals > each * 128 or (p.slow and totals > 32 * 32) else 4
     if totals > each * 32 * warps:
         return None
@@ -220,12 +254,14 @@ def _seconds(p: Problem, config: GpuConfig, on: Chip) -> tuple[float, float]:
     rows = max(1.0, p.r / r + (0.5 if p.r > r else 0.0))
     tiles = p.groups * rows * -(-p.c // c)
     # Tensor cores are fed from shared memory: narrow tiles starve them. Below 64 rows, Hopper's are not used in full.
-    rate = min(1.0, 0.4 + r / 200) * min(1.0, 0.35 + c / 256) * on.flops / on.multiprocessors
-    compute = 2 * r * c * p.k / rate * (1 if p.itemsize > 1 else 0.5)
-    cached = (r + c) * p.k * p.itemsize / (_L2 / 132)
-    tile = max(compute, cached) + _LATENCY + r * c * p.result / (on.bandwidth / on.multiprocessors) / 2
+    # Of a gated product, columns of two matrices meet the same rows.
+    wide = p.products * c
+    rate = min(1.0, 0.4 + r / 200) * min(1.0, 0.35 + wide / 256) * on.flops / on.multiprocessors
+    compute = 2 * r * wide * p.k / rate * min(1, p.itemsize / 2)
+    cached = (r + wide) * p.k * p.itemsize / (_L2 / 132)
+    tile = max(compute, cached) + _LATENCY + r * c * p.results * p.result / (on.bandwidth / on.multiprocessors) / 2
     per_chip = on.multiprocessors * min(2, resident(p, config, on))
     rounds = max(1.0, tiles / per_chip)
     busy = rounds * tile * per_chip / on.multiprocessors if tiles > on.multiprocessors else tile
-    moved = p.groups * ((p.r + p.c) * p.k * p.itemsize + p.r * p.c * p.result)
+    moved = p.groups * ((p.r + p.products * p.c) * p.k * p.itemsize + p.results * p.r * p.c * p.result)
     return max(busy, moved / on.bandwidth), math.ceil(rounds) * tile

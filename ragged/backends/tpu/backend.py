@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -40,7 +41,7 @@ from ragged.backends.base import (
 from ragged.backends.config import TpuConfig
 from ragged.backends.schedule import Visits
 from ragged.backends.tpu import scales as tpu_scales
-from ragged.backends.tpu import tiled, tiles
+from ragged.backends.tpu import tiled, tiles, units
 from ragged.backends.tpu.launch import (
     Details,
     Kernel,
@@ -51,11 +52,12 @@ from ragged.backends.tpu.launch import (
     with_batch,
 )
 from ragged.backends.tpu.tiles import Problem
-from ragged.product.operands import Call, Operands
-from ragged.quant.formats import FORMATS, compute_dtype
+from ragged.product.operands import Call, Operand, Operands, Term
+from ragged.quant.formats import FORMATS
 
 _UNITS = {name: known.tpu for name, known in FORMATS.items()}
-_TAKES = (*KERNELS, "scales", "offset", "batch", "existing")
+_TAKES = (*KERNELS, "scales", "offset", "batch", "existing", "bias", "up", "up_bias")
+_TAKES += ("grouped_matmul with an ending", "batched_matmul with an ending")
 _PRECISIONS = ("none", "default", "high", "highest", "bfloat16", "float32", "fastest")
 
 
@@ -65,14 +67,14 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
         return refusal
     if call.product.kernel == "tiled_matmul":
         return tiled.plan(call, x, target)
-    details, chip = _details(call, x), tiles.chip(target.device)
-    tiled_, lanes = details.tiled, details.lanes
+    chip = tiles.chip(target.device)
+    if target.interpret:  # on the CPU, where XLA multiplies no int4
+        chip = chip._replace(narrow=tuple(each for each in chip.narrow if each[0] != "int4"))
+    details = _details(call, x, chip)
+    tiled_ = details.tiled
 
     def config(tile: Any) -> TpuConfig:
-        rows, a, b = tiles.fit(tiled_, tile, chip)
-        if lanes is not None and a < tiled_.a:
-            a = tiles.round_up(a, lanes)  # a tile ends where a block of scales does
-        return TpuConfig(**dict(zip(tiled_.letters, (rows, a, b), strict=True)), buffers=tiled_.buffers)
+        return details.config(tiles.fit(tiled_, tile, chip), tiled_.buffers)
 
     found = choice(
         call,
@@ -115,16 +117,13 @@ def candidates(launch: Launch, x: Operands) -> Iterator[TpuConfig]:
     if launch.kernel == "tiled_matmul":
         yield from tiled.candidates(launch)
         return
-    problem, lanes = launch.details.tiled, launch.details.lanes
-    for rows, a, b in tiles.ranked(problem, tiles.chip(launch.target.device)):
-        a = tiles.round_up(a, lanes) if lanes is not None and a < problem.a else a
-        tile = dict(zip(problem.letters, (rows, a, b), strict=True))
+    for tile in tiles.ranked(launch.details.tiled, tiles.chip(launch.target.device)):
         for buffers in (2, 3):
-            yield TpuConfig(**tile, buffers=buffers)
+            yield launch.details.config(tile, buffers)
 
 
-def run(launch: Launch, x: Operands) -> Array:
-    """Runs the kernel of a product."""
+def run(launch: Launch, x: Operands) -> Any:
+    """Runs the kernel of a product: see `ragged.backends.base`."""
     kernel = {
         "batched_matmul": _batched,
         "grouped_matmul": _grouped,
@@ -144,7 +143,7 @@ def work(launch: Launch, x: Operands) -> Work:
     each = tiles_a * tiles_b
     if problem.kind == "batched":
         visits = problem.groups * heights * each
-        return Work(visits, 0, 2 * visits * tile * a * b)
+        return Work(visits, 0, 2 * visits * tile * a * b * problem.products)
     letter, small = problem.letters[0], tiles.chunk(tile)
     listed, rows, empty = [], 0, 0
     for group, (first, end) in enumerate(zip(*spans(launch.call, x)[letter], strict=True), int(x.offset or 0)):
@@ -159,7 +158,8 @@ def work(launch: Launch, x: Operands) -> Work:
             listed.append((group, int(at), tile))
     gaps = heights - len(np.unique([at for _, at, _ in listed]))
     idle = empty * each if problem.kind == "groups" else gaps * tiles_b
-    return Work(len(listed) * each, int(idle), int(2 * rows * each * a * b), letter, tuple(listed))
+    flops = int(2 * rows * each * a * b) * problem.products
+    return Work(len(listed) * each, int(idle), flops, letter, tuple(listed))
 
 
 def _refuse(call: Call, x: Operands, target: Target) -> Refusal | None:
@@ -200,22 +200,25 @@ def _illegal(
         letter = problem.letters[1]
         return Refusal(f"tile_{letter}={a} cuts a block of scales, {of.lanes}.", "A tile ends where a block does.")
     taken = tiles.vmem(problem, (rows, a, b))
-    if taken > chip.vmem or math.prod((rows, a, b)) > tiles.largest(chip):
+    if not tiles.fits(problem, (rows, a, b), chip):
         # An error, lest another program be measured; but not before it is known which TPU it is for.
         mend = "Take smaller tiles or fewer buffers." if target.device is not None else ""
         return Refusal(f"{config} takes {taken} bytes of VMEM, of {chip.vmem}, or too long to compile.", mend)
     return None
 
 
-def _details(call: Call, x: Operands) -> Details:
+def _details(call: Call, x: Operands, chip: tiles.Chip) -> Details:
     """What is to be tiled."""
     p, (a, b), batched, batch = call.product, call.terms(x), call.batched(x), call.batch(x) or 1
     (r, c), k = p.out, p.contracted
     kind = {"grouped_matmul": "rows", "transposed_grouped_matmul": "groups", "batched_matmul": "batched"}[p.kernel]
-    # A wgrad's contracted blocks are rows; elsewhere blocks of whole lanes have steps of their own.
-    ways = scale_ways(call, x, None if kind == "groups" else tiles.LANES)
+    # Blocks of whole lanes, in a wgrad of as many rows, have steps of their own.
+    ways = scale_ways(call, x, tiles.LANES)
+    wide = _scaled_dtype(a, b, ways)
+    if wide == jnp.bfloat16:  # tiles hold them, which takes less than sums of steps
+        ways = scale_ways(call, x, None)
     steps = [] if kind == "groups" or "tile" in ways else [term.block(k) or 0 for term in (a, b)]
-    compute = jnp.dtype(jnp.float32) if "tile" in ways else compute_dtype(a.data.dtype, b.data.dtype)
+    multiplied = (wide, wide) if "tile" in ways else (a.data.dtype, b.data.dtype)
     held = b.data.shape[-3] if kind == "rows" else call.shape[0]
     is_listed = any(batched.sizes.values()) or bool(batched.offset) or (kind == "groups" and not call.out_batch)
     order, extent = k + r + c if kind == "groups" else r + k + c, {r: call.shape[-2], c: call.shape[-1], k: a.extent(k)}
@@ -224,16 +227,26 @@ def _details(call: Call, x: Operands) -> Details:
         *(extent[letter] for letter in order),
         groups=held * batch if kind == "batched" else held,
         dtypes=(jnp.dtype(a.data.dtype), jnp.dtype(b.data.dtype), jnp.dtype(call.dtype)),
-        compute=compute,
+        dot=units.dot(*multiplied, chip),
         buffers=call.options.input_buffer_count,
         has_existing=x.epilogue.existing is not None,
         elements=batch if is_listed and kind != "batched" else 1,
         letters=order,
+        products=call.num_products,
+        results=call.num_stored,
     )
     return Details(tiled_, ways, math.gcd(*steps) or None)
 
 
-def _grouped(launch: Launch, x: Operands) -> Array:
+def _scaled_dtype(a: Term, b: Term, ways: tuple[str, str]) -> Any:
+    """What holds the tiles that scales are multiplied into, and the other operand's."""
+    narrow = all(term.data.dtype.itemsize == 1 or term.data.dtype == jnp.bfloat16 for term in (a, b))
+    scaled = [term for term, way in zip((a, b), ways, strict=True) if way in ("tile", "step")]
+    exact = all(term.data.dtype.itemsize == 1 and term.scales and term.scales.e8m0 for term in scaled)
+    return jnp.bfloat16 if narrow and exact else jnp.float32
+
+
+def _grouped(launch: Launch, x: Operands) -> Any:
     """The result packs the ragged letter: `[m, k] × [h, k, n] -> [m, n]`, or `[h, n, k]`, read in place."""
     call, (a, b), problem = launch.call, launch.call.terms(x), launch.details.tiled
     (letter, contracted), batch = a.letters, call.batch(x)
@@ -242,39 +255,56 @@ def _grouped(launch: Launch, x: Operands) -> Array:
     by_row, a_scales = a.block(letter) is not None, a.scales
     if a_scales is not None and not by_row:
         a_scales = tpu_scales.held_scales(a_scales, x.offset, held)
+    matrices = _matrices(b, x)
     scales = (
         tpu_scales.arrange(a_scales, 0, m, first=True, ndim=3 if by_row else 4),
-        tpu_scales.arrange(b.scales, 1 - b.axis(contracted), n, first=False, ndim=4),
+        *(tpu_scales.arrange(each.scales, 1 - b.axis(contracted), n, first=False, ndim=4) for each in matrices),
     )
     kernel = Kernel(launch, scales)
     out = multiply_rows(
         with_batch(a.data, 2),
-        with_batch(b.data, 3),
+        tuple(with_batch(each.data, 3) for each in matrices),
         schedule.row_visits(jnp.atleast_2d(starts), jnp.atleast_2d(ends), m, kernel.tile[0]),
         None if x.epilogue.existing is None else with_batch(x.epilogue.existing, 2),
+        _biases(x, len(matrices)),
         kernel=kernel,
         batch=batch or 1,
         by_visit=starts.ndim == 2,
         axes=(a.letters, b.letters),
     )
-    return out if batch is not None else out[0]
+    return out if batch is not None else jax.tree.map(lambda each: each[0], out)
+
+
+def _matrices(term: Term, x: Operands) -> list[Operand]:
+    """Those that rows are multiplied with."""
+    up = x.epilogue.up
+    return [Operand(term.data, term.scales), *([] if up is None else [up])]
+
+
+def _biases(x: Operands, count: int) -> tuple[Array | None, ...]:
+    """A bias of each product, `[h, 1, n]` or `[1, 1, n]` float32."""
+    return tuple(
+        None if bias is None else bias.astype(jnp.float32).reshape(-1, 1, bias.shape[-1])
+        for bias in (x.epilogue.bias, x.epilogue.up_bias)[:count]
+    )
 
 
 def multiply_rows(
     lhs: Array,
-    rhs: Array,
+    rhs: tuple[Array, ...],
     visits: Visits,
     existing: Array | None,
+    biases: tuple[Array | None, ...],
     *,
     kernel: Kernel,
     batch: int,
     by_visit: bool,
     axes: tuple[str, str],
-) -> Array:
+) -> Any:
     """`[e, m, k] × [e, h, k, n] -> [e, m, n]`; an operand's `e` is `batch`, or 1. `axes` are the operands' letters.
 
-    `by_visit`: visits name the element; else each element has all of them. Long, as the kernel's body and the index
-    maps of its blocks read the same visits.
+    `rhs` and `biases` are one, or a gated product's two. `by_visit`: visits name the element; else each element has all
+    of them. Long, as the kernel's body and the index maps of its blocks read the same visits.
     """
     axis = axes[1].index(axes[0][1])  # of a matrix of `rhs`: the contracted one
     m, k, n = kernel.problem.rows, kernel.problem.a, kernel.problem.b
@@ -294,7 +324,7 @@ def multiply_rows(
     def rhs_index(j: Any, b: Any, at: Any, step: Any, v: Visits) -> Any:
         piece = v.piece[at]
         step = jnp.where(v.rest[piece] >= 0, 0, step)
-        return element(rhs, b, piece, v), v.matrix[piece], *((j, step) if axis == 1 else (step, j))
+        return element(rhs[0], b, piece, v), v.matrix[piece], *((j, step) if axis == 1 else (step, j))
 
     def out_index(j: Any, b: Any, at: Any, step: Any, v: Visits) -> Any:
         return (v.batch[v.piece[at]] if by_visit else b), v.tile[at], j
@@ -306,6 +336,9 @@ def multiply_rows(
             return lead, lhs_index(j, b, at, step, v)[1]
         return lead, v.matrix[v.piece[at]], j
 
+    def bias_index(rows: int, j: Any, b: Any, at: Any, step: Any, v: Visits) -> Any:
+        return 0 if rows == 1 else v.matrix[v.piece[at]], 0, j
+
     def body(
         ids: Any,
         v: Visits,
@@ -314,9 +347,10 @@ def multiply_rows(
         existing: Any,
         lhs_scales: Any,
         rhs_scales: Any,
-        out: Any,
-        *scratch: Any,
+        biases: Any,
+        *refs: Any,
     ) -> None:
+        outs, scratch = refs[: kernel.problem.results], refs[kernel.problem.results :]
         _, _, at, step = ids
         piece, before = v.piece[at], jnp.maximum(at - 1, 0)
         low, high = (jnp.clip(edge[piece] - v.tile[at] * tm, 0, tm) for edge in (v.start, v.end))
@@ -325,31 +359,31 @@ def multiply_rows(
         if by_visit:
             is_new |= v.batch[v.piece[before]] != v.batch[piece]
 
-        def multiply(rows: Any, is_last: bool) -> Array:
-            x, y = lhs[rows, :], rhs[...]
-            if is_last and rest:
-                x, y = select_first(x, rest, 1), select_first(y, rest, axis)
-            begin = 0 if steps == 1 else step * tk
-            return kernel.multiply(x, y, 1, axis, row_scales(rows), rhs_scales, begin)
+        def multiply(rows: Any, is_last: bool) -> Iterator[Array]:
+            x, begin = lhs[rows, :], 0 if steps == 1 else step * tk
+            x = select_first(x, rest, 1) if is_last and rest else x
+            for matrix, scales in zip(rhs, rhs_scales, strict=True):
+                y = matrix[...]
+                y = select_first(y, rest, axis) if is_last and rest else y
+                yield kernel.multiply(x, y, 1, axis, row_scales(rows), scales, begin)
 
         def row_scales(rows: Any) -> Any:
             if lhs_scales is None or lhs_scales.shape[0] < tm:
                 return lhs_scales
             return lhs_scales.at[rows, :]
 
-        def store(rows: Any, masked: bool, total: Array) -> None:
-            total = kernel.rescale(total, row_scales(rows), rhs_scales)
+        def store(rows: Any, masked: bool, totals: list[Array]) -> None:
             # What is there already: `existing`; where others have been, zeros or a neighbour's rows too.
-            there = out if masked else existing
-            total = finish(total, None if existing is None else there[rows, :], kernel.launch.call)
-            if masked:
-                row = rows.start + lax.broadcasted_iota(jnp.int32, total.shape, 0)
-                mine, wide = (row >= low) & (row < high), kernel.wide
-                total = jnp.where(mine, total.astype(wide), out[rows, :].astype(wide))
-            out[rows, :] = total.astype(out.dtype)
+            there = None if existing is None else (outs[0] if masked else existing)[rows, :]
+            for out, total in zip(outs, kernel.ended(totals, row_scales(rows), rhs_scales, there, biases), strict=True):
+                if masked:
+                    row = rows.start + lax.broadcasted_iota(jnp.int32, total.shape, 0)
+                    mine, wide = (row >= low) & (row < high), kernel.wide
+                    total = jnp.where(mine, total.astype(wide), out[rows, :].astype(wide))
+                out[rows, :] = total.astype(out.dtype)
 
         def visit(rows: Any, masked: bool) -> None:
-            accumulate(step, steps, partial(multiply, rows), partial(store, rows, masked), *scratch, rows=rows)
+            accumulate(step, steps, partial(multiply, rows), partial(store, rows, masked), scratch, rows)
 
         @pl.when(is_full)
         def _() -> None:
@@ -359,28 +393,30 @@ def multiply_rows(
         def _() -> None:
             @pl.when(is_new & (step == 0))
             def _() -> None:
-                out[...] = jnp.zeros_like(out) if existing is None else existing[...]
+                for out in outs:
+                    out[...] = jnp.zeros_like(out) if existing is None else existing[...]
 
             in_chunks(low, high, tm, lambda rows: visit(rows, True))
 
-    out_block = pl.BlockSpec((None, tm, tn), out_index)
+    matrix = pl.BlockSpec((None, None, tn, tk) if axis == 1 else (None, None, tk, tn), rhs_index)
+    lhs_scales, *rhs_scales = kernel.scales
     return kernel.run(
         body,
         visits,
-        (lhs, rhs, existing),
+        (lhs, rhs),
+        (pl.BlockSpec((None, tm, tk), lhs_index), (matrix,) * len(rhs)),
+        existing,
+        (lhs_scales and lhs_scales.values, tuple(each and each.values for each in rhs_scales), biases),
         (
-            pl.BlockSpec((None, tm, tk), lhs_index),
-            pl.BlockSpec((None, None, tn, tk) if axis == 1 else (None, None, tk, tn), rhs_index),
+            tpu_scales.spec(lhs_scales, -2, tm, scale_index),
+            tuple(tpu_scales.spec(each, -1, tn, scale_index) for each in rhs_scales),
+            tuple(None if z is None else pl.BlockSpec((None, 1, tn), partial(bias_index, z.shape[0])) for z in biases),
         ),
-        (
-            tpu_scales.spec(kernel.scales[0], -2, tm, scale_index),
-            tpu_scales.spec(kernel.scales[1], -1, tn, scale_index),
-        ),
-        out_block,
+        pl.BlockSpec((None, tm, tn), out_index),
         (batch, m, n),
         grid,
         ("parallel", "arbitrary", "arbitrary", "arbitrary"),
-        [(tm, tn)] if steps > 1 else [],
+        [(tm, tn)] * len(rhs) if steps > 1 else [],
         name="grouped_matmul" + "_transposed" * axis,
         axes=axes,
     )
@@ -392,9 +428,10 @@ def _transposed_grouped(launch: Launch, x: Operands) -> Array:
     letter, batch, held = a.letters[0], call.batch(x), problem.groups
     starts, ends = schedule.segments(x.sizes[letter], problem.rows, x.offset, held)
     starts, ends = (jnp.broadcast_to(z, (problem.elements, held)) for z in (starts, ends))
+    tile, in_tile = launch.config.along(problem.letters)[0], "tile" in launch.details.ways
     scales = (
-        tpu_scales.of_rows(a.scales, problem.a, True, x.offset, held),
-        tpu_scales.of_rows(b.scales, problem.b, False, x.offset, held),
+        tpu_scales.of_rows(a.scales, problem.a, True, x.offset, held, tile, in_tile),
+        tpu_scales.of_rows(b.scales, problem.b, False, x.offset, held, tile, in_tile),
     )
     kernel, keeps_batch = Kernel(launch, scales), call.out_batch and batch is not None
     out = multiply_groups(
@@ -448,7 +485,13 @@ def multiply_groups(
             lead = element(values.shape[0], e, v.piece[at], v)
             return (lead, v.tile[at]) if by_row else (lead, v.matrix[v.piece[at]], (i, j)[which])
 
-        scales = kernel.scales[which]  # [e, m, blocks], by row; or [e, h, a, 1] and [e, h, 1, b], by group
+        def block_index(i: Any, j: Any, e: Any, at: Any, v: Visits) -> Any:
+            return element(scales.values.shape[0], e, v.piece[at], v), v.tile[at], 0, (i, j)[which]
+
+        # [e, m, blocks], by row; [e, h, a, 1] and [e, h, 1, b], by group; [e, tiles, blocks, a or b], by block of rows
+        scales = kernel.scales[which]
+        if isinstance(scales, tpu_scales.RowBlocks):
+            return pl.BlockSpec((None, None, scales.values.shape[2], (ta, tb)[which]), block_index)
         by_row = scales is not None and scales.values.ndim == 3
         return tpu_scales.spec(scales, -2 if by_row else which - 2, tm if by_row else (ta, tb)[which], index)
 
@@ -477,17 +520,29 @@ def multiply_groups(
         end = v.count[0] - 1
         is_last = (at == end) | begins(jnp.minimum(at + 1, end))
 
+        def mine(z: Array, first: Any, masked: bool) -> Array:
+            return select_rows(z, low - first, high - first) if masked else z
+
         def multiply(rows: Any, masked: bool) -> Array:
+            if kernel.scales_row_blocks:
+                total = tpu_scales.row_block_products(
+                    lambda x, y: kernel.dot(x, y, 0, 0),
+                    (lhs, rhs),
+                    rows,
+                    (lhs_scales, rhs_scales),
+                    (kernel.scales[0], kernel.scales[1]),
+                    partial(mine, masked=masked),
+                    lambda first: (first >= low) & (first < high) if masked else True,
+                )
+                return kernel.rescale(total, lhs_scales, rhs_scales)
             x, y = (
-                tpu_scales.scale_rows(operand, rows, *scales)
-                for operand, *scales in (
+                tpu_scales.scale_rows(operand, rows, ref, blocks, start, kernel.problem.dot.lhs)
+                for operand, ref, blocks, start in (
                     (lhs, lhs_scales, kernel.scales[0], ids[0] * ta),
                     (rhs, rhs_scales, kernel.scales[1], ids[1] * tb),
                 )
             )
-            if masked:
-                x, y = (select_rows(z, low - rows.start, high - rows.start) for z in (x, y))
-            total = kernel.dot(x, y, 0, 0)
+            total = kernel.dot(mine(x, rows.start, masked), mine(y, rows.start, masked), 0, 0)
             return kernel.rescale(total, lhs_scales, rhs_scales) if kernel.rescales_each else total
 
         def store(total: Array) -> None:
@@ -525,8 +580,10 @@ def multiply_groups(
     return kernel.run(
         body,
         visits,
-        (lhs, rhs, existing),
+        (lhs, rhs),
         (pl.BlockSpec((None, tm, ta), lhs_index), pl.BlockSpec((None, tm, tb), rhs_index)),
+        existing,
+        tuple(each and each.values for each in kernel.scales),
         (scale_spec(0), scale_spec(1)),
         pl.BlockSpec((None, None, ta, tb), out_index),
         (batch, kernel.problem.groups, a, b),
@@ -538,19 +595,21 @@ def multiply_groups(
     )
 
 
-def _batched(launch: Launch, operands: Operands) -> Array:
+def _batched(launch: Launch, operands: Operands) -> Any:
     """No letter ragged: groups and elements of the batch alike. Operands are read as they are stored."""
     call, (x_term, y_term), existing = launch.call, launch.call.terms(operands), operands.epilogue.existing
     (row, column), contracted = call.product.out, call.product.contracted
     (x_letters, y_letters), leading = (x_term.letters, y_term.letters), call.batch(operands)
-    x, y = with_batch(x_term.data, 3), with_batch(y_term.data, 3)
-    extent = dict(zip(x_letters + y_letters, x.shape[2:] + y.shape[2:], strict=True))
+    matrices = _matrices(y_term, operands)
+    x, ys = with_batch(x_term.data, 3), tuple(with_batch(each.data, 3) for each in matrices)
+    extent = dict(zip(x_letters + y_letters, x.shape[2:] + ys[0].shape[2:], strict=True))
     elements, groups = leading or 1, call.shape[0]
+    columns = y_term.axis(column), extent[column]
     scales = (
         tpu_scales.arrange(x_term.scales, x_term.axis(row), extent[row], first=True, ndim=4),
-        tpu_scales.arrange(y_term.scales, y_term.axis(column), extent[column], first=False, ndim=4),
+        *(tpu_scales.arrange(each.scales, *columns, first=False, ndim=4) for each in matrices),
     )
-    kernel = Kernel(launch, scales)
+    kernel, biases = Kernel(launch, scales), _biases(operands, len(matrices))
     tile = dict(zip("mkn", kernel.config.along("mkn"), strict=True))
     steps, rest = -(-extent[contracted] // tile[contracted]), extent[contracted] % tile[contracted]
     axis_x, axis_y = x_letters.index(contracted), y_letters.index(contracted)
@@ -567,44 +626,58 @@ def _batched(launch: Launch, operands: Operands) -> Array:
         def index(values: Array, g: Any, e: Any, i: Any, j: Any, step: Any, _: Any) -> Any:
             # [e, g, rows or 1, blocks]; [e, g, blocks, columns or 1]
             lead = [0 if extent == 1 else place for extent, place in zip(values.shape[:2], (e, g), strict=True)]
-            return *lead, (i, j)[which]
+            return *lead, j if which else i
 
-        return tpu_scales.spec(scales[which], which - 2, tile[column if which else row], index)
+        return tpu_scales.spec(scales[which], -1 if which else -2, tile[column if which else row], index)
+
+    def bias_index(rows: int, g: Any, e: Any, i: Any, j: Any, step: Any, _: Any) -> Any:
+        return 0 if rows == 1 else g, 0, j
 
     def body(
-        ids: Any, _: Any, x: Any, y: Any, existing: Any, x_scales: Any, y_scales: Any, out: Any, *scratch: Any
+        ids: Any, _: Any, x: Any, ys: Any, existing: Any, x_scales: Any, y_scales: Any, biases: Any, *refs: Any
     ) -> None:
-        step = ids[-1]
+        step, outs, scratch = ids[-1], refs[: kernel.problem.results], refs[kernel.problem.results :]
 
-        def multiply(is_last: bool) -> Array:
-            a, b = x[...], y[...]
-            if is_last and rest:
-                a, b = select_first(a, rest, axis_x), select_first(b, rest, axis_y)
-            begin = 0 if steps == 1 else step * tile[contracted]
-            return kernel.multiply(a, b, axis_x, axis_y, x_scales, y_scales, begin)
+        def multiply(is_last: bool) -> Iterator[Array]:
+            a, begin = x[...], 0 if steps == 1 else step * tile[contracted]
+            a = select_first(a, rest, axis_x) if is_last and rest else a
+            for y, its in zip(ys, y_scales, strict=True):
+                b = y[...]
+                b = select_first(b, rest, axis_y) if is_last and rest else b
+                yield kernel.multiply(a, b, axis_x, axis_y, x_scales, its, begin)
 
-        def store(total: Array) -> None:
-            total = kernel.rescale(total, x_scales, y_scales)
-            total = finish(total, None if existing is None else existing[...], kernel.launch.call)
-            out[...] = total.astype(out.dtype)
+        def store(totals: list[Array]) -> None:
+            there = None if existing is None else existing[...]
+            for out, total in zip(outs, kernel.ended(totals, x_scales, y_scales, there, biases), strict=True):
+                out[...] = total.astype(out.dtype)
 
-        accumulate(step, steps, multiply, store, *scratch)
+        accumulate(step, steps, multiply, store, scratch)
 
     def block(letters: str) -> tuple[Any, ...]:
         return None, None, *(tile[letter] for letter in letters)
 
+    matrix = pl.BlockSpec(block(y_letters), index(y_letters, ys[0]))
     out = kernel.run(
         body,
         None,
-        (x, y, None if existing is None else existing.reshape(elements, groups, *existing.shape[-2:])),
-        (pl.BlockSpec(block(x_letters), index(x_letters, x)), pl.BlockSpec(block(y_letters), index(y_letters, y))),
-        (scale_spec(0), scale_spec(1)),
+        (x, ys),
+        (pl.BlockSpec(block(x_letters), index(x_letters, x)), (matrix,) * len(ys)),
+        None if existing is None else existing.reshape(elements, groups, *existing.shape[-2:]),
+        (scales[0] and scales[0].values, tuple(each and each.values for each in scales[1:]), biases),
+        (
+            scale_spec(0),
+            tuple(scale_spec(which) for which in range(1, len(scales))),
+            tuple(
+                None if z is None else pl.BlockSpec((None, 1, tile[column]), partial(bias_index, z.shape[0]))
+                for z in biases
+            ),
+        ),
         pl.BlockSpec(block(row + column), lambda g, e, i, j, step, _: (e, g, i, j)),
         (elements, groups, extent[row], extent[column]),
         (groups, elements, -(-extent[row] // tile[row]), -(-extent[column] // tile[column]), steps),
         ("parallel", "parallel", "parallel", "parallel", "arbitrary"),
-        [(tile[row], tile[column])] if steps > 1 else [],
+        [(tile[row], tile[column])] * len(ys) if steps > 1 else [],
         name="batched_matmul",
         axes=(x_letters, y_letters),
     )
-    return out if leading is not None else out[0]
+    return out if leading is not None else jax.tree.map(lambda each: each[0], out)

@@ -30,18 +30,20 @@ def buffered_pallas_call(
     device: tuple[str, int] = ("TPU v5 lite", 1),
     **kwargs: Any,
 ) -> Callable[..., Any]:
-    """A function `(prefetch, *inputs) -> out` that runs `body` at each point of the grid.
+    """A function `(prefetch, *inputs) -> out`, or a list of them, that runs `body` at each point of the grid.
 
     With at most two buffers for each input this is the compiler's own pipeline. With more it is Pallas's
     `emit_pipeline`, which fetches ahead of time as many blocks as there are buffers for.
 
     **Arguments:**
 
-    - `body`: called as `body(ids, prefetch, *inputs, out, *scratch)`: the grid's indices, then the scalars, then refs.
+    - `body`: called as `body(ids, prefetch, *inputs, *outs, *scratch)`: the grid's indices, then the scalars, then
+      refs.
+    - `out_shape`: of the output, or a list.
     - `grid`: ints, and `()` int32 arrays known only at run time.
     - `in_specs`: a pytree of `pl.BlockSpec` for each input. An index map is called as `index_map(*ids, prefetch)`. A
       spec in memory space `pl.ANY` leaves its input in HBM; it has no buffers.
-    - `out_specs`: the spec of the output, likewise.
+    - `out_specs`: the spec of the output, likewise, or a list.
     - `input_buffer_count`: how many buffers each input has, one int for all or one for each (a pytree's blocks share
       it); None for one that is there as a whole, in HBM or scalar memory.
     - `use_lookahead`: with more than two buffers, fetch the next *other* block as soon as a buffer is free, however
@@ -118,13 +120,14 @@ def _emitted(
     # Extents known only at run time are scalars too.
     dynamic = [i for i, extent in enumerate(grid) if not isinstance(extent, int)]
     run_time = [jnp.asarray(grid[i], jnp.int32).reshape(1) for i in dynamic]
-    specs, treedef = jax.tree.flatten(in_specs)
+    (specs, treedef), out_blocks = jax.tree.flatten(in_specs), jax.tree.leaves(out_specs)
     depths = jax.tree.leaves([jax.tree.map(lambda _, c=c: c or 0, s) for s, c in zip(in_specs, counts, strict=True)])
     streamed = [depth > 0 and spec.memory_space is not pl.ANY for spec, depth in zip(specs, depths, strict=True)]
 
     def outer(scalars: Any, *refs: Any) -> None:
         prefetch, extents = scalars
-        flat, (out, *scratch) = jax.tree.leaves(refs[: len(in_specs)]), refs[len(in_specs) :]
+        flat, results = jax.tree.leaves(refs[: len(in_specs)]), refs[len(in_specs) :]
+        outs, scratch = results[: len(out_blocks)], results[len(out_blocks) :]
         first = (pl.program_id(0),) if shared else ()
         inner_grid = [extents[dynamic.index(i)][0] if i in dynamic else n for i, n in enumerate(grid)][len(first) :]
 
@@ -136,23 +139,23 @@ def _emitted(
 
         def step(*blocks: Any) -> None:
             ids = (*first, *(pl.program_id(i) for i in range(len(inner_grid))))
-            *given, result = blocks
-            both = iter(given)
+            both, stored = iter(blocks), blocks[len(blocks) - len(outs) :]
             inputs = [next(both) if in_blocks else ref for ref, in_blocks in zip(flat, streamed, strict=True)]
-            body(ids, prefetch, *jax.tree.unflatten(treedef, inputs), result, *scratch)
+            body(ids, prefetch, *jax.tree.unflatten(treedef, inputs), *stored, *scratch)
 
         pltpu.emit_pipeline(
             step,
             grid=tuple(inner_grid),
             in_specs=[bound(s, d) for s, d, use in zip(specs, depths, streamed, strict=True) if use],
-            out_specs=[bound(out_specs)],
-        )(*(ref for ref, use in zip(flat, streamed, strict=True) if use), out)
+            out_specs=[bound(spec) for spec in out_blocks],
+        )(*(ref for ref, use in zip(flat, streamed, strict=True) if use), *outs)
 
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     places = treedef.unflatten(anywhere if use else spec for spec, use in zip(specs, streamed, strict=True))
     own_grid, semantics = ((grid[0],), ("parallel",)) if shared else ((), None)
     aliases = {place + len(run_time): to for place, to in aliases.items()}
-    emitted = call(outer, own_grid, places, anywhere, semantics, aliases, interpret)
+    out_places = jax.tree.map(lambda _: anywhere, out_specs)
+    emitted = call(outer, own_grid, places, out_places, semantics, aliases, interpret)
 
     def run(prefetch: Any, *inputs: Any) -> Any:
         # `emit_pipeline` asks which TPU it is for; here that may be one that isn't in the machine.

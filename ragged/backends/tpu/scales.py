@@ -1,9 +1,11 @@
 """Scales of quantised operands inside a TPU kernel: no operand is dequantised in memory.
 
-A scale that is the same all along the contracted axis is a factor of the accumulator. One that changes along it in
-blocks of whole lanes is a factor of each block's own product. One that changes faster is multiplied into the tile.
+A scale that is the same all along the contracted axis is a factor of the accumulator. One that changes along it is
+multiplied into the tile, in bfloat16, where that holds every product, as of 8 bits and a power of two. Else it is a
+factor of each block's own product, if blocks are of whole lanes, or is multiplied into the tile in float32.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from ragged.backends.tpu.tiles import LANES
 from ragged.product.operands import Scales
 
 
@@ -59,18 +62,50 @@ def spec(blocks: Blocks | None, axis: int, width: int, index: Callable[..., Any]
     return pl.BlockSpec((*[None] * (values.ndim - 2), *shape), index_map)
 
 
-def spread(ref: Any, extent: int, start: Any, width: int, axis: int) -> Array:
+def repeated(ref: Any, turned: bool, extent: int, start: Any, width: int, axis: int, dtype: Any) -> Array:
     """The scales of elements `start, start + 1, ...` (`width` of them) of an axis that `ref` has by blocks, as `axis`.
 
-    A product with a matrix of zeros and ones: each element gets one scale times one, so it is exact.
+    `start` is a multiple of whole lanes. `turned`: `ref` has the axis as the other one. Along lanes scales are gathered
+    from a register of them, along sublanes repeated; or, where tiles don't end with blocks, `spread`.
     """
-    values = ref[...]
+    blocks, kept = ref.shape if axis == int(turned) else ref.shape[::-1]
+    count = -(-width // extent)
+
+    def some(first: Any, count: int) -> Array:
+        """Of `count` blocks, `[kept, count]` along lanes, `[count, kept]` along sublanes."""
+        place = slice(first, first + count) if isinstance(first, int) else pl.ds(pl.multiple_of(first, count), count)
+        values = ref[...] if count == blocks else ref[place, :] if axis == int(turned) else ref[:, place]
+        return values.T if turned else values
+
+    if axis == 1 and LANES % extent == 0 and kept % 8 == 0 and (blocks <= LANES or blocks % LANES == 0):
+        lane, parts = lax.broadcasted_iota(jnp.int32, (kept, LANES), 1), []
+        for at in range(0, width, LANES):  # the blocks of all of these lanes are in one register
+            first = (start + at) // extent
+            register = 0 if blocks <= LANES else jnp.minimum(first // LANES, blocks // LANES - 1)
+            values = some(register * LANES, min(blocks, LANES))
+            values = jnp.pad(values, ((0, 0), (0, LANES - values.shape[1])))
+            index = jnp.minimum(first - register * LANES + lane // extent, LANES - 1)
+            parts.append(jnp.take_along_axis(values, index, axis=1, mode="promise_in_bounds"))
+        return jnp.concatenate(parts, axis=1)[:, :width].astype(dtype)
+    if axis == 0 and extent % 16 == 0 and (count == blocks or (width % (8 * extent) == 0 and blocks % count == 0)):
+        values = some(start // extent, count)
+        values = jnp.broadcast_to(values[:, None, :], (count, extent, kept))
+        return values.reshape(count * extent, kept)[:width].astype(dtype)
+    return spread(some(0, blocks), extent, start, width, axis, dtype)
+
+
+def spread(values: Array, extent: int, start: Any, width: int, axis: int, dtype: Any = jnp.float32) -> Array:
+    """The same of an array, from any element on: a product with a matrix of zeros and ones.
+
+    Each element gets one scale times one, so it is exact.
+    """
     shape = (values.shape[axis], width) if axis == 1 else (width, values.shape[axis])
     block, element = (lax.broadcasted_iota(jnp.int32, shape, i) for i in ((0, 1) if axis == 1 else (1, 0)))
     place = start + element
-    ones = jnp.where((place >= block * extent) & (place < (block + 1) * extent), 1.0, 0.0)
-    pair = (values, ones) if axis == 1 else (ones, values)
-    return jnp.dot(*pair, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    ones = jnp.where((place >= block * extent) & (place < (block + 1) * extent), 1.0, 0.0).astype(dtype)
+    pair = (values.astype(dtype), ones) if axis == 1 else (ones, values.astype(dtype))
+    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
+    return jnp.dot(*pair, precision=precision, preferred_element_type=jnp.float32).astype(dtype)
 
 
 def block_products(
@@ -117,20 +152,80 @@ def held_scales(scales: Scales, group_offset: Array | None, held: int) -> Scales
     return Scales(jnp.take_along_axis(values, index[..., None], axis=-2)[..., None, :], scales.block)
 
 
-def of_rows(scales: Scales | None, columns: int, first: bool, group_offset: Array | None, held: int) -> Blocks | None:
-    """A wgrad operand's scales: by row, `[e, m, blocks]`; or by group, `[e, h, columns or 1, 1]`, `.mT` for `rhs`."""
+class RowBlocks(NamedTuple):
+    """A wgrad operand's scales by blocks of rows, for each tile of rows: as many as Pallas fetches at a time."""
+
+    values: Array  # [e, tiles, blocks of a tile or more, columns], float32
+    extent: int  # rows of a block
+
+
+def of_rows(
+    scales: Scales | None, columns: int, first: bool, group_offset: Array | None, held: int, tile: int, in_tile: bool
+) -> Blocks | RowBlocks | None:
+    """A wgrad operand's scales: by row, `[e, m, blocks]`; by group, `[e, h, columns or 1, 1]`, `.mT` for `rhs`; or by
+    block of rows. `in_tile`: they are multiplied into tiles of `tile` rows."""
     if scales is None:
         return None
-    if scales.block[0] is not None:
-        values = scales.values.astype(jnp.float32)
-        return Blocks(values if values.ndim == 3 else values[None], scales.block[1] or columns)
-    blocks = arrange(held_scales(scales, group_offset, held), 1, columns, first, ndim=4)
-    return None if blocks is None else blocks._replace(extent=None)
+    if scales.block[0] is None:
+        blocks = arrange(held_scales(scales, group_offset, held), 1, columns, first, ndim=4)
+        return None if blocks is None else blocks._replace(extent=None)
+    values = scales.values.astype(jnp.float32)
+    values = values if values.ndim == 3 else values[None]
+    if scales.block[0] == 1:
+        return Blocks(values, scales.block[1] or columns)
+    # Where there would be fewer, or half of one, a tile has smaller blocks with the same scale.
+    extent = math.gcd(scales.block[0], tile // 8 if in_tile and tile % 8 == 0 else tile)
+    values = jnp.repeat(values, scales.block[0] // extent, axis=1)
+    if scales.block[1] != 1:
+        values = jnp.repeat(values, scales.block[1] or columns, axis=2)[..., :columns]
+    count = tile // extent
+    values = jnp.pad(values, ((0, 0), (0, -values.shape[1] % count), (0, 0)))
+    values = values.reshape(values.shape[0], -1, count, columns)
+    return RowBlocks(jnp.pad(values, ((0, 0), (0, 0), (0, -count % 8), (0, 0))), extent)
 
 
-def scale_rows(operand: Any, rows: Any, scales: Any, blocks: Blocks | None, start: Any) -> Array:
-    """A wgrad's tile `rows` of an operand, times its rows' scales, if it has any. `start`: its first column."""
+def scale_rows(
+    operand: Any, rows: Any, scales: Any, blocks: Blocks | RowBlocks | None, start: Any, dtype: Any
+) -> Array:
+    """A wgrad's tile `rows` of an operand, times its rows' scales, if it has any, in `dtype`. `start`: its first
+    column."""
     x = operand[rows, :]
     if blocks is None or blocks.extent is None:
         return x
-    return x.astype(jnp.float32) * spread(scales.at[rows, :], blocks.extent, start, x.shape[1], 1)
+    if isinstance(blocks, RowBlocks):
+        return x.astype(dtype) * repeated(scales, False, blocks.extent, rows.start, rows.size, 0, dtype)
+    return x.astype(dtype) * repeated(scales.at[rows, :], False, blocks.extent, start, x.shape[1], 1, dtype)
+
+
+def row_block_products(
+    dot: Callable[[Array, Array], Array],
+    operands: tuple[Any, Any],
+    rows: Any,
+    refs: tuple[Any, Any],
+    blocks: tuple[Any, Any],
+    mask: Callable[[Array, Any], Array],
+    is_mine: Callable[[Any], Any],
+) -> Array:
+    """A wgrad's product of the tiles `rows` of its operands: the sum of that of each block of rows, times its scales.
+
+    `mask(x, first)`: of rows from `first` on, those of the group. `is_mine`: whether a block that begins there is its.
+    """
+    extent = math.gcd(rows.size, *(each.extent for each in blocks if isinstance(each, RowBlocks)))
+    # The first operand's columns are the result's rows: [blocks, a] -> [a, blocks].
+    turned = (
+        jnp.pad(refs[0][...], ((0, -refs[0].shape[0] % LANES), (0, 0))).T if isinstance(blocks[0], RowBlocks) else None
+    )
+    total = None
+    for at in range(0, rows.size, extent):
+        first = rows.start + at
+        some = pl.ds(first if isinstance(first, int) else pl.multiple_of(first, extent), extent)
+        product = dot(*(mask(operand[some, :], first) for operand in operands)).astype(jnp.float32)
+        if turned is not None:
+            lane = lax.broadcasted_iota(jnp.int32, turned.shape, 1)
+            mine = (lane == first // blocks[0].extent) & is_mine(first)
+            product *= jnp.sum(jnp.where(mine, turned, 0.0), axis=1, keepdims=True)
+        if isinstance(blocks[1], RowBlocks):
+            product *= jnp.where(is_mine(first), refs[1][pl.ds(first // blocks[1].extent, 1), :], 0.0)
+        total = product if total is None else total + product
+    assert total is not None
+    return total

@@ -47,10 +47,11 @@ from ragged.backends.base import (
 )
 from ragged.backends.config import TpuConfig
 from ragged.backends.tpu import scales as tpu_scales
+from ragged.backends.tpu import units
 from ragged.backends.tpu.pipeline import in_place
-from ragged.backends.tpu.tiles import LANES, SMEM, round_up
+from ragged.backends.tpu.tiles import LANES, SMEM, Chip, chip, round_up
 from ragged.product.operands import Call, Operands, Scales
-from ragged.quant.formats import accumulator_dtype, compute_dtype
+from ragged.quant.formats import compute_dtype
 
 _LARGEST_TILE, _LARGEST_UNIFORM_TILE = 512, 2048
 _VMEM = 12 << 20
@@ -140,12 +141,8 @@ class _Geometry(NamedTuple):
     factors: tuple[_Factor | None, _Factor | None]  # of the operands
     dtype: Any  # of the result
     has_existing: bool
-    common: Any  # both operands of a dot are cast to it
+    dot: units.Dot
     precision: Any
-
-    @property
-    def accumulator(self) -> Any:
-        return accumulator_dtype(self.common)
 
     @property
     def inputs(self) -> list[_Operand]:
@@ -233,7 +230,7 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
 
     `input_buffer_count` is 2 here: only the kernels for one ragged letter let one ask for more.
     """
-    room = _room(call, x)
+    room = _room(call, x, chip(target.device))
     found = choice(
         call,
         x,
@@ -314,7 +311,7 @@ def _arranged(scales: Scales, columns: int) -> Scales:
     return Scales(values, (row, column))
 
 
-def _room(call: Call, x: Operands) -> "_Room":
+def _room(call: Call, x: Operands, on: Chip) -> "_Room":
     """What there is to be tiled."""
     operands, scales = jax.eval_shape(partial(_inputs, call=call), x)
     product, shape, sizes, precision = call.product, call.shape, x.sizes, call.options.precision
@@ -330,12 +327,12 @@ def _room(call: Call, x: Operands) -> "_Room":
     capacity = {}
     for letters, rows in zip(axes, (operands["lhs"].shape[1], operands["rhs"].shape[1], shape[0]), strict=True):
         capacity[letters[0]] = min(rows, capacity.get(letters[0], rows))
-    common = compute_dtype(operands["lhs"].dtype, operands["rhs"].dtype)
-    if in_tile:
-        common = jnp.dtype(jnp.float32)
-        if all(x.dtype.itemsize == 1 for x in operands.values()):
-            precision = lax.Precision.HIGHEST  # of tiles that were multiplied by their scales, all bits count
-    wide = jnp.int32 if common == jnp.int8 else jnp.float32
+    first, second = (jnp.dtype(jnp.float32) if in_tile else x.dtype for _, _, x in terms)
+    dot = units.dot(first, second, on)
+    if in_tile and all(x.dtype.itemsize == 1 for x in operands.values()):
+        precision = lax.Precision.HIGHEST  # of tiles that were multiplied by their scales, all bits count
+    # Numbers that stay in 8 bits are moved as they are.
+    wide = jnp.int32 if dot.lhs.itemsize == 1 else jnp.float32
 
     def build(tile: dict[str, int]) -> _Geometry:
         def side(name: str, letters: str, x: Array, axis: int) -> _Side:
@@ -370,7 +367,7 @@ def _room(call: Call, x: Operands) -> "_Room":
             factors=(factor(first, terms[0][1]), factor(second, terms[1][1])),
             dtype=jnp.dtype(call.dtype),
             has_existing=x.epilogue.existing is not None,
-            common=common,
+            dot=dot,
             precision=precision,
         )
 
@@ -621,7 +618,7 @@ def _launch(
             in_specs=specs if existing is None else [*specs, out_spec],
             out_specs=out_spec,
             scratch_shapes=[
-                pltpu.VMEM((p.tile[p.row], p.tile[p.column]), p.accumulator),
+                pltpu.VMEM((p.tile[p.row], p.tile[p.column]), p.dot.result),
                 *(pltpu.VMEM(_by_lanes(operand.window), operand.wide) for operand in shifted),
             ],
         ),
@@ -694,7 +691,7 @@ def _body(
         return x.T[kept[::-1]] if turned else x[kept]
 
     def multiply(masked: bool) -> None:
-        values, axes = [], []
+        given = []
         for operand, factor in zip(p.operands, p.factors, strict=True):
             x = load(operand)
             axis = [side.letter for side in operand.sides].index(p.contracted)
@@ -702,15 +699,10 @@ def _body(
                 x = x.astype(jnp.float32) * scales(operand, factor)
             if masked:
                 at = low + lax.broadcasted_iota(jnp.int32, x.shape, axis)
-                x = jnp.where((at >= begin) & (at < end), x.astype(operand.wide), jnp.zeros((), operand.wide))
-            values.append(x.astype(p.common))
-            axes.append((axis,))
-        accumulator[...] += lax.dot_general(
-            *values,
-            dimension_numbers=(tuple(axes), ((), ())),
-            precision=p.precision if p.common == jnp.float32 else lax.Precision.DEFAULT,
-            preferred_element_type=p.accumulator,
-        )
+                x = jnp.where((at >= begin) & (at < end), _widened(x, operand), jnp.zeros((), operand.wide))
+            given.append((_narrowed(x, operand), axis))
+        (x, x_axis), (y, y_axis) = given
+        accumulator[...] += p.dot(x, y, x_axis, y_axis, p.precision)
 
     # What lies outside the group, or outside the buffer, is undefined.
     if p.contracted in p.ragged or p.extent[p.contracted] % p.tile[p.contracted]:
@@ -748,11 +740,25 @@ def _cut(operand: _Operand, blocks: dict[tuple[int, int], Any], window: Any, off
         # Rows are read from any row on, but only 128 lanes at a time: each column of lanes has a window of its own.
         for (i, j), block in blocks.items():
             for lane in range(0, columns, LANES):
-                part = block[:, lane : lane + LANES].astype(operand.wide)
+                part = _widened(block[:, lane : lane + LANES], operand)
                 window[(j * columns + lane) // LANES, pl.ds(i * rows, rows), :] = part
         parts = [window[column, pl.ds(offsets[0], rows), :] for column in range(width // LANES)]
     x = jnp.concatenate(parts, axis=1)
     if width > columns:
         # To the left by the offset: a rotation goes to the right.
-        x = pltpu.roll(x.astype(operand.wide), jnp.where(offsets[1] == 0, 0, width - offsets[1]), 1)[:, :columns]
+        x = pltpu.roll(_widened(x, operand), jnp.where(offsets[1] == 0, 0, width - offsets[1]), 1)[:, :columns]
+    return x
+
+
+def _widened(x: Array, operand: _Operand) -> Array:
+    """As the vector unit shifts and masks it: the bits of 8-bit floats, if they are to be multiplied as they are."""
+    if operand.wide == jnp.int32 and jnp.issubdtype(x.dtype, jnp.floating):
+        x = lax.bitcast_convert_type(x, jnp.int8)
+    return x.astype(operand.wide)
+
+
+def _narrowed(x: Array, operand: _Operand) -> Array:
+    """What was widened to its bits, as it was."""
+    if x.dtype == jnp.int32:
+        return lax.bitcast_convert_type(x.astype(jnp.int8), operand.dtype)
     return x

@@ -24,19 +24,26 @@ class Chip(NamedTuple):
     vmem: int  # bytes that a kernel may use
     flops: float  # a second, bfloat16
     bandwidth: float  # bytes a second
+    narrow: tuple[tuple[str, float], ...] = ()  # formats of 8 bits and fewer that it multiplies, and `flops` in them
+
+    def rate(self, dtype: Any) -> float | None:
+        """Operations a second on operands of this dtype; None if it is narrow, and the matrix units don't have it."""
+        return dict(self.narrow).get(jnp.dtype(dtype).name, self.flops if jnp.dtype(dtype).itemsize > 1 else None)
 
 
 @cache
 def chip(device: tuple[str, int] | None) -> Chip:
     """The chip of a device kind, such as `("TPU v6 lite", 1)`. Where it isn't known, what all generations can do."""
     if device is None:
-        return chip(DEFAULT_TPU)._replace(vmem=12 << 20)
+        return chip(DEFAULT_TPU)._replace(vmem=12 << 20, narrow=())
     kind = AbstractDevice(*device, "tpu")
     try:
         with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=kind)):
             info = pltpu.get_tpu_info()
     except ValueError:
         return chip(None)
+    rates = dict.fromkeys(("float8_e4m3fn", "float8_e4m3b11fnuz", "float8_e5m2"), info.fp8_ops_per_second)
+    rates |= {"int8": info.int8_ops_per_second, "int4": info.int4_ops_per_second}
     # What scales need, and the compiler itself, is left to them: a kernel's limit is a fifth higher.
     return Chip(
         info.num_cores,
@@ -45,7 +52,13 @@ def chip(device: tuple[str, int] | None) -> Chip:
         int(0.75 * info.vmem_capacity_bytes),
         info.bf16_ops_per_second,
         info.mem_bw_bytes_per_second,
+        tuple((name, rate) for name, rate in rates.items() if rate and info.is_matmul_supported(name, name)),
     )
+
+
+def is_known(device: tuple[str, int]) -> bool:
+    """Whether there are figures of a device kind."""
+    return chip(device) != chip(None)
 
 
 def round_up(x: int, multiple: int) -> int:
@@ -91,11 +104,13 @@ class Problem(NamedTuple):
     b: int
     groups: int
     dtypes: tuple[Any, Any, Any]  # of the operands and the result
-    compute: Any  # the dtype that the operands are cast to
+    dot: Any  # how two tiles are multiplied: see `units.Dot`
     buffers: int  # of each operand
     has_existing: bool = False
     elements: int = 1  # batch elements that the table of visits lists
     letters: str = "mkn"  # the product's, of `rows`, `a` and `b`
+    products: int = 1  # matrices that the rows are multiplied with
+    results: int = 1  # arrays that are stored
 
     @property
     def units(self) -> tuple[int, int, int]:
@@ -108,10 +123,12 @@ def vmem(problem: Problem, tile: tuple[int, int, int]) -> int:
     """Bytes of VMEM that a kernel takes: buffers, casts, the accumulator, and the result before it is cast."""
     (r, a, b), p = tile, problem
     blocks = ((r, a), (r, b), (a, b)) if p.kind == "groups" else ((r, a), (a, b), (r, b))
-    total = (2 + 2 * p.has_existing) * block_bytes(*blocks[2], p.dtypes[2]) + 2 * block_bytes(*blocks[2], jnp.float32)
-    for block, dtype in zip(blocks[:2], p.dtypes[:2], strict=True):
-        total += p.buffers * block_bytes(*block, dtype)
-        total += block_bytes(*block, p.compute) * (jnp.dtype(dtype) != p.compute)
+    total = (2 * p.results + 2 * p.has_existing) * block_bytes(*blocks[2], p.dtypes[2])
+    total += 2 * p.products * block_bytes(*blocks[2], jnp.float32)
+    streams = zip(blocks[:2], p.dtypes[:2], (p.dot.lhs, p.dot.rhs), (1, p.products), strict=True)
+    for block, dtype, taken, count in streams:
+        total += p.buffers * count * block_bytes(*block, dtype)
+        total += block_bytes(*block, taken) * (jnp.dtype(dtype) != taken)
     return total
 
 
@@ -137,14 +154,14 @@ def choose(problem: Problem, on: Chip) -> tuple[int, int, int]:
 
 def ranked(problem: Problem, on: Chip) -> list[tuple[int, int, int]]:
     """All tiles that fit, best by the model first."""
-    fitting = [t for t in _candidates(problem) if math.prod(t) <= largest(on) and vmem(problem, t) <= on.vmem]
+    fitting = [t for t in _candidates(problem) if fits(problem, t, on)]
     listable = [t for t in fitting if smem(problem, t) <= SMEM] or fitting
     return sorted(listable, key=lambda tile: _seconds(problem, tile, on))
 
 
-def largest(on: Chip) -> int:
-    """The most multiplications of a tile's product: it is unrolled, and so many compile in a few seconds."""
-    return 2**30 * on.mxu // 128
+def fits(problem: Problem, tile: tuple[int, int, int], on: Chip) -> bool:
+    """Whether a tile fits into VMEM, and its products, which are unrolled, compile in a few seconds."""
+    return problem.products * math.prod(tile) <= 2**30 * on.mxu // 128 and vmem(problem, tile) <= on.vmem
 
 
 def fit(problem: Problem, tile: tuple[int, int, int], on: Chip) -> tuple[int, int, int]:
@@ -194,17 +211,20 @@ def _seconds(p: Problem, tile: tuple[int, int, int], on: Chip) -> float:
     computed = min(rows * math.ceil(per_group / rows), per_group + chunk(rows) / 2)
     # A matrix unit is loaded with as many rows as it has before it multiplies; fewer take as long.
     busy = computed * max(1.0, on.mxu / min(rows, per_group))
-    compute = 2 * busy * round_up(a, LANES) * round_up(b, LANES) / on.flops / visits + _STEP[p.kind]
+    # Integers count as bfloat16: at their own rate smaller tiles look as good, and by the simulator are slower.
+    rate = None if jnp.issubdtype(p.dot.lhs, jnp.integer) else on.rate(p.dot.lhs)
+    compute = 2 * p.products * busy * round_up(a, LANES) * round_up(b, LANES) / (rate or on.flops) / visits
+    compute += _STEP[p.kind]
     if p.kind == "groups":
         # A visit reads rows of both operands; after a group's last one, its matrix is written.
         each, once = rows * (a * size[0] + b * size[1]), a * b * size[2]
     else:
         # A visit reads rows and writes rows; before a group's first one, its matrix is read; or before each, if the
         # matrix is read in parts.
-        each, once = rows * (a * size[0] + b * size[2] / tiles_a), a * b * size[1]
+        each, once = rows * (a * size[0] + p.results * b * size[2] / tiles_a), p.products * a * b * size[1]
         if tiles_a > 1:
             each, once = each + once, 0.0
-            compute += rows * round_up(b, LANES) * 4 / _VMEM  # the accumulator is stored at each step
+            compute += p.products * rows * round_up(b, LANES) * 4 / _VMEM  # accumulators are stored at each step
     first = max(compute, (each + once) / on.bandwidth)
     others = max(visits - 1.0, 0.0) * max(compute, each / on.bandwidth)
     total = p.groups * tiles_a * tiles_b * (first + others)

@@ -82,7 +82,7 @@ def _without_scales(launch: Launch, x: Operands) -> tuple[Launch, Operands]:
     call = launch.call
     if x.lhs.scales is None and x.rhs.scales is None:
         return launch, x
-    wide = jnp.float64 if jnp.float64 in (x.lhs.data.dtype, x.rhs.data.dtype, call.dtype) else jnp.float32
+    wide = _accumulator(call, x)
 
     def times_scales(operand: Operand, letters: str) -> Operand:
         data, scales = operand
@@ -152,11 +152,19 @@ def _heights(call: Call, x: Operands, tiling: dict[str, int] | None) -> dict[str
 
 
 def _batched_rows(call: Call, x: Operands) -> int:
-    """Twice the mean group, where groups are so small that the tiles of a loop would mostly wait for each other."""
+    """The mean group, where groups are so small that the tiles of a loop would mostly wait for each other."""
     rows = _packed_extents(call, x).get(call.product.ragged)
-    if not _can_batch(call, x) or rows is None or rows > 16 * x.num_groups:
+    if not _can_batch(call, x) or rows is None or rows > _BATCHED[call.product.kernel][0] * x.num_groups:
         return 0
-    return min(max(2 * _mean_group(rows, x.num_groups), 8), rows)
+    return min(max(_mean_group(rows, x.num_groups), 16), rows)
+
+
+def _batched_dtype(call: Call, common: Any) -> Any:
+    """Of the dot for all groups, whose result is written once and read again, all of it.
+
+    A bfloat16 one is rounded by the dot itself, from the same float32 sum.
+    """
+    return common if common == call.dtype == jnp.bfloat16 else accumulator_dtype(common)
 
 
 def _can_batch(call: Call, x: Operands) -> bool:
@@ -173,7 +181,7 @@ def _can_batch(call: Call, x: Operands) -> bool:
 
 def _zeros(launch: Launch, x: Operands) -> Array:
     """There is nothing to multiply."""
-    call, batch, (existing,) = launch.call, launch.call.batch(x), x.epilogue
+    call, batch, existing = launch.call, launch.call.batch(x), x.epilogue.existing
     shape = (batch, *call.shape) if batch is not None and call.out_batch else call.shape
     return jnp.zeros(shape, call.dtype) if existing is None else existing
 
@@ -185,7 +193,7 @@ def _tiled(launch: Launch, x: Operands) -> Array:
     the whole of a letter that isn't ragged. FLOPs: what the groups need, rounded up to whole tiles along ragged
     letters. Long, as it is the body of three loops, which share where the group lies.
     """
-    call, p, sizes, (existing,) = launch.call, launch.call.product, x.sizes, x.epilogue
+    call, p, sizes, existing = launch.call, launch.call.product, x.sizes, x.epilogue.existing
     lhs, rhs, batch, num_groups = x.lhs.data, x.rhs.data, call.batch(x), x.num_groups
     tiles: dict[str, int] = {letter: launch.config.along(letter)[0][0] for letter in p.ragged}
     terms: dict[str, str] = {"lhs": p.lhs, "rhs": p.rhs, "out": p.out}
@@ -301,7 +309,7 @@ def _grouped(launch: Launch, x: Operands) -> Array:
 
     Rows `starts[i]:ends[i]` of an element times `rhs[index[i]]`, all `base[i]` rows further down; other rows are zero.
     """
-    call, (a, b), (existing,), batch = launch.call, launch.call.terms(x), x.epilogue, launch.call.batch(x)
+    call, (a, b), existing, batch = launch.call, launch.call.terms(x), x.epilogue.existing, launch.call.batch(x)
     letter, contracted = a.letters
     m, n, held, elements = a.extent(letter), call.shape[-1], b.data.shape[-3], 1 if batch is None else batch
     starts, ends = schedule.segments(x.sizes[letter], m, x.offset, held)
@@ -341,20 +349,21 @@ def _grouped(launch: Launch, x: Operands) -> Array:
     out = jnp.zeros((elements * m, n), call.dtype) if existing is None else existing.reshape(elements * m, n)
     out = _to_carry(out)
     if rows := launch.config.batched_rows:
+        result = accumulator if existing is not None else _batched_dtype(call, common)
 
         def first_rows(starts: Array) -> Array:
             at = jnp.minimum(starts, m - rows)
             x = _slices(lhs, at + base if is_stacked else at, rows).astype(common)
             ((kept,), (other,)), _ = dims
             batched = ((kept + 1,), (other + 1,)), ((0,), (0,))
-            return lax.dot_general(x, rhs, batched, call.options.precision, accumulator)
+            return lax.dot_general(x, rhs, batched, call.options.precision, result)
 
         def store(start: Array, end: Array, which: Array, base: Array, out: Array) -> Array:
             at, mine = _window(m, rows, start, end)
             return put(_slice(y, which, 1)[0], at + base, mine, out)
 
-        batch_them = _is_worth(ends - starts, rows)
-        zeros = jnp.zeros((elements * held, rows, n), accumulator)
+        batch_them = _is_worth(launch, x, ends - starts)
+        zeros = jnp.zeros((elements * held, rows, n), result)
         y = lax.cond(batch_them, first_rows, lambda _: zeros, starts)
         rest = jnp.minimum(ends, starts + jnp.where(batch_them, rows, 0))
         out = _for_each(rest > starts, (starts, rest, index, base), store, out)
@@ -370,7 +379,7 @@ def _transposed_grouped(launch: Launch, x: Operands) -> Array:
     `out[i]` is the sum over `e` of `lhs[rows].T @ rhs[rows]`, where the rows are `starts[e, i]:ends[e, i]`. In an
     operand with a batch axis they lie `base[e, i]` rows further down.
     """
-    call, terms, (existing,), batch = launch.call, launch.call.terms(x), x.epilogue, launch.call.batch(x)
+    call, terms, existing, batch = launch.call, launch.call.terms(x), x.epilogue.existing, launch.call.batch(x)
     letter, held = terms[0].letters[0], call.shape[0]
     k, elements, keeps_batch = (
         terms[0].extent(letter),
@@ -419,15 +428,15 @@ def _transposed_grouped(launch: Launch, x: Operands) -> Array:
             zeros = jnp.zeros(call.shape[1:], accumulator)
             total = lax.fori_loop(_ZERO, jnp.asarray(summed, jnp.int32), add, zeros)
         old = None
-        if existing is not None:
+        if is_added or existing is not None:
             old = _from_carry(_slice(out, i, 1)[0], call.dtype)
         total = finish(total, old, call).astype(call.dtype)
         return _put(out, _to_carry(total)[None], i)
 
     shape = (h, *call.shape[1:])
+    is_added = bool(launch.config.batched_rows) and _in_two_parts(launch, x)
     if rows := launch.config.batched_rows:
-        # Rounded by the dot itself, from the same float32 sum: else all of that would be written and read again.
-        result = common if common == call.dtype == jnp.bfloat16 else accumulator
+        result = _batched_dtype(call, common)
 
         def first_rows(starts: Array) -> Array:
             at, mine = jax.vmap(partial(_window, k, rows))(starts, ends[0])
@@ -437,10 +446,12 @@ def _transposed_grouped(launch: Launch, x: Operands) -> Array:
             dims = (((2,), (1,)), ((0,), (0,)))
             return lax.dot_general(left, right, dims, call.options.precision, result).astype(call.dtype)
 
-        # Longer groups are multiplied as a whole below: their sum is rounded once.
-        batch_them = _is_worth(ends[0] - starts[0], rows)
+        batch_them = _is_worth(launch, x, ends[0] - starts[0])
         out = lax.cond(batch_them, first_rows, lambda _: jnp.zeros(shape, call.dtype), starts[0])
-        chosen = ends[0] - starts[0] > jnp.where(batch_them, rows, 0)
+        done = jnp.where(batch_them, rows, 0)
+        chosen = ends[0] - starts[0] > done
+        if is_added:
+            starts = jnp.minimum(ends, starts + done)
     else:
         out = jnp.zeros(shape, call.dtype) if existing is None else existing.reshape(shape)
         chosen = jnp.any(ends > starts, axis=0)
@@ -463,6 +474,13 @@ Each takes about 40 ms to compile. Without the further ones, a product takes 5 t
 
 _OVERHEAD = 24
 """What a tile costs beyond its rows, in rows: 20 to 40 were measured."""
+
+_BATCHED = {"grouped_matmul": (16, 24), "transposed_grouped_matmul": (64, 128)}
+"""Up to which mean group one dot multiplies the first rows of all; what a group costs more in the loop, in rows.
+
+Measured with random, Zipf and even sizes at means of 4 to 128, float32 and bfloat16. A wgrad's loop zeroes the result
+first, and copies each sum into it.
+"""
 
 _ZERO = np.int32(0)  # loops from it count in int32, under x64 too
 
@@ -504,11 +522,12 @@ def work(launch: Launch, x: Operands) -> Work:
     tile = {z: launch.config.along(z)[0][-1] if z in p.ragged else int(size[z][0]) for z in "mkn"}
     letter = p.ragged if len(p.ragged) == 1 else p.out[0]
     tiles, rows = [], launch.config.batched_rows
-    is_batched = rows and bool(_is_worth(size[letter], rows, np))
+    is_batched = rows and bool(_is_worth(launch, x, size[letter], np))
+    in_two_parts = _in_two_parts(launch, x)
     for group, (first, end) in enumerate(zip(*groups[letter], strict=True), int(x.offset or 0)):
-        if is_batched:  # of each group that is held, empty or not; a longer one's wgrad is computed anew
+        if is_batched:  # of each group that is held, empty or not
             tiles.append((group, int(first), rows))
-            first = min(first + rows, end) if letter != p.contracted else first if end - first > rows else end
+            first = min(first + rows, end) if in_two_parts or end - first <= rows else first
         if len(p.ragged) > 1:
             covered = [(at, tile[letter]) for at in range(first, end, tile[letter])]
         else:
@@ -531,10 +550,28 @@ def _window(m: Any, height: int, start: Array, end: Array) -> tuple[Array, Array
     return at, (row.astype(jnp.uint32) < (end - start).astype(jnp.uint32))[:, None]
 
 
-def _is_worth(sizes: Any, rows: int, numpy: Any = jnp) -> Any:
-    """Whether one dot for the first `rows` rows of all groups costs less than the tiles that it saves."""
-    saved = numpy.where(sizes > rows, rows, numpy.where(sizes > 0, sizes + _OVERHEAD, 0))
+def _is_worth(launch: Launch, x: Operands, sizes: Any, numpy: Any = jnp) -> Any:
+    """Whether one dot for the first `batched_rows` rows of all groups costs less than the tiles that it saves."""
+    rows, overhead = launch.config.batched_rows, _BATCHED[launch.kernel][1]
+    longer = rows if _in_two_parts(launch, x) else 0
+    saved = numpy.where(sizes > rows, longer, numpy.where(sizes > 0, sizes + overhead, 0))
     return numpy.sum(saved, dtype=np.int32) > np.int32(rows * saved.shape[0])
+
+
+def _in_two_parts(launch: Launch, x: Operands) -> bool:
+    """Whether a group with more than `batched_rows` rows is multiplied in two parts: those rows, and the others.
+
+    A wgrad is their sum. Where the result's dtype would round that twice, such a group is multiplied as a whole.
+    """
+    return launch.kernel == "grouped_matmul" or launch.call.dtype == _accumulator(launch.call, x)
+
+
+def _accumulator(call: Call, x: Operands) -> Any:
+    """The dtype of the sums."""
+    if x.lhs.scales is None and x.rhs.scales is None:
+        return accumulator_dtype(compute_dtype(x.lhs.data.dtype, x.rhs.data.dtype))
+    # Operands with scales are dequantised to it.
+    return jnp.float64 if jnp.float64 in (x.lhs.data.dtype, x.rhs.data.dtype, call.dtype) else jnp.float32
 
 
 _slice = partial(lax.dynamic_slice_in_dim, allow_negative_indices=False)
@@ -590,7 +627,7 @@ def _batched(launch: Launch, x: Operands) -> Array:
     A batch axis of both operands is folded into the group axis, one of a single operand into the letter that it keeps.
     So a dot has three letters besides the groups: XLA's CPU backend can't run every other one in bfloat16.
     """
-    call, p, (existing,) = launch.call, launch.call.product, x.epilogue
+    call, p, existing = launch.call, launch.call.product, x.epilogue.existing
     common = compute_dtype(x.lhs.data.dtype, x.rhs.data.dtype)
 
     def dot(lhs: Array, rhs: Array, axes: tuple[str, str, str]) -> Array:

@@ -1,0 +1,148 @@
+"""Annotations that tell the kinds of `GroupedTensor` apart, and name the group axis.
+
+    Rows[Float[GroupedTensor, "tokens d"], "g"]     ragged rows, `g` groups of them, in a buffer `[tokens, d]`
+    Float[Array, "g d f"]                           a matrix for each of the `g` groups
+
+jaxtyping is shown one array, `[g, tokens, d]`, and checks and binds its axes: all of them or, if one doesn't fit, none.
+"""
+
+from functools import reduce
+from operator import or_
+from types import UnionType
+from typing import TYPE_CHECKING, Any, NoReturn, Union, get_args, get_origin, no_type_check
+
+import jax
+from jaxtyping import AbstractArray, AbstractDtype, Shaped
+
+from ragged._errors import Site, describe
+from ragged.tensor.tensor import GroupedTensor
+
+
+class _Kind(type):
+    """The type of `Rows` and its like, and of what they are with subscripts."""
+
+    kind: str
+    shown: Any = None  # jaxtyping's annotation of what it is shown; of `Rows` without subscripts None
+    logical: bool = False  # whether the dtype is that of `dequantize()`, not that of the buffer
+
+    def __getitem__(cls, item: Any) -> Any:
+        buffer, *more = item if isinstance(item, tuple) else (item,)
+        if get_origin(buffer) in (Union, UnionType):
+            return reduce(or_, (cls[(each, *more)] for each in get_args(buffer)))
+        if buffer is GroupedTensor:
+            buffer = Shaped[GroupedTensor, "..."]
+        name = f"{cls.__name__}[{', '.join(map(_name, (buffer, *more)))}]"
+        if cls.shown is not None or len(more) not in (1, 2) or more[1:] not in ([], ["logical"]):
+            cls._fail(TypeError, name, 'what it takes is an annotation, the group axis and, if meant, "logical".')
+        if not (isinstance(buffer, type) and issubclass(buffer, AbstractArray) and buffer.array_type is GroupedTensor):
+            cls._fail(TypeError, name, f"{_name(buffer)} doesn't annotate a `GroupedTensor`.")
+        groups: Any = Shaped[jax.Array, str(more[0])]
+        if not isinstance(more[0], str | int) or len(groups.dims) != 1 or groups.index_variadic is not None:
+            cls._fail(ValueError, name, f"{more[0]!r} isn't one axis.")
+
+        class Of(AbstractDtype):
+            dtypes = buffer.dtypes
+
+        shown = Of[jax.ShapeDtypeStruct, f"{groups.dim_str} {buffer.dim_str}"]
+        logical = "logical" in more[1:]
+        return _Kind(name, (cls,), {"shown": shown, "logical": logical, "__module__": "ragged", "__qualname__": name})
+
+    # Not checked themselves, if this module is: they would bind axes for their own calls only.
+    @no_type_check
+    def __instancecheck__(cls, x: Any) -> bool:
+        return not cls.__instancecheck_str__(x)
+
+    @no_type_check
+    def __instancecheck_str__(cls, x: Any) -> str:
+        """Why `x` isn't what is annotated, in beartype's words `x violates ..., as <why>`; `""` if it is."""
+        if cls.shown is None:
+            cls._fail(TypeError, cls.__name__, "an annotation needs its axes.")
+        if not isinstance(x, GroupedTensor):
+            return f"this is {describe(x)}, not a GroupedTensor"
+        if not all(hasattr(leaf, "shape") for leaf in (x.data, *jax.tree.leaves(x))):
+            return "this tensor's leaves are not arrays"
+        if x.is_cotangent:
+            return "this is a cotangent or tangent, whose groups are unknown"
+        if x.is_stack:
+            return "this is a stack of tensors, with an axis in front: annotate what is mapped over it"
+        if x.kind != cls.kind:
+            return f"this tensor's kind is {x.kind}, not {cls.kind}"
+        dtype = x.logical_dtype if cls.logical else x.dtype
+        shown = jax.ShapeDtypeStruct((x.num_groups, *x.shape), dtype)
+        problem = cls.shown.__instancecheck_str__(shown)
+        return problem and f"its groups and buffer, {describe(shown)}, don't fit '{cls.shown.dim_str}': {problem}"
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        cls._fail(TypeError, cls.__name__, "an annotation can't be called.")
+
+    def _fail(cls, error: type[Exception], name: str, problem: str) -> NoReturn:
+        axes = "g k n" if cls.kind == "uniform" else "m k"
+        mend = f'As in `{cls.__name__.partition("[")[0]}[Float[GroupedTensor, "{axes}"], "g"]`.'
+        Site(name).fail(error, problem, mend)
+
+
+def _name(x: Any) -> str:
+    return x.__name__ if isinstance(x, type) else repr(x)
+
+
+if TYPE_CHECKING:
+    from typing import Annotated as Both
+    from typing import Annotated as Cols
+    from typing import Annotated as Rows
+    from typing import Annotated as Uniform
+else:
+
+    class Rows(metaclass=_Kind):
+        """Annotates ragged rows: `Rows[annotation, axis]`.
+
+        A tensor is one if it has ragged rows, if its buffer is what jaxtyping's `annotation` says, and if its number of
+        groups is `axis`: a name, which is bound with all the others, or a number.
+
+        **Subscripts:**
+
+        - `annotation`: a dtype and the buffer's axes, `Float[GroupedTensor, "tokens d"]`; `GroupedTensor` for any; a
+          union for one of several. The dtype is that of what is stored: of a quantised tensor `Float8e4m3fn`.
+        - `axis`: as an axis of jaxtyping's, but one: `"g"`, `"2*g"`, `"_"` for any number, 4.
+        - `"logical"`: last, if the dtype is that of `dequantize()` instead, float32 of all quantised tensors.
+
+        Traced tensors are checked like others. Cotangents, whose groups are unknown, stacks of tensors and tensors
+        whose leaves are no arrays are of none of the four kinds. To static type checkers it is `GroupedTensor`.
+
+        **Raises:** `TypeError` or `ValueError` for other subscripts.
+
+        !!! example
+            ```python
+            import jax.numpy as jnp
+            import ragged
+            from jax import Array
+            from jaxtyping import Float
+            from ragged import GroupedTensor, Rows, Uniform
+            def up(x: Rows[Float[GroupedTensor, "tokens d"], "g"], w: Float[Array, "g d f"]): ...
+            x = GroupedTensor(jnp.ones((16, 4)), first_dims=jnp.array([3, 5, 0, 4], jnp.int32))
+            assert isinstance(x, Rows[Float[GroupedTensor, "tokens d"], 4])
+            assert not isinstance(x, Uniform[Float[GroupedTensor, "g k n"], "g"])
+            ```
+        """
+
+        kind = "ragged rows"
+
+    class Cols(metaclass=_Kind):
+        """Annotates ragged columns, `Cols[Float[GroupedTensor, "d tokens"], "g"]`: see `Rows`."""
+
+        kind = "ragged columns"
+
+    class Both(metaclass=_Kind):
+        """Annotates ragged-both tensors, `Both[Float[GroupedTensor, "rows longest"], "g"]`: see `Rows`.
+
+        With `transposed` tensors, which are packed along columns, the buffer is `[longest, cols]`.
+        """
+
+        kind = "ragged both"
+
+    class Uniform(metaclass=_Kind):
+        """Annotates uniform tensors, `Uniform[Float[GroupedTensor, "g k n"], "g"]`: see `Rows`.
+
+        The group axis is the buffer's first: here both are `g`.
+        """
+
+        kind = "uniform"

@@ -1,0 +1,263 @@
+"""What runs where: layout × backend × dtype × transformation, as `docs/support.md` has it.
+
+    python -m tests.support          writes the page, or the file that is named
+
+Each combination is traced, and each product that it comes to is planned for each device, as its lowering does.
+`tests/test_support.py` compares the page, and computes some of each beside the oracle.
+"""
+
+import itertools
+import sys
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import Array
+from jax.sharding import AbstractDevice
+
+import ragged
+from ragged import GroupedTensor
+from ragged.backends.base import Target
+from ragged.product import lowering
+from ragged.product.operands import Call, Operands
+
+from .cases import LETTERS, NAMES
+
+PAGE = Path(__file__).parent.parent / "docs" / "support.md"
+GROUPS, CAPACITY, EXTENT = 4, 1024, 256
+
+PLATFORMS = {
+    "pallas_tpu": ("TPU v5e", "TPU7x"),
+    "triton_gpu": ("A100", "H200", "B200"),
+    "xla": ("CPU",),
+}
+DEVICES: dict[str, AbstractDevice | None] = {
+    "TPU v5e": AbstractDevice("TPU v5 lite", 1, "tpu"),
+    "TPU7x": AbstractDevice("TPU7x", 1, "tpu"),
+    **{name: AbstractDevice(f"NVIDIA {name}", None, "gpu") for name in ("A100", "L4", "H200", "B200")},
+    "CPU": None,
+}
+
+Product = Callable[[GroupedTensor, GroupedTensor], GroupedTensor]
+
+
+class Format(NamedTuple):
+    """Operands of a kind, made of float ones, and what multiplies them."""
+
+    operands: Callable[[GroupedTensor, GroupedTensor], tuple[GroupedTensor, GroupedTensor]]
+    product: Product = ragged.matmul
+
+
+def plain(dtype: str) -> Format:
+    return Format(lambda lhs, rhs: (lhs.astype(dtype), rhs.astype(dtype)))
+
+
+def quantised(dtype: str, scaling: str) -> Format:
+    """Both operands, along what is contracted."""
+    quantize = partial(ragged.quantize, dtype=jnp.dtype(dtype), scaling=scaling)
+    return Format(lambda lhs, rhs: (quantize(lhs), quantize(rhs.mT).mT))
+
+
+def by_recipe(recipe: str) -> Format:
+    return Format(plain("bfloat16").operands, partial(ragged.matmul, recipe=recipe))
+
+
+DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "int8", "int4")
+FORMATS: dict[str, Format] = {
+    **{f"`{name}`": plain(name) for name in DTYPES},
+    "`float8_e4m3fn`, `row` scales": quantised("float8_e4m3fn", "row"),
+    "`float8_e4m3fn`, `mx` scales": quantised("float8_e4m3fn", "mx"),
+    "`float4_e2m1fn`, `nvfp4` scales": quantised("float4_e2m1fn", "nvfp4"),
+    "`int8`, `row` scales": quantised("int8", "row"),
+    **{f"`bfloat16`, recipe `{name}`": by_recipe(name) for name in ("rowwise", "blockwise", "mxfp8", "nvfp4")},
+}
+
+
+class Like(NamedTuple):
+    """Tangents of both buffers, and a cotangent of the result's."""
+
+    lhs: Any
+    rhs: Any
+    out: Any
+
+
+def on_buffers(product: Product, lhs: GroupedTensor, rhs: GroupedTensor) -> Callable[[Array, Array], Array]:
+    return lambda a, b: product(lhs._replace_data(a), rhs._replace_data(b)).data
+
+
+def value(product: Product, lhs: GroupedTensor, rhs: GroupedTensor, like: Like) -> Any:
+    return product(lhs, rhs).data
+
+
+def jvp(product: Product, lhs: GroupedTensor, rhs: GroupedTensor, like: Like) -> Any:
+    return jax.jvp(on_buffers(product, lhs, rhs), (lhs.data, rhs.data), (like.lhs, like.rhs))[1]
+
+
+def grad(product: Product, lhs: GroupedTensor, rhs: GroupedTensor, like: Like) -> Any:
+    return jax.vjp(on_buffers(product, lhs, rhs), lhs.data, rhs.data)[1](like.out)
+
+
+def grad_of_grad(product: Product, lhs: GroupedTensor, rhs: GroupedTensor, like: Like) -> Any:
+    """The cotangents of both buffers, where those of the gradients are `like.lhs` and `like.rhs`."""
+
+    def gradients(a: Array, b: Array) -> Any:
+        return jax.vjp(on_buffers(product, lhs, rhs), a, b)[1](like.out)
+
+    return jax.vjp(gradients, lhs.data, rhs.data)[1]((like.lhs, like.rhs))
+
+
+def vmap(product: Product, lhs: GroupedTensor, rhs: GroupedTensor, like: Like, *, of_sizes: int | None = None) -> Any:
+    """Of two elements that are the same, with sizes of their own if `of_sizes` is 0."""
+
+    def with_sizes(x: GroupedTensor, leaves: GroupedTensor, sizes: Callable[[Any], Any]) -> GroupedTensor:
+        names = [name for name in ("first_dims", "last_dims") if getattr(x, name) is not None]
+        return leaves._with(**{name: sizes(getattr(x, name)) for name in names})
+
+    axes = [with_sizes(x, jax.tree.map(lambda _: 0, x), lambda _: of_sizes) for x in (lhs, rhs)]
+    stacked = [jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), x) for x in (lhs, rhs)]
+    if of_sizes is None:
+        stacked = [with_sizes(x, leaves, lambda sizes: sizes) for x, leaves in zip((lhs, rhs), stacked, strict=True)]
+    return jax.vmap(lambda a, b: product(a, b).data, tuple(axes))(*stacked)
+
+
+TRANSFORMATIONS: dict[str, Callable[[Product, GroupedTensor, GroupedTensor, Like], Any]] = {
+    "value": value,
+    "`jvp`": jvp,
+    "`grad`": grad,
+    "`grad` of `grad`": grad_of_grad,
+    "`vmap`": vmap,
+    "`vmap`, sizes too": partial(vmap, of_sizes=0),
+}
+DIFFERENTIATES = ("`jvp`", "`grad`", "`grad` of `grad`")
+
+
+def shapes(layout: str) -> tuple[GroupedTensor, GroupedTensor]:
+    """Operands of a layout, as shapes."""
+
+    def tensor(letters: str) -> GroupedTensor:
+        is_ragged = [letter in LETTERS[layout] for letter in letters]
+        shape = [CAPACITY if each else EXTENT for each in is_ragged]
+        shape = [CAPACITY, EXTENT] if all(is_ragged) else shape if any(is_ragged) else [GROUPS, *shape]
+        sizes = [jax.ShapeDtypeStruct((GROUPS,), jnp.int32) if each else None for each in is_ragged]
+        return GroupedTensor(jax.ShapeDtypeStruct(tuple(shape), jnp.float32), *sizes)
+
+    return tensor("mk"), tensor("kn")
+
+
+def like(format: Format, lhs: GroupedTensor, rhs: GroupedTensor) -> Like:
+    return Like(lhs.data, rhs.data, jax.eval_shape(format.product, lhs, rhs).data)
+
+
+@cache
+def backend_of(avals: tuple[Any, ...], tree: Any, call: Call, device: str) -> str:
+    """What computes a product on a device."""
+    on = DEVICES[device]
+    platform = "cpu" if on is None else lowering.platform_name(on.platform)
+    with lowering.target_of(platform, call.options, on) as target:
+        return lowering.launch_of(platform, tree.unflatten(avals), call, target).backend
+
+
+def planned(fn: Callable[..., Any], args: Any, devices: Iterable[str]) -> dict[str, str]:
+    """Which backends compute the products of `fn(*args)` on each device; or the error, of which it says the first line.
+
+    It is lowered with zeros in place of the products.
+    """
+    found = set[Any]()
+
+    def zeros(platform: str, x: Operands, call: Call, target: Target) -> Array:
+        leaves, tree = jax.tree.flatten(x)
+        found.add((tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves), tree, call))
+        batch = call.batch(x) if call.out_batch else None
+        return jnp.zeros(call.shape if batch is None else (batch, *call.shape), call.dtype)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lowering, "compute", zeros)
+        try:
+            jax.jit(lambda *args: fn(*args)).lower(*args)  # not `fn` itself, whose program JAX would keep
+        except (TypeError, ValueError, NotImplementedError) as error:
+            return dict.fromkeys(devices, f"{type(error).__name__}: {str(error).partition('\n')[0]}")
+    assert found
+    return {device: " and ".join(sorted({backend_of(*product, device) for product in found})) for device in devices}
+
+
+Cell = dict[str, dict[str, str]]  # by layout and device
+
+
+def found() -> dict[tuple[str, str], Cell]:
+    """By format and transformation. Integers, which JAX doesn't differentiate, have no derivatives."""
+    cells: dict[tuple[str, str], Cell] = {}
+    devices = [*itertools.chain(*PLATFORMS.values())]
+    for (name, format), layout in itertools.product(FORMATS.items(), NAMES):
+        with jax.enable_x64(name == "`float64`"):
+            lhs, rhs = jax.eval_shape(format.operands, *shapes(layout))
+            args = lhs, rhs, like(format, lhs, rhs)
+            for what, transform in TRANSFORMATIONS.items():
+                if what not in DIFFERENTIATES or jnp.issubdtype(lhs.dtype, jnp.floating):
+                    cell = cells.setdefault((name, what), {})
+                    cell[layout] = planned(partial(transform, format.product), args, devices)
+    return cells
+
+
+HEAD = """# What is supported
+
+Which combinations of layout, backend, dtype and transformation there are, and what computes them. Written by
+`python -m tests.support`, which lowers each combination, and plans each of its products for each device.
+`tests/test_support.py` compares this page, and computes some of the combinations, with the kernels interpreted, beside
+a loop over groups in NumPy and float64.
+
+- ●: the backend's own kernels, in all eight layouts. ◐: in some, and XLA's in others. ○: XLA's in all. –: an error, or
+  nothing: integers have no derivatives.
+- Both operands have one format. Those with scales are quantised along what is contracted; a recipe quantises operands
+  of bfloat16.
+- `jvp` and `grad` are by both operands. `vmap` maps both, with the same sizes for each element or, with "sizes too",
+  sizes of its own.
+- `jit`, `scan` and `remat` run the same products.
+"""
+
+
+def page(cells: dict[tuple[str, str], Cell]) -> str:
+    notes: list[str] = []
+
+    def mark(cell: Cell | None, device: str, backend: str) -> str:
+        if cell is None:
+            return "–"
+        others = {layout: each[device] for layout, each in cell.items() if each[device] != backend}
+        errors = {text for text in others.values() if "Error: " in text}
+        assert not errors or (len(errors) == 1 and len(others) == len(NAMES))
+        if not others:
+            return "●"
+        if not errors and len(others) == len(NAMES) and set(others.values()) == {"xla"}:
+            return "○"
+        words = {"xla": "XLA's kernels", f"{backend} and xla": "XLA's kernels for some of the products"}
+        said = (
+            f"{words[text]}: {', '.join(f'`{layout}`' for layout in others if others[layout] == text)}."
+            for text in sorted(set(others.values()) - errors)
+        )
+        text = " ".join(errors or said)
+        if text not in notes:
+            notes.append(text)
+        return f"{'–' if errors else '◐'} ({notes.index(text) + 1})"
+
+    lines = [HEAD]
+    for backend, devices in PLATFORMS.items():
+        title = {"pallas_tpu": "TPUs", "triton_gpu": "NVIDIA's GPUs", "xla": "CPUs, and any other platform"}[backend]
+        lines += [f"## {title}: `{backend}`", "", f"| operands | on | {' | '.join(TRANSFORMATIONS)} |"]
+        lines += ["|---" * (len(TRANSFORMATIONS) + 2) + "|"]
+        for name in FORMATS:
+            rows: dict[tuple[str, ...], list[str]] = {}
+            for device in devices:
+                row = tuple(mark(cells.get((name, what)), device, backend) for what in TRANSFORMATIONS)
+                rows.setdefault(row, []).append(device)
+            for row, on in rows.items():
+                lines += [f"| {name} | {'all' if len(on) == len(devices) else ', '.join(on)} | {' | '.join(row)} |"]
+        lines += [""]
+    lines += ["## Notes", "", *(f"{i}. {text}" for i, text in enumerate(notes, 1))]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    Path(*sys.argv[1:] or [PAGE]).write_text(page(found()))
