@@ -20,27 +20,37 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A `sampled` test runs by default in 2 cases, that show as many values of its parameters as 2 can; the others are
-    `long`. `sampled(3)`: in 3 cases.
+    """Which cases of a `sampled` test run when: by default one, or none of a `sampled(0)` test; as `long` those that
+    show every other value of each parameter; the other combinations as `slow`. A case that is itself marked `long` is
+    none of the first.
     """
     tests: dict[str, dict[pytest.Item, set[tuple[str, str]]]] = {}
     most: dict[str, int] = {}
     for item in items:
         sampled, test = item.get_closest_marker("sampled"), item.nodeid.partition("[")[0]
-        if sampled and hasattr(item, "callspec") and not {"long", "slow"} & {mark.name for mark in item.iter_markers()}:
-            values = {(name, repr(value)) for name, value in item.callspec.params.items()}  # pyright: ignore
-            tests.setdefault(test, {})[item] = values
-            most[test] = sampled.args[0] if sampled.args else 2
+        if sampled and not item.get_closest_marker("slow"):
+            most[test] = sampled.args[0] if sampled.args else 1
+            values = item.callspec.params if hasattr(item, "callspec") else {"": ""}  # pyright: ignore
+            tests.setdefault(test, {})[item] = {(name, repr(value)) for name, value in values.items()}
     for test, cases in tests.items():
         unseen = set[tuple[str, str]]().union(*cases.values())
-        for _ in range(most[test]):
-            if not unseen:
-                break
+
+        def shows(item: pytest.Item, cases: dict = cases, unseen: set = unseen) -> tuple[int, int]:
             # Of those that show the most, any: the layouts of one test are not those of another.
-            chosen = max(cases, key=lambda item: (len(cases[item] & unseen), crc32(item.nodeid.encode())))
+            return len(cases[item] & unseen), crc32(item.nodeid.encode())
+
+        short = [item for item in cases if not item.get_closest_marker("long")]
+        for _ in range(min(most[test], len(short))):
+            chosen = max(short, key=shows)
+            short.remove(chosen)
             unseen -= cases.pop(chosen)
+        while unseen:
+            chosen = max(cases, key=shows)
+            unseen -= cases.pop(chosen)
+            chosen.add_marker("long")
         for item in cases:
-            item.add_marker("long")
+            item.own_markers = [mark for mark in item.own_markers if mark.name != "long"]
+            item.add_marker("slow")
 
 
 os.environ["RAGGED_TUNING_CACHE"] = "off"  # whatever was measured on this machine

@@ -117,7 +117,6 @@ def test_map_errors(kind: str, fn: Callable[[Array], Array], axes: list[int], sh
 # --- operators ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     "scalar",
     [2, -1.5, np.float32(2.5), np.array(2.5, np.float32), jnp.float32(2.5)],
@@ -456,7 +455,6 @@ def reduced(e: Example, name: str, axis: int | None, empty: float) -> np.ndarray
     return out
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_reductions(kind: str) -> None:
     """B4: NaN in the tail counts for nothing; groups, rows and columns without elements give `empty`."""
@@ -539,7 +537,6 @@ def test_max_of_negatives() -> None:
         assert x.max(-1, empty=-1).tolist() == [-1] * 4
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", RAGGED)
 def test_no_nan_on_the_way(kind: str) -> None:
     """Empty groups, rows without columns and the tail cost users of `jax.debug_nans` no false alarm."""
@@ -571,7 +568,6 @@ def test_reductions_of_mT(kind: str, axis: int | None) -> None:
     np.testing.assert_allclose(x.mT.sum(axis), x.sum(swapped), rtol=1e-6)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("axis", [None, -1, -2])
 @pytest.mark.parametrize("kind", RAGGED)
 def test_gradients_of_reductions(kind: str, axis: int | None) -> None:
@@ -760,7 +756,7 @@ def test_gradients_are_summed_in_float32() -> None:
     check_sums([1, 0, 127, 128, 129, 1000, 14_000], 16_384, jnp.bfloat16, 1.0)
 
 
-@pytest.mark.long
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64])
 @pytest.mark.parametrize("sizes", [[100_000], [1, 2, 0, 40_000, 59_997], [10] * 10_000, [99_000]], ids=str)
 def test_gradients_of_many_rows(sizes: list[int], dtype: Any) -> None:
@@ -780,7 +776,7 @@ def test_sums_do_not_drift() -> None:
         )
 
 
-@pytest.mark.long
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @pytest.mark.parametrize("sizes", [[2_000_000], [1, 1_500_000, 3, 0, 499_000]], ids=str)
 def test_sums_of_many_rows(sizes: list[int], dtype: Any) -> None:
@@ -888,7 +884,6 @@ def test_without_groups() -> None:
 # --- containment ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_bad_group(kind: str) -> None:
     """B4: NaN or infinity in one group never touches another, nor the tail: values and gradients, to the bit."""

@@ -48,7 +48,6 @@ def tails_are_zero(x: GroupedTensor) -> None:
 # --- operators ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_comparisons(kind: str) -> None:
     """With numbers and tensors, from both sides: bools, False in the tail."""
@@ -83,7 +82,6 @@ def test_equality_and_hashes() -> None:
     check_error(lambda: bool(x == x), ValueError, "`bool(GroupedTensor)`: a tensor has many truth values.\n")
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_powers_and_absolute_values(kind: str) -> None:
     e = example(kind)
@@ -127,7 +125,6 @@ def check_groups(out: GroupedTensor | Any, want: list[np.ndarray], rtol: float =
 # --- broadcasts -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_vector_meets_every_row(kind: str) -> None:
     """`(d,)` plain where the last dim isn't ragged, or wrapped; its gradient is summed in float32, without the tail."""
@@ -165,7 +162,6 @@ def test_a_vector_that_could_be_one_value_a_group() -> None:
     check_error(lambda: x + per_column(v[:3]), ValueError, "`ragged.per_column(v)`: `v` must have shape (4,) here.")
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("axis", [None, -1, -2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_keepdims(kind: str, axis: int | None) -> None:
@@ -208,7 +204,6 @@ def test_what_does_not_stretch() -> None:
     check_error(lambda: u + GroupedTensor(floats(2, 1, 3)), ValueError, "the two are ragged in different ways.")
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_map_of_several(kind: str) -> None:
     """Tensors, wrapped values and numbers, in the order they are given; NaN tails of all stay out."""
@@ -236,7 +231,6 @@ def test_map_of_several_refuses() -> None:
 # --- sizes ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", RAGGED)
 def test_sizes_of_two_tensors(kind: str) -> None:
     """Compared where they are known; where they are traced, by `validate(like=...)`, at run time."""
@@ -262,7 +256,6 @@ def test_sizes_of_two_tensors(kind: str) -> None:
 ENDS = [(0, 2), (None, -1), (-2, None), (1, -1), (None, None), (2, 1), (-1, 2), (9, None)]
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_slices(kind: str) -> None:
     """Every way to say one, along both dims: the groups are NumPy's slices."""
@@ -281,7 +274,6 @@ def test_slices(kind: str) -> None:
         assert [packed(*ends).capacity for ends in ENDS] == [8, 11, 8, 11, 11, 0, 11, 11]
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", RAGGED)
 def test_slices_by_arrays(kind: str) -> None:
     """Ends that are traced, one for all or one a group, along a ragged dim."""
@@ -295,7 +287,6 @@ def test_slices_by_arrays(kind: str) -> None:
     assert out.capacity == CAPACITY
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", RAGGED)
 def test_gradients_of_slices(kind: str) -> None:
     """One where an element is kept, exactly zero elsewhere; of a map over tensors, and of the gradient."""
@@ -363,7 +354,6 @@ def attended(group: np.ndarray, causal: bool = False, window: Any = None) -> np.
 ROWS, COLUMNS = (1, 0, 3, 4, 2), (3, 2, 0, 2, 2)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_masked_softmax(kind: str) -> None:
     """Aligned at the last row and column of each group; what is not seen may be NaN and touches nothing."""
@@ -383,7 +373,6 @@ def test_masked_softmax(kind: str) -> None:
         np.testing.assert_allclose(out.data, e.pack([attended(g, **mask) for g in e.groups]), rtol=2e-6, atol=1e-8)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", BOTH)
 def test_gradients_of_a_masked_softmax(kind: str) -> None:
     """Against differences in float64, with NaN in the tail and where no row sees; a traced window is the same."""
@@ -425,7 +414,6 @@ def test_attention_of_new_queries() -> None:
     np.testing.assert_allclose(ragged.matmul(whole, k)[0], want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize("window", [-1, True, (1,), (1, 2, 3), 1.5, (0, -2), "all", (jnp.ones(2, jnp.int32), 0)])
 def test_windows_that_are_none(window: Any) -> None:
     x = GroupedTensor(floats(4, 4), ints(2), ints(2))
@@ -505,7 +493,6 @@ def test_what_takes_pytrees_takes_tensors() -> None:
 # --- cotangents -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", RAGGED)
 def test_cotangents_are_usable(kind: str) -> None:
     """U3: `len` where it is known, arithmetic and maps of several, which take the groups of a tensor among them."""

@@ -251,6 +251,7 @@ def page(*names: str) -> str:
 NAMES = [name for name, _ in plots.tables(a_report())]
 
 
+@pytest.mark.long
 def test_plots(tmp_path: Path) -> None:
     """Each plot that there are figures for; the same bytes each time, and no date."""
     (tmp_path / "cpu.json").write_text(json.dumps(a_report()))

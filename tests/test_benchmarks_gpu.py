@@ -63,6 +63,7 @@ def test_the_first_minutes_outlive_what_breaks(tmp_path: Path, monkeypatch: pyte
     assert list(broken)[1] not in swept["forward"]
 
 
+@pytest.mark.long
 def test_what_is_left_when_the_time_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     main(["--dry", "--first", "launch", "--budget", "-1", "--json", str(tmp_path / "out.json")])

@@ -30,7 +30,7 @@ from .test_options import (  # noqa: F401
 )
 from .test_transforms import SUBSETS, check_vmap, test_experts_over_a_mesh, test_shard_map  # noqa: F401
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.sampled(0)
 
 
 @pytest.fixture(autouse=True)

@@ -143,7 +143,7 @@ def test_of_another_module(test: Callable[..., None], arguments: tuple[Any, ...]
     test(*arguments)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("test, blocks", [("test_rows", ((1, 128), (None, 1))), ("test_groups", ((1, None), None))])
 def test_scaled(backend: str, test: str, blocks: tuple[Any, ...]) -> None:
     """K23: by row, column and contracted block."""

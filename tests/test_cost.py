@@ -67,7 +67,6 @@ def temporary(program: jax.stages.Lowered) -> int:
     return memory.temp_size_in_bytes
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", NAMES)
 def test_temporary_memory(layout: str) -> None:
     """At 64 groups, forward and backward need at most twice the size of operands and results besides."""
@@ -79,7 +78,6 @@ def test_temporary_memory(layout: str) -> None:
     )
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", [name for name in NAMES if name != "batched"])
 def test_the_program_does_not_grow_with_the_groups(layout: str) -> None:
     """With 8 times the groups: as many instructions, and temporary memory that grows by the list of groups alone.

@@ -16,7 +16,10 @@ import ragged
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-DEAR = {"experts.md", "quantisation.md", "sharding.md", "start.md", "transformations.md", "tuning.md"}
+DEAR = {
+    *("experts.md", "guide.md", "layouts.md", "quantisation.md", "sharding.md", "start.md"),
+    *("transformations.md", "tuning.md", "error_table.error_table"),
+}
 BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 
 
@@ -115,7 +118,10 @@ def test_the_pictures_are_those_of_the_script() -> None:
 DOCSTRINGS = docstrings()
 
 
-@pytest.mark.parametrize("name, code", DOCSTRINGS, ids=[name for name, _ in DOCSTRINGS])
+@pytest.mark.parametrize(
+    "name, code",
+    [pytest.param(name, code, marks=[pytest.mark.long] * (name in DEAR), id=name) for name, code in DOCSTRINGS],
+)
 def test_docstrings_run(name: str, code: str) -> None:
     with jax_defaults():
         exec(compile(code, name, "exec"), {})

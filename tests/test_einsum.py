@@ -458,7 +458,7 @@ def test_options() -> None:
 @pytest.mark.parametrize(
     "spec, shape", [("t h d, g d e h -> t h e", (3, 5, 4, 2)), ("t h d, g d e -> t e h", (3, 5, 4))]
 )
-@pytest.mark.sampled(1)
+@pytest.mark.sampled
 def test_quantised(scaling: Any, spec: str, shape: tuple[int, ...]) -> None:
     """U1, T7: as of the values that the operands stand for."""
     x = ragged.quantize(X, jnp.float8_e4m3fn, scaling)

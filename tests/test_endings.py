@@ -110,7 +110,7 @@ def check(
     assert not any(exact(each)[outside].any() for each in got)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("stored", STORED, ids=str)
 @pytest.mark.parametrize("activation", FUNCTIONS)
 @pytest.mark.parametrize("layout", ["forward", "batched"])
@@ -125,7 +125,7 @@ def test_every_ending(
     assert [name for name, _ in launches] == [backend]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("held", [(1, 2), (-1, 3), (4, 3)])
 @pytest.mark.parametrize("stored", [(True, True, True), (True, True)], ids=str)
 def test_rows_of_groups_that_are_not_held(
@@ -138,7 +138,7 @@ def test_rows_of_groups_that_are_not_held(
     check(kernels[0], "sigmoid", stored, sizes=sizes, held=held)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("gated", [True, False])
 def test_a_group_keeps_its_nan(gated: bool, kernels: tuple[str, ran.Launches]) -> None:
     """K18: of rows, of an empty group's matrices, and of its biases."""
@@ -162,7 +162,7 @@ QUANTISED = {  # scales' extents and blocks, of `x [24, k]` and of `w [5, n, k]`
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("way", QUANTISED)
 def test_quantised(way: str, gated: bool, kernels: tuple[str, ran.Launches]) -> None:
@@ -210,7 +210,7 @@ def test_quantised(way: str, gated: bool, kernels: tuple[str, ran.Launches]) -> 
 only_gpu = pytest.mark.parametrize("kernels", ["triton_gpu"], indirect=True)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled
 @only_gpu
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("stored", [(True, True, True), (True, True)], ids=str)

@@ -85,7 +85,7 @@ def close(got: Any, want: Any, dtype: str) -> None:
     assert got.shape == want.shape and np.max(np.abs(got - want), initial=0) <= limit * np.max(np.abs(want), initial=1)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("has_bias", ["per group", "shared", "none"])
 @pytest.mark.parametrize("activation", FUNCTIONS)
@@ -131,7 +131,7 @@ def test_values_and_gradients(layout: str, activation: str | None, has_bias: str
         check(dbias, *((sums, bounds) if bias.ndim == 2 else (sums.sum(0), bounds.sum(0))))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize("save", ["pre", "out"])
 @pytest.mark.parametrize("activation", FUNCTIONS)
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -290,6 +290,7 @@ def test_a_group_keeps_its_nan() -> None:
         assert [bool(np.isfinite(each).all()) for each in np.asarray(matrices)] == [i != 2 for i in range(5)]
 
 
+@pytest.mark.long
 def test_shards_of_groups() -> None:
     """K13: groups 1 to 3, their weights and biases; rows of others are zero, by an activation that isn't 0 at 0 too."""
     x, w, _, bias = operands()

@@ -89,7 +89,7 @@ def gradients(f: Any) -> Any:
     return jax.jit(jax.grad(loss, (0, 1, 2, 4)))
 
 
-@pytest.mark.long
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("transport", ["dense", "ring"])
 def test_values_and_gradients(transport: str, check_vma: bool) -> None:
@@ -128,7 +128,7 @@ def test_transformations(transport: str) -> None:
         np.testing.assert_allclose(g, w, rtol=1e-3, atol=2e-4)
 
 
-@pytest.mark.long
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("chunks", [3, 5])
 @pytest.mark.parametrize("transport", ["dense", "ring"])
 def test_chunks(transport: str, chunks: int) -> None:
@@ -164,7 +164,7 @@ def rounded(x: np.ndarray, scaling: str) -> np.ndarray:
     return out
 
 
-@pytest.mark.long
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("wire, width", [("mxfp8", 80 + 3), ("rowwise", 80 + 4)])
 @pytest.mark.parametrize("transport", ["dense", "ring"])
@@ -215,7 +215,7 @@ def kept(ids: np.ndarray, each: int, chunks: int = 1) -> np.ndarray:
     return keep
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("chunks, each", [(1, 5), (3, 2)])
 @pytest.mark.parametrize("transport", ["dense", "ring"])
 def test_capacity(transport: str, chunks: int, each: int) -> None:
@@ -364,7 +364,7 @@ def test_ragged_sends_rows_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(sent) == sorted(of_device + to_device)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_ragged_is_lowered(platform: str) -> None:
     """D4: two exchanges forward, and two backward."""

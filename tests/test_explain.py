@@ -177,7 +177,7 @@ def test_explain_says_what_is_lowered(machine: str, layout: str, call: str, said
     assert check(machine, layout, **CALLS[call]) == said
 
 
-@pytest.mark.long
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("layout", [*NAMES, *SHARED])
 @pytest.mark.parametrize("machine", MACHINES)
 def test_explain_says_what_is_lowered_everywhere(machine: str, layout: str) -> None:
@@ -226,7 +226,7 @@ def check_mapped(machine: str, layout: str, mapped: str) -> list[Launch]:
     return planned
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled
 @pytest.mark.parametrize("mapped", ["sizes", "lhs"])
 @pytest.mark.parametrize("layout", [name for name in NAMES if name != "batched"])
 @pytest.mark.parametrize("machine", MACHINES)
@@ -283,6 +283,7 @@ def check_symbolic_explanation() -> None:
         assert (record["capacity"], record["tail"]) == ({"m": "rows"}, None)
 
 
+@pytest.mark.long
 def test_symbolic_extents_lower_to_their_launch() -> None:
     """T10, B5: kernels are for extents that are known; XLA's loops take any.
 

@@ -147,7 +147,7 @@ def check_counts(counts: Counter[str], backend: str, lhs: Any, rhs: Any, **optio
     return list(plans)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["zipf", "half_empty", "giant"])
 @pytest.mark.parametrize("layout", NAMES)
 @pytest.mark.parametrize("backend", KERNELS)
@@ -162,7 +162,7 @@ def test_counts_are_what_kernels_execute(backend: str, layout: str, kind: str, e
     check_counts(executed, backend, case.lhs, case.rhs, tiling=(16, 32, 64) if backend == "triton_gpu" else tiling)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("backend", KERNELS)
 def test_counts_of_large_tiles(backend: str, executed: Counter[str]) -> None:
     """T10, K25: tiles that groups share are multiplied in chunks on a TPU; several steps of what is contracted."""
@@ -185,7 +185,7 @@ def test_counts_of_one_dot_for_all_groups(sizes: list[int], visits: int, execute
     assert plans[0].visits == visits
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("offset", [-1, 1, 4])
 @pytest.mark.parametrize("backend", KERNELS)
 def test_counts_of_a_shard(backend: str, offset: int, executed: Counter[str]) -> None:
@@ -277,7 +277,7 @@ def test_sources() -> None:
     assert ragged.explain(x, w, tiling=(64, 64, 64), platform="cuda").plan().source == "tiling"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize("recipe", PRESETS)
 def test_dtypes_and_scales_of_recipes(recipe: str) -> None:
     """T10, Q: each of the three products has its own, along what it contracts: a wgrad's, tokens."""

@@ -30,7 +30,7 @@ def launches() -> Iterator[ran.Launches]:
 TILED = {"k in three parts": {"tiling": (16, 128, 128)}, "n in parts": {"tiling": (8, 384, 128)}, "whole": {}}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled
 @pytest.mark.parametrize("how", TILED)
 @pytest.mark.parametrize("activation", FUNCTIONS)
 @pytest.mark.parametrize("layout", ["forward", "batched"])
@@ -184,7 +184,7 @@ def test_a_second_matrix_takes_memory() -> None:
     assert tiles.vmem(trained, tile) - tiles.vmem(gated, tile) == 2 * 2 * 512 * 128 * 2
 
 
-@pytest.mark.long
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     "activation, generation",
     [

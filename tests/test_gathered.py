@@ -112,7 +112,7 @@ def test_equals_dispatch_and_the_oracle() -> None:
             np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["top 2", "an empty group", "some to no group"])
 @pytest.mark.parametrize("dtype, d", [(jnp.float32, D), (jnp.bfloat16, 40), (jnp.float32, 7)])
 def test_the_gpu_kernel_reads_by_index(name: str, dtype: Any, d: int, kernels: list[tuple[str, bool]]) -> None:
@@ -238,7 +238,7 @@ def test_shard_map(check_vma: bool) -> None:
     assert_same(gradients(WAYS[0]), gradients(WAYS[1]))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
 def test_sharded_operands_are_dispatched(kind: AxisType) -> None:
     """What XLA or `matmul` shares among devices is a product of rows that are there."""
@@ -268,7 +268,7 @@ def _indexed(function: Callable[..., Array], *args: Any) -> list[bool]:
     return [each.params["tree"].unflatten(each.invars).gather is not None for each, _ in found]
 
 
-@pytest.mark.long
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4", "delayed"])
 @pytest.mark.parametrize("name", ["top 2", "some to no group"])
 def test_recipes(recipe: str, name: str) -> None:
@@ -286,7 +286,7 @@ def test_recipes(recipe: str, name: str) -> None:
     assert_same(gradients(WAYS[0]), gradients(WAYS[1]))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8", "nvfp4"])
 def test_a_token_is_quantised_once(recipe: str) -> None:
     """And not for each of its groups."""
@@ -412,7 +412,7 @@ def avals(dtype: Any, tokens: int = 4096, groups: int = 8, d: int = 2048, n: int
     return tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes)
 
 
-@pytest.mark.long
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("chip", list(gpu.ARCHITECTURES))
 @pytest.mark.parametrize("shape", [{}, {"groups": 64, "tokens": 512}, {"d": 1000, "n": 1000}], ids=str)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])

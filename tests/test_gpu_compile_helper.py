@@ -145,7 +145,7 @@ def test_ampere_without_tma() -> None:
     assert counts["HMMA"] > 0 and counts["UTMALDG"] == 0
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernel", [pointers, descriptors])
 def test_blackwell(kernel: Any) -> None:
     counts = compile_one("NVIDIA B200", partial(matmul, kernel=kernel), *BF16).sass_counts
@@ -204,7 +204,7 @@ def test_a_gpu_that_is_here_is_ignored() -> None:
         assert ".target sm_90a" in compile_one("NVIDIA H200", matmul, *BF16).ptx
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernel", [pointers, descriptors])
 def test_whole_program(kernel: Any) -> None:
     def program(x: Any, y: Any) -> Any:

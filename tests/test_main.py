@@ -106,7 +106,7 @@ def test_info(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: p
     assert "none: `RAGGED_TUNING_CACHE` says so" in run(capsys, "info")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize("layout", NAMES)
 def test_explain_of_each_layout(layout: str, capsys: pytest.CaptureFixture[str]) -> None:
     """T10: shapes and sizes on the command line, as JSON."""

@@ -26,7 +26,6 @@ def check(case: cases.Case, out: GroupedTensor) -> None:
     case.assert_tail_zero(out)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("g", [1, 3, 8, 64])
 @pytest.mark.parametrize("layout", NAMES)
 def test_every_layout_and_spread(layout: str, g: int) -> None:
@@ -39,7 +38,6 @@ def test_every_layout_and_spread(layout: str, g: int) -> None:
         assert out.first_dims is case.lhs.first_dims and out.last_dims is case.rhs.last_dims
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("lhs_last, rhs_last", [(True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("layout", NAMES)
 def test_operands_seen_through_mT(layout: str, lhs_last: bool, rhs_last: bool) -> None:

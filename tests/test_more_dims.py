@@ -75,7 +75,7 @@ def test_inspection(kind: str, more: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 def test_arithmetic(kind: str) -> None:
     x, groups = example(kind)
     assert_groups(2 * x - x / 4 + 1, [1.75 * g + 1 for g in groups], kind)
@@ -103,7 +103,7 @@ def test_arithmetic(kind: str) -> None:
 @pytest.mark.parametrize("more", MORE.values(), ids=MORE)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["sum", "mean", "max"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 def test_reductions(name: str, kind: str, more: tuple[int, ...]) -> None:
     """Of all of a group, of its first dim, and of each of the others; `empty` where there is nothing."""
     x, groups = example(kind, more)
@@ -132,7 +132,7 @@ def test_reductions(name: str, kind: str, more: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.sampled(1)
+@pytest.mark.sampled
 def test_gradients_of_arithmetic(kind: str) -> None:
     """B4: NaN around the groups reaches none."""
     x, groups = example(kind)
@@ -190,7 +190,7 @@ def test_route() -> None:
 
 @pytest.mark.parametrize("scaling", ["tensor", "group", "row", "column", (1, 3), (2, 3), "mx"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 def test_quantize(kind: str, scaling: Any) -> None:
     """T6: each head has scales of its own, as a tensor of its own has them; "group" and "tensor" are for all."""
     x, groups = example(kind)
@@ -246,7 +246,7 @@ PRODUCTS = {
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 def test_matmul(name: str) -> None:
     """T6: the last dim of `lhs` meets the first of the groups of `rhs`, as in `jnp.tensordot`; gradients too."""
     (lhs, left), (rhs, right) = PRODUCTS[name]
@@ -312,7 +312,7 @@ def test_errors_of_matmul() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
-@pytest.mark.sampled(1)
+@pytest.mark.sampled
 def test_stacks(kind: str) -> None:
     """A stack is what has several rows of dims, whatever the rank of its buffer."""
     x, groups = example(kind)
@@ -327,7 +327,7 @@ def test_stacks(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 def test_cotangents(kind: str) -> None:
     """U3: with dims None they count as uniform, but next to the tensor itself."""
     x, groups = example(kind)

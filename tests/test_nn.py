@@ -228,6 +228,7 @@ def test_memory_of_a_training_step(case: str, hbm: float, temp: float) -> None:
     assert not [name for name in passes[1] if name.startswith("multiply")], passes
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("options", [{}, {"normalize": True, "gated": False}], ids=str)
 def test_no_tokens(options: dict[str, Any]) -> None:
     """No rows, and gradients and statistics of zeros."""
@@ -271,7 +272,7 @@ def mesh_of(axes: dict[str, int], kind: AxisType) -> Any:
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
 
 
-@pytest.mark.long
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("kind", AxisType, ids=str)
 @pytest.mark.parametrize("transport", ["dense", "ring"])
 @pytest.mark.parametrize("name", MESHES)

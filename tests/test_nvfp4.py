@@ -32,7 +32,7 @@ def test_the_tables_are_the_formats() -> None:
     np.testing.assert_array_equal(np.arange(127, dtype=np.uint8).view(jnp.dtype(E4M3)).astype(np.float64), E4M3_VALUES)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("block", [(1, 16), (None, 4), (16, 16), (1, None)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_values(kind: str, block: Block) -> None:
@@ -97,7 +97,7 @@ def test_what_is_not_finite(bad: float) -> None:
     np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled
 @pytest.mark.parametrize("layout", NAMES)
 def test_products(layout: str) -> None:
     """F4, T7: of both operands and of one, in float32, against the tables' values; NaN tails, empty groups."""
@@ -164,7 +164,7 @@ def test_what_runs() -> None:
 UNITS = "triton_gpu multiplies float4_e2m1fn on GPUs of compute capability 10.0 and 10.3, both operands with scales"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "chip, rhs, reason",
     [

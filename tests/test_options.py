@@ -110,7 +110,6 @@ def test_int8_is_exact_over_the_full_range(layout: str) -> None:
     assert np.array_equal(np.asarray(out), want)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", NAMES)
 def test_preferred_element_type(layout: str) -> None:
     """K24, K26: the accumulator is float32 whatever the operands are, and is rounded once."""
@@ -122,7 +121,6 @@ def test_preferred_element_type(layout: str) -> None:
     assert np.array_equal(np.asarray(out.data.astype(jnp.bfloat16)), np.asarray(rounded.data))
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", NAMES)
 def test_existing_out(layout: str) -> None:
     """O7: added before rounding; its own tail, NaN here, comes out zero; its gradient is the identity on real
@@ -166,7 +164,6 @@ def test_existing_out_is_added_in_the_accumulator() -> None:
     assert want != np.asarray((x.data * w[0]).astype(jnp.bfloat16) + existing)[0, 0]
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float8_e5m2"])
 @pytest.mark.parametrize("result", ["float8_e4m3fn", "float16", "bfloat16"])
 @pytest.mark.parametrize("layout", ["batched", "forward", "wgrad", "outer"])
@@ -183,7 +180,6 @@ def test_narrow_results_that_are_added_to(layout: str, result: str, dtype: str) 
     assert np.array_equal(np.asarray(out.data), np.asarray(want.astype(result)))
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", NAMES)
 def test_a_float_that_integers_are_added_to(layout: str) -> None:
     """O7: halves survive the integer accumulator."""
@@ -194,7 +190,6 @@ def test_a_float_that_integers_are_added_to(layout: str) -> None:
     assert np.array_equal(np.asarray(out.data), np.asarray(bare.data) + np.asarray(halves.data))
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("offset", [-9, -2, 0, 1, 3, 5, 2**31 - 1, -(2**31)])
 @pytest.mark.parametrize("layout", ["forward", "forward_left", "wgrad"])
 def test_group_offset(layout: str, offset: int) -> None:
@@ -293,7 +288,6 @@ def test_tiles_of_ragged_dims_are_honoured(layout: str) -> None:
     assert largest(None) > 8
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", NAMES)
 def test_precision(layout: str) -> None:
     """O10: what `lax.dot_general` takes is passed on to it."""
@@ -309,7 +303,6 @@ def test_precision(layout: str) -> None:
     assert ragged.matmul(case.lhs, case.rhs, precision=["high", "default"]).dtype == jnp.float32
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("tiling", [(8, 8, 8), (1, 1, 1), (1000, 1000, 1000), (7, 13, 5), lambda m, k, n: (16, 8, 32)])
 @pytest.mark.parametrize("layout", NAMES)
 def test_tilings(layout: str, tiling: Any) -> None:
@@ -341,7 +334,6 @@ def test_interpret_and_backend_xla(layout: str) -> None:
     assert np.array_equal(ragged.matmul(case.lhs, case.rhs, interpret=True, backend="xla").data, want)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", NAMES)
 def test_same_bits_every_time(layout: str) -> None:
     """B7"""
@@ -352,7 +344,6 @@ def test_same_bits_every_time(layout: str) -> None:
         assert np.array_equal(np.asarray(ragged.matmul(case.lhs, case.rhs).data), want)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("layout", NAMES)
 def test_what_is_not_finite_stays_in_its_group(layout: str, value: float) -> None:
@@ -511,7 +502,6 @@ def test_a_shape_alone_groups_nothing() -> None:
         ragged.matmul(x, w)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", NAMES)
 def test_no_rows_no_columns_nothing_to_contract(layout: str) -> None:
     """Extents of zero give zeros, forward and backward."""

@@ -108,7 +108,6 @@ def test_existing_out_in_place(layout: str, whole: bool) -> None:
     oracle.assert_close(case.unpack(np.asarray(out.data)), want, max=worst, rms=rms)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("layout", NAMES)
@@ -125,7 +124,6 @@ def test_every_layout_and_spread(layout: str, dtype: str, mode: str) -> None:
         check(case, out)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", NAMES)
@@ -179,7 +177,7 @@ def check_gradients(case: cases.Case, dtype: str, matmul: Callable[..., GroupedT
         assert not np.any(data[inside == 0])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("transpose_rhs", [False, True])
 @pytest.mark.parametrize("buffers", [1, 3])
 def test_buffers(buffers: int, transpose_rhs: bool) -> None:
@@ -228,7 +226,6 @@ def test_buffered_pipeline_without_races() -> None:
     assert not np.any(np.asarray(got)[ends[-1] :])
 
 
-@pytest.mark.sampled(2)
 # A tile of 512 rows is computed in chunks of 128, where groups begin and end anywhere in them.
 @pytest.mark.parametrize("sizes", [[512, 512], [1, 1023], [130, 500, 0, 255, 139], [0, 0], [3] * 7, [1024]])
 def test_chunks_of_a_tile(sizes: list[int]) -> None:
@@ -270,6 +267,7 @@ def test_executed_visits_are_those_of_the_schedule() -> None:
         assert len(set(visited)) == int(in_groups) + untouched
 
 
+@pytest.mark.sampled(0)
 def test_executed_visits_of_a_wgrad() -> None:
     """K25: each tile of rows once for each group in it, and an empty group once, for its zeros; the tail never."""
     visited: list[tuple[int, ...]] = []

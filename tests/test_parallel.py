@@ -96,7 +96,7 @@ def programs(**options: Any) -> list[tuple[Callable[..., Any], tuple[str, ...]]]
     return found if "chunks" in options else [*found, (with_gradient(dispatch), ("dispatch", "dispatch gradient"))]
 
 
-@pytest.mark.long
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     "options",
     [{}, {"capacity": 70}, {"chunks": 3, "capacity": 100}, {"chunks": 2, "wire": "mxfp8"}, {"wire": "rowwise"}],
@@ -131,7 +131,7 @@ def test_compiled_for_tpus(transport: str) -> None:
         assert got == want
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("options", [{"capacity": 40}, {"chunks": 3, "wire": "mxfp8"}], ids=str)
 @pytest.mark.parametrize(
     "transport, platform", [("dense", "cpu"), ("ring", "cpu"), ("ragged", "tpu"), ("ragged", "cuda")]

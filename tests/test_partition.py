@@ -20,7 +20,7 @@ from ragged import GroupedTensor
 
 from . import cases, oracle
 
-pytestmark = pytest.mark.long  # by default, others stand for these
+pytestmark = pytest.mark.sampled(0)  # by default, others stand for these
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 COLLECTIVES = "all-reduce", "all-gather", "all-to-all", "ragged-all-to-all", "reduce-scatter", "collective-permute"
@@ -95,7 +95,6 @@ def table() -> dict[tuple[str, str], list[str]]:
     return {(layout, z): [cell.strip().replace("none", "") for cell in rest.split("|")] for layout, z, rest in rows}
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout, letter", table())
 def test_one_letter(layout: str, letter: str, kind: str) -> None:
@@ -138,7 +137,6 @@ SEVERAL: list[tuple[str, dict[str, Any], str]] = [  # layout, axes of letters, c
 ]
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout, axes, expected", SEVERAL, ids=str)
 def test_several_letters(layout: str, axes: dict[str, Any], expected: str, kind: str) -> None:
@@ -172,7 +170,6 @@ X, W, DOUT = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((32
 SIZES = jnp.array([5, 0, 11, 9], jnp.int32)  # of 32 rows
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_existing_out_is_added_once(kind: str) -> None:
     """K12: to a sum over devices, in the accumulator's dtype; its tail is not added."""
@@ -186,7 +183,6 @@ def test_existing_out_is_added_once(kind: str) -> None:
     same(got, want, 2**-8)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_group_offset_of_sharded_groups(kind: str) -> None:
     """K14: the matrices are those from an offset on, and each device has some; also where none exist."""
@@ -201,7 +197,6 @@ def test_group_offset_of_sharded_groups(kind: str) -> None:
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_sums_over_devices_are_rounded_once(kind: str) -> None:
     """D1: 1 + 2**-9 - 1 over three devices of four is not lost in bfloat16."""
@@ -216,7 +211,6 @@ def test_sums_over_devices_are_rounded_once(kind: str) -> None:
     assert (np.asarray(got).astype(np.float64) == 2**-9).all()
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
 def test_recipes(recipe: str, kind: str) -> None:
@@ -249,7 +243,6 @@ def test_scales_of_blocks_that_are_cut(kind: str) -> None:
     same(*over(kind, product, args, [P("a", "b"), P(), P(None, "b"), P()], a=2, b=2))
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_maps(kind: str) -> None:
     """O8: a `vmap` whose axis is sharded, or whose elements are; sizes of their own; gradients of what they share."""
@@ -292,7 +285,6 @@ OUT: list[tuple[P, P, Any, str]] = [  # of x and w; asked of the result; collect
 ]
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("x, w, asked, expected", OUT, ids=str)
 def test_out_sharding(x: P, w: P, asked: P, expected: str) -> None:
     """D2: what is summed is summed in parts, or not yet."""
@@ -351,7 +343,6 @@ def test_out_sharding_without_explicit_axes() -> None:
         ragged.grouped_matmul(X, W, SIZES, out_sharding=P("a"))
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_summed_over_devices_in_float32(kind: str) -> None:
     """D1, D2: 257 on one device and -256 on another are 1, in bfloat16 too."""
@@ -368,7 +359,6 @@ def test_gradients_are_summed_over_devices_in_float32(kind: str) -> None:
 WHERE = [(P("a"), P("a")), (P(None, "b"), P()), (P(), P(None, "b")), (P("a"), P(None, None, "a"))]
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("recipe", [None, "rowwise"])
 @pytest.mark.parametrize("x, w", WHERE, ids=str)
 def test_cotangents_are_sharded_as_their_operands(x: P, w: P, recipe: str | None) -> None:
@@ -406,7 +396,6 @@ def test_eager_over_explicit_axes() -> None:
         np.testing.assert_allclose(got.data, want.data, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("platform", ["cpu", "tpu", "cuda"])
 def test_lowered_over_an_abstract_mesh(platform: str) -> None:
     """Whoever has only a program's text can't partition it: XLA does."""
@@ -416,7 +405,6 @@ def test_lowered_over_an_abstract_mesh(platform: str) -> None:
     assert "CustomSPMDPartitioning" not in text
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kinds", ["manual and auto", "explicit and auto"])
 def test_loops_of_different_lengths(kinds: str) -> None:
     """D3: devices whose loops differ in length don't wait for each other inside of them."""

@@ -32,7 +32,7 @@ from ragged.product import lowering
 from . import gpu, oracle
 from .cases import check_error
 
-pytestmark = pytest.mark.long  # by default, others stand for these
+pytestmark = pytest.mark.sampled(0)  # by default, others stand for these
 
 long = pytest.mark.long
 F32, BF16, F16, F64 = "float32", "bfloat16", "float16", "float64"

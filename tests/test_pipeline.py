@@ -39,7 +39,7 @@ def gather_and_scale(rows: Any, table: Any, count: int, scale: Any, **options: A
     return call({"rows": rows}, table, scale)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled
 @pytest.mark.parametrize("count", [1, 5, 8])
 @pytest.mark.parametrize("buffers", [1, 2, 3, [4, None]], ids=str)
 def test_any_number_of_buffers(buffers: Any, count: int) -> None:

@@ -86,7 +86,7 @@ def half_a_unit(value: np.ndarray, dtype: str) -> np.ndarray:
     return 2.0 ** (exponent - mantissa - 1)
 
 
-@pytest.mark.long
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_half_a_unit_in_the_last_place(kind: str, dtype: str) -> None:
@@ -148,7 +148,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind, scaling, shape", SHAPES, ids=str)
 def test_shapes_of_scales_and_mT(kind: str, scaling: Any, shape: tuple[int, ...]) -> None:
     """T5: the table of `Scaling`; `mT` moves scales along, and twice is nothing."""

@@ -42,7 +42,7 @@ def value_and_gradients(x: GroupedTensor, w: Any, ct: Array, recipe: Recipe, onc
     return out, *pull(ct)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 @pytest.mark.parametrize("layout", ["forward", "forward_left", "batched", "shared"])
 def test_the_same_bits(layout: str, recipe: Recipe) -> None:
@@ -114,7 +114,7 @@ def test_once_for_all_microbatches(accumulated: bool, recipe: str, outside: int)
     assert casts_in(anew, W.size) == (0, 2)
 
 
-@pytest.mark.long
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("recipe", ["nvfp4", "blockwise", MIXED], ids=lambda recipe: getattr(recipe, "name", recipe))
 @pytest.mark.parametrize("accumulated", [False, True])
 def test_gradient_over_microbatches(accumulated: bool, recipe: Any) -> None:

@@ -74,7 +74,7 @@ def check(case: cases.Case, lhs: GroupedTensor, rhs: GroupedTensor, **options: A
     case.assert_tail_zero(out)
 
 
-@pytest.mark.long
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("scaling", SCALINGS, ids=str)
 @pytest.mark.parametrize("layout", ["forward", "wgrad"])
 @pytest.mark.parametrize("backend", ALL)
@@ -89,7 +89,7 @@ def test_any_pair_of_scalings(backend: str, layout: str, scaling: Any) -> None:
         check(case, lhs, along(case.rhs, other, E5M2 if other == "row" else E4M3), **BACKENDS[backend])
 
 
-@pytest.mark.long
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("layout", NAMES)
 @pytest.mark.parametrize("backend", KERNELS)
 def test_every_layout_by_kernels(backend: str, layout: str) -> None:
@@ -129,7 +129,6 @@ def test_every_layout(data: Any) -> None:
     check(case, *operands)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", ALL)
 @pytest.mark.parametrize("layout", NAMES)
 def test_every_scale_counts(layout: str, backend: str) -> None:
@@ -153,7 +152,6 @@ RESULTS = [
 ]
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("left, right, result", RESULTS, ids=str)
 def test_default_dtype(left: Any, right: Any, result: str) -> None:
     """O11: a quantised operand counts as a float of 8 bits."""
@@ -168,7 +166,6 @@ def test_default_dtype(left: Any, right: Any, result: str) -> None:
     assert matmul(lhs, rhs, existing_out=exact).dtype == jnp.float32
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("backend", ALL)
 @pytest.mark.parametrize("layout", ["batched", "forward", "wgrad", "inner_rows"])
 def test_existing_out(layout: str, backend: str) -> None:
@@ -182,7 +179,7 @@ def test_existing_out(layout: str, backend: str) -> None:
     oracle.assert_close(got, [w.astype(np.float64) for w in want], max=1e-5)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("backend", ALL)
 @pytest.mark.parametrize("scaling", ["tensor", "group", "row", "column", "mx"], ids=str)
 def test_shards_of_groups(scaling: Any, backend: str) -> None:
@@ -222,7 +219,7 @@ def check_gradient(case: cases.Case, wrt: str, lhs: GroupedTensor, rhs: GroupedT
     oracle.assert_close([np.asarray(got)], [np.asarray(want).astype(np.float64)], max=1e-5)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("wrt", [pytest.param("lhs", marks=pytest.mark.long), "rhs"])
 @pytest.mark.parametrize("layout", NAMES)
 def test_gradient_by_the_plain_operand(layout: str, wrt: str) -> None:
@@ -235,7 +232,6 @@ def test_gradient_by_the_plain_operand(layout: str, wrt: str) -> None:
         check_gradient(case, wrt, operands["lhs"], operands["rhs"])
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "backend, scaling",
     [
@@ -282,7 +278,6 @@ def test_a_sum_over_a_batch(backend: str) -> None:
     oracle.assert_close([np.asarray(got)], [np.asarray(want).astype(np.float64)], max=1e-5)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", ["batched", "forward_left", "wgrad", "ragged"])
 def test_jit_scan_remat_and_jvp(layout: str) -> None:
     """T1, B2: the scales go where the data goes; forward mode, by the plain operand, is scaled too."""
@@ -322,7 +317,6 @@ def test_experts_over_a_mesh() -> None:
     np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("scaling", ["tensor", "group", "row", "column", (1, 4)], ids=str)
 @pytest.mark.parametrize("side", ["lhs", "rhs"])
 @pytest.mark.parametrize("layout", ["batched", "forward", "forward_left"])

@@ -84,7 +84,7 @@ def check_recipe(case: cases.Case, recipe: Recipe, **options: Any) -> None:
         assert np.array_equal(tail, np.zeros_like(tail))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     "recipe",
     [pytest.param("tensorwise", marks=pytest.mark.long), "blockwise", MIXED],
@@ -96,7 +96,6 @@ def test_each_product_is_quantised_on_its_own(layout: str, recipe: Any) -> None:
     check_recipe(cases.make(layout, g=3, kind="half_empty", capacity=40, uniform=(6, 9, 5)), Recipe.of(recipe))
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("packed", [(True, False), (False, True)])
 @pytest.mark.parametrize("layout", ["inner_rows", "inner_columns", "ragged"])
 def test_packed_along_the_other_axis(layout: str, packed: tuple[bool, bool]) -> None:
@@ -109,7 +108,7 @@ def test_packed_along_the_other_axis(layout: str, packed: tuple[bool, bool]) -> 
     oracle.assert_close(case.unpack(np.asarray(out.data)), want, max=1e-5)
 
 
-@pytest.mark.long
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("backend", ["pallas_tpu", "triton_gpu"])
 @pytest.mark.parametrize("scales", ["float32", "float8_e8m0fnu"])
 @pytest.mark.parametrize("preset", ["blockwise", "mxfp8"])
@@ -121,7 +120,6 @@ def test_by_kernels(preset: str, scales: str, backend: str) -> None:
     check_recipe(case, recipe, **BACKENDS[backend])
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("one_side", [0, 1])
 @pytest.mark.long
 def test_one_side_only(one_side: int) -> None:
@@ -212,7 +210,7 @@ def test_under_transformations(preset: str) -> None:
         same(jax.tree.map(lambda leaf, i=i: leaf[i], got), grad(element, w, recipe))
 
 
-@pytest.mark.long
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("recipe", [MIXED, "delayed"], ids=lambda x: getattr(x, "name", x))
 @pytest.mark.parametrize("layout", ["batched", "forward", "forward_left", "wgrad", "inner_rows"])
 def test_second_derivatives(layout: str, recipe: Any) -> None:
@@ -321,7 +319,7 @@ def test_a_history_that_a_map_shares() -> None:
     np.testing.assert_allclose(history[:, 0], largest, rtol=1e-6)
 
 
-@pytest.mark.long
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("recipe", [MIXED, "blockwise", "delayed"], ids=lambda x: getattr(x, "name", x))
 @pytest.mark.parametrize("layout", ["batched", "forward", "forward_left"])
 def test_with_one_matrix_for_all_groups(layout: str, recipe: Any) -> None:

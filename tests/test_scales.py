@@ -15,7 +15,7 @@ from ragged.product.operands import Scales
 from . import gpu, oracle, products
 from .test_pallas_tpu import MODES
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.sampled(0)
 
 Block = tuple[int | None, int | None]
 

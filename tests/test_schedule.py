@@ -392,7 +392,7 @@ SIZES = {  # sound ones; empty groups and whole tiles; too large, negative
 }
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("letters, axes", STORED, ids=str)
 def test_tables_of_the_tiled_kernel(letters: str, axes: tuple[str, str, str], sizes: str) -> None:

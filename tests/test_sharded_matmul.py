@@ -19,7 +19,7 @@ from .cases import NAMES
 from .test_partition import DOUT, KINDS, SIZES, W, X, collectives, made, mesh_of, specs
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.parametrize("layout", NAMES)

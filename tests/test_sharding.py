@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import ragged
 from ragged import GroupedTensor, route
 
-pytestmark = pytest.mark.long  # by default, others stand for these
+pytestmark = pytest.mark.sampled(0)  # by default, others stand for these
 
 AUTO, EXPLICIT = (AxisType.Auto, AxisType.Auto), (AxisType.Explicit, AxisType.Explicit)
 GROUPS, TOKENS, D = 3, 5, 2
@@ -214,7 +214,6 @@ def test_gradients_in_a_partly_manual_map(recipe: str | None) -> None:
         np.testing.assert_allclose(each, want, atol=tolerance * np.abs(W).sum(2).max())
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("wrt", ["lhs", "rhs"])
 @pytest.mark.parametrize("how", ["a map", "a map over one axis", "a recipe", "sharded_matmul"])
 def test_gradients_of_what_all_devices_have(how: str, wrt: str) -> None:
@@ -333,7 +332,6 @@ CALLS: dict[str, tuple[Callable[[Array], Any], P]] = {
 }
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("case", CALLS.values(), ids=CALLS.keys())
 def test_explicit_axes(case: tuple[Callable[[Array], Any], P], jit: bool) -> None:

@@ -18,7 +18,7 @@ from ragged import GroupedTensor
 from . import cases, gpu, oracle, ran, support
 from .cases import LETTERS, NAMES
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.sampled(0)
 
 ON = {"pallas_tpu": "TPU v5e", "triton_gpu": "L4", "xla": "CPU"}  # whose kernels `ran.interpreted` takes
 # Largest error relative to the largest element: a result's rounding, four times where it is a sum; of recipes, that of

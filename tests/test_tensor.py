@@ -167,7 +167,6 @@ def test_ragged_both_remembers_which_axis_is_packed() -> None:
     assert_groups(columns, [np.array([[0.0], [4.0]]), np.array([[1.0, 2.0]])])
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("convert", [lambda d: d.astype(jnp.uint32), np.asarray])
 @pytest.mark.parametrize("kind", RAGGED)
 def test_uint32_and_numpy_dims(kind: str, convert: Callable[[Any], Any]) -> None:
@@ -390,7 +389,6 @@ def test_to_padded_of_uniform() -> None:
         example("uniform").tensor.to_padded(3)
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_concat(kind: str, transposed: bool) -> None:
@@ -635,7 +633,6 @@ def test_jit_round_trip(kind: str, jit: Any) -> None:
     assert_groups(y, e.groups)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_vmap_and_scan_over_stacked_tensors(kind: str) -> None:
     """B3: leading batch axes survive; inside, each tensor has its own sizes."""

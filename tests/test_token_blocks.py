@@ -69,7 +69,7 @@ def test_values() -> None:
         assert not np.asarray(got)[sum(SIZES) :].any()
 
 
-@pytest.mark.long
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("sizes", [(0, 0), (3, 5), (8, 8), (1, 20), (-2, 4), (9, 9)])
 @pytest.mark.parametrize("block", [1, 4, 8])
 def test_where_rows_go(sizes: tuple[int, int], block: int) -> None:
@@ -112,7 +112,7 @@ WAYS = {  # by both operands' blocks of rows: a wgrad's on Blackwell, and elsewh
 }
 
 
-@pytest.mark.long
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("blocks", WAYS, ids=str)
 @pytest.mark.parametrize(
     "chip, power_of_two",
@@ -126,7 +126,7 @@ def test_wgrad_on_gpus(blocks: Any, chip: str, power_of_two: bool, used: list[tu
     assert used == [WAYS[blocks][0 if is_new else 1]]
 
 
-@pytest.mark.long
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     "blocks, power_of_two",
     [*((each, True) for each in WAYS), ((32, 32), False), ((128, 128), False), ((256, 256), False)],
@@ -175,7 +175,7 @@ def test_nan_stays_in_its_group(backend: str) -> None:
     assert [bool(np.isnan(each).any()) for each in out] == [True, False, True, False, False, False, False]
 
 
-@pytest.mark.long
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("backend", ["xla", "pallas_tpu", "triton_gpu"])
 @pytest.mark.parametrize("layout", ["forward", "inner"])
 def test_other_products(layout: str, backend: str) -> None:
@@ -261,7 +261,7 @@ def test_rows_over_devices(kind: AxisType) -> None:
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-3)
 
 
-@pytest.mark.long
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("backend", ["xla", "pallas_tpu", "triton_gpu"])
 @pytest.mark.parametrize("recipe, block", [("mxfp8", 32), ("blockwise", 128)])
 def test_recipes(recipe: str, block: int, backend: str) -> None:
@@ -280,7 +280,7 @@ def test_recipes(recipe: str, block: int, backend: str) -> None:
         np.testing.assert_allclose(got, a.T @ b, rtol=0, atol=1e-3 * np.abs(a.T @ b).max(initial=1))
 
 
-@pytest.mark.long
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("recipe", ["mxfp8", "blockwise"])
 @pytest.mark.parametrize("generation", ["v5e", "v6e", "tpu7x"])
 def test_compiled_for_tpus(generation: str, recipe: str) -> None:

@@ -103,7 +103,6 @@ WHOLE = [(LARGE, ("bfloat16", *EIGHT_BITS)), (DEEP, ("bfloat16", *EIGHT_BITS))]
 WHOLE += [(shape, ("bfloat16",)) for shape in (ODD, TINY, MANY)]
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("generation, layout, shape, dtype", SPREAD)
 def test_compiles(generation: str, layout: str, shape: Shape, dtype: str) -> None:
     """B6, O3: forward and backward, with the default tiles, within the chip's VMEM."""
@@ -180,7 +179,6 @@ def test_tiles_of_two_ragged_letters() -> None:
     assert max(compiled.vmem) <= 14  # of 16
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("generation", ["v5e", "v6e", "tpu7x"])
 def test_compiles_tiled_with_scales(generation: str) -> None:
     """K23: scales of rows and columns that are contracted, or kept, or cut out of two blocks."""
@@ -224,7 +222,7 @@ def dequantized(text: str, size: int) -> list[str]:
     return [dims for dims in re.findall(wide, text) if math.prod(map(int, dims.split("x"))) >= size]
 
 
-@pytest.mark.long
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     "generation, recipe",
     [
@@ -286,7 +284,6 @@ DEVICES = [
 ]
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("device", DEVICES, ids=str)
 def test_default_tiles_are_legal_and_fit(device: tuple[str, int] | None) -> None:
     """O3: for any shape and dtype, also where only the smallest tile fits."""
@@ -391,7 +388,7 @@ def loss_of_layer(layer: MoE, x: Array) -> Array:
     return jnp.sum(jnp.sin(y.astype(jnp.float32))) + stats.load_balance + stats.z
 
 
-@pytest.mark.long
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("topology", ["v5e:2x4", "v5p:2x2x2"])
 def test_an_expert_layer_over_a_slice(topology: str, kind: AxisType) -> None:
@@ -454,7 +451,7 @@ def sharded_gradients(mesh: Mesh, x: P, w: P) -> tuple[Any, list[Any]]:
     return jax.grad(loss, (0, 1)), avals
 
 
-@pytest.mark.long
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("topology, axes", [("v5e:2x4", (2, 4)), ("v5p:2x2x2", (2, 4)), ("v5p:2x2x2", (8, 1))], ids=str)
 @pytest.mark.parametrize(
     "x, w, expected",

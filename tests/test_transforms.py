@@ -58,7 +58,6 @@ def dot(xs: Any, ys: Any) -> Array:
     return sum((jnp.vdot(x, y) for x, y in zip(xs, ys, strict=True)), start=jnp.zeros((), xs[0].dtype))
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("packed_last", [False, True])
 @pytest.mark.parametrize("layout", NAMES)
 def test_first_derivatives_equal_finite_differences(layout: str, packed_last: bool, x64: None) -> None:
@@ -81,7 +80,6 @@ def test_first_derivatives_equal_finite_differences(layout: str, packed_last: bo
         assert np.array_equal(np.asarray(grads[which])[outside], np.zeros(outside.sum())), "a gradient's tail is zero"
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", NAMES)
 def test_hessian_vector_products_agree(layout: str, x64: None) -> None:
     """B2: forward over reverse, reverse over reverse, reverse over forward, and differences of gradients."""
@@ -117,7 +115,6 @@ def test_hessian_is_symmetric_and_full(x64: None) -> None:
 SUBSETS = [s for n in (1, 2, 3) for s in itertools.combinations(("lhs", "dims", "rhs"), n)]
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mapped", SUBSETS, ids="+".join)
 @pytest.mark.parametrize("layout", NAMES)
 def test_vmap_of_any_subset(layout: str, mapped: tuple[str, ...], x64: None) -> None:
@@ -185,7 +182,6 @@ def check_vmap(layout: str, mapped: tuple[str, ...], dtype: str, atol: float) ->
         np.testing.assert_allclose(outside[which], each if axes[which] == 0 else each.sum(0), atol=atol)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", NAMES)
 def test_nested_vmap(layout: str, x64: None) -> None:
     """B3: two maps, of different operands and of the same; and a gradient that sums over one of them."""
@@ -284,7 +280,7 @@ def test_uniform_dtypes_mapped_over_lhs(dtypes: tuple[str, str, str]) -> None:
     check_batched(("mk", "kn", "mn"), (True, False), dtypes, {"b": 4, "g": 8, "m": 8, "k": 64, "n": 32})
 
 
-@pytest.mark.long
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("mapped", [(True, False), (False, True), (True, True), (False, False)])
 @pytest.mark.parametrize("axes", ORDERS, ids="-".join)
 def test_uniform_bfloat16_of_every_extent(axes: tuple[str, str, str], mapped: tuple[bool, bool]) -> None:
@@ -316,7 +312,6 @@ def test_uniform_bfloat16_derivatives_mapped_over_lhs() -> None:
     oracle.assert_close([np.asarray(along)], [2 * np.einsum("bgmn,gkn->bgmk", y, w)], max=worst, rms=rms)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", NAMES)
 def test_jit_scan_and_remat(layout: str) -> None:
     case = small(layout, dtype="float32")
@@ -362,7 +357,6 @@ def test_grouped_tensors_cross_transformations_as_pytrees() -> None:
     np.testing.assert_allclose(case.rhs.data - 0.1 * transposed.data.mT, new.data, rtol=1e-5)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", NAMES)
 def test_export_for_three_platforms_from_one_machine(layout: str) -> None:
     """B5: traced once, exported for CPU, CUDA and TPU, forward and backward."""
@@ -378,7 +372,6 @@ def test_export_for_three_platforms_from_one_machine(layout: str) -> None:
         np.testing.assert_allclose(got, want, atol=1e-6)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("layout", NAMES)
 def test_shard_map(layout: str, check_vma: bool) -> None:
@@ -406,7 +399,7 @@ def test_shard_map(layout: str, check_vma: bool) -> None:
         np.testing.assert_allclose(g, w, atol=1e-4)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("jit", [True, False])
 def test_experts_over_a_mesh(jit: bool, check_vma: bool) -> None:

@@ -58,7 +58,7 @@ def kernels(chip: str, layout: str, shape: Shape, dtype: str) -> list[gpu.Kernel
     return found
 
 
-@pytest.mark.long
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("dtype", ["bfloat16", FP8])
 @pytest.mark.parametrize("layout", NAMES)
 def test_hopper(layout: str, dtype: str) -> None:
@@ -71,7 +71,6 @@ def test_hopper(layout: str, dtype: str) -> None:
         assert kernels(H200, layout, LARGE, dtype)[0].sass_counts["QGMMA"]
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "chip, layout, shape, dtype",
     [
@@ -100,7 +99,6 @@ def test_compiles(chip: str, layout: str, shape: Shape, dtype: str) -> None:
 SHAPES = (8192, 4096, 14336, 8), (65536, 2048, 1408, 64), (64, 4096, 14336, 8)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("chip, shape", [*((H200, shape) for shape in SHAPES), (A100, SHAPES[2])], ids=str)
 def test_what_is_measured(chip: str, shape: Shape) -> None:
     """O3: the shapes of the benchmark, forward, dgrad and wgrad in bfloat16: no spills, nothing serialised."""
@@ -151,7 +149,7 @@ def test_scales_are_applied_in_the_kernel() -> None:
         assert kernel.sass_counts["QGMMA"] and kernel.spill_bytes == 0
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8", "delayed"])
 def test_recipes(recipe: str) -> None:
     """T7, O3: forward, dgrad and wgrad of fp8 by Hopper's fp8 instructions, without spills."""
@@ -168,7 +166,7 @@ def test_recipes(recipe: str) -> None:
 BY_SCALES = {"mxfp8": ("mxf8f6f4", "UTCQMMA"), "nvfp4": ("mxf4nvf4", "UTCOMMA")}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("shape", [LARGE, DEEP, ODD, TINY, MANY, SHAPES[2]], ids=str)
 @pytest.mark.parametrize("recipe", BY_SCALES)
 def test_scales_of_tensor_cores(recipe: str, shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +196,7 @@ def test_recipes_on_blackwell(recipe: str) -> None:
         assert kernel.sass_counts["UTCQMMA"] and kernel.spill_bytes == 0
 
 
-@pytest.mark.long
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("recipe, gated", [("blockwise", True), ("mxfp8", True), ("nvfp4", True), ("nvfp4", False)])
 def test_endings_on_blackwell(recipe: str, gated: bool) -> None:
     """E2, O3: one kernel of both products, without spills; two, where an older Triton shares no scales."""
@@ -277,7 +275,7 @@ ENDED = [  # rows, k, n, groups; dtype; scales; activation; which are stored
 ]
 
 
-@pytest.mark.long
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("layout", ["forward", "batched"])
 @pytest.mark.parametrize("shape, dtype, way, activation, stored", ENDED, ids=str)
 def test_endings(shape: Shape, dtype: str, way: str, activation: str, stored: tuple[bool, ...], layout: str) -> None:
@@ -323,7 +321,6 @@ def measured(name: str, x: Array, w: Array, sizes: Array) -> Array:
     return products.grouped_matmul("triton_gpu", x, w, sizes, **options)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "variant, name, c",
     [
@@ -368,7 +365,7 @@ def test_variants(variant: str, name: str, c: int, monkeypatch: pytest.MonkeyPat
         assert len(loops) == (2 if name == "wgrad" else 1)
 
 
-@pytest.mark.long
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", FP8])
 @pytest.mark.parametrize("layout", NAMES)
 def test_overlapped(layout: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,7 +397,7 @@ def test_no_operand_is_dequantised_in_memory() -> None:
     assert gpu.compile_whole(step, *avals).as_text().count('custom_call_target="triton_kernel_call_ffi"') == 3
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("layout", NAMES)
 def test_the_whole_program(layout: str) -> None:
     """B6, K3: forward and backward as XLA compiles them for an H200; ragged rows are never transposed in memory."""
@@ -439,7 +436,7 @@ EIGHT = [  # x, w; the letters that are sharded; each kernel's result on one dev
 ]
 
 
-@pytest.mark.long
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("x, w, letters, results, mib", EIGHT, ids=str)
 def test_gradients_over_eight_gpus(x: P, w: P, letters: str, results: str, mib: int, kind: str) -> None:

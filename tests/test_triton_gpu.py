@@ -64,7 +64,6 @@ def matmul(lhs: Any, rhs: Any, **options: Any) -> GroupedTensor:
     return jax.jit(lambda lhs, rhs: ragged.matmul(lhs, rhs, backend="triton_gpu", interpret=True, **options))(lhs, rhs)
 
 
-@pytest.mark.sampled(2)
 @interpreted
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("layout", NAMES)
@@ -139,7 +138,6 @@ def test_executed_visits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @interpreted
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("layout", NAMES)
 def test_descriptors(layout: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +153,6 @@ def test_descriptors(layout: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -
     assert used and all(static["A_TMA"] and static["B_TMA"] for static in used)
 
 
-@pytest.mark.sampled(1)
 @interpreted
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
 @pytest.mark.parametrize("layout", ["wgrad", "inner_columns"])
@@ -215,7 +212,7 @@ def quantized(x: GroupedTensor, dtype: str) -> tuple[GroupedTensor, GroupedTenso
     return eqx.tree_at(lambda q: (q.data, q.scales), q, (data, scales)), q.dequantize()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @interpreted
 @pytest.mark.parametrize("dtypes", [("float8_e4m3fn", "float8_e4m3fn"), ("float8_e5m2", "float8_e4m3fn")])
 @pytest.mark.parametrize("k", [64, 150])
@@ -527,7 +524,6 @@ def configured(variant: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     return gpu.on("NVIDIA H200")
 
 
-@pytest.mark.sampled(4)
 @interpreted
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
 @pytest.mark.parametrize(
@@ -547,7 +543,6 @@ def test_variants(variant: str, layout: str, dtype: str, stores: list[str], monk
     assert set(stores) == {"TMA" if variant == "overlapped" else "pointers"}
 
 
-@pytest.mark.sampled(2)
 @interpreted
 @pytest.mark.parametrize("offset", [-2, 0, 1, 4])
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -649,7 +644,6 @@ def test_variants_that_do_not_fit(config: GpuConfig, changed: dict[str, Any], ne
         assert "triton_kernel_call" in text
 
 
-@pytest.mark.sampled(2)
 @interpreted
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("layout", NAMES)

@@ -503,6 +503,7 @@ def unscaled(x):
     return x
 
 
+@pytest.mark.long
 def test_nothing_stays_replaced(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "1"))
     before, names = compiled(), set(globals())

@@ -248,7 +248,7 @@ def products_on(machine: str, fn: Any, *args: Any) -> Iterator[tuple[Launch, Any
                 yield launch, product
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("backend", ["xla", "pallas_tpu", "triton_gpu"])
 @pytest.mark.parametrize("layout", NAMES)
 def test_candidates_compute_the_same(backend: str, layout: str) -> None:
@@ -491,6 +491,7 @@ def test_a_wrong_result_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None
     }
 
 
+@pytest.mark.long
 def test_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     """O5: all products of a function, derivatives included, each once; on its own sizes, where they are known."""
     fake(monkeypatch, lambda config, number: 1.0)

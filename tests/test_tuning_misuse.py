@@ -32,7 +32,7 @@ from ragged.tuning import Config, Configs, Found, GpuConfig, TpuConfig, XlaConfi
 
 from .cases import check_error
 
-pytestmark = pytest.mark.long  # by default, others stand for these
+pytestmark = pytest.mark.sampled(0)  # by default, others stand for these
 
 ROOT = Path(__file__).parent.parent
 SIZES = jnp.array([30, 0, 50, 8], jnp.int32)
@@ -214,7 +214,7 @@ def test_saving_over_something_else(tmp_path: Path) -> None:
     check_error(
         partial(ragged.tuning.save_cache, other), ValueError, f"save_cache({str(other)!r})`: it is not a tuning"
     )
-    assert other.read_text() == "mine"
+    assert other.read_text() == "mine" and [*tmp_path.iterdir()] == [other]
 
 
 # Tuning

@@ -12,7 +12,7 @@ from jax import Array
 import ragged
 from ragged import GroupedTensor, per_group, per_row
 
-pytestmark = pytest.mark.long  # by default, others stand for these
+pytestmark = pytest.mark.sampled(0)  # by default, others stand for these
 
 NONE = jnp.zeros((0,), jnp.int32)
 

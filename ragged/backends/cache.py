@@ -263,6 +263,8 @@ def write(file: Path, new: Entries) -> None:
     """
     file = Path(os.path.realpath(file))
     file.parent.mkdir(parents=True, exist_ok=True)
+    if file.exists():
+        parse(_content(file))  # beside what isn't ours, no lock is left either
     with _locked(file.with_name(file.name + ".lock")) as lock:
         there = parse(_content(file)) if file.exists() else {}
         handle, name = tempfile.mkstemp(dir=file.parent, prefix=file.name)

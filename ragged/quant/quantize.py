@@ -88,7 +88,12 @@ def quantize(
     if tensor.is_flipped:
         return quantize(tensor.mT, name, scaling.mT, power_of_two=power_of_two).mT
     tensor = tensor._replace_data(not_differentiable("ragged.quantize", jnp.asarray(tensor.data)))
-    return cast(tensor, name, scaling, *scales_of(amax(tensor, scaling), name, scaling, power_of_two))
+    return _rounded(tensor, name, scaling, power_of_two)
+
+
+@jax.jit(static_argnums=(1, 2, 3), inline=True)  # one program where there would be forty
+def _rounded(x: GroupedTensor, name: str, scaling: Scaling, power_of_two: bool) -> GroupedTensor:
+    return cast(x, name, scaling, *scales_of(amax(x, scaling), name, scaling, power_of_two))
 
 
 def check_floats(site: Site, name: str, x: Any) -> None:

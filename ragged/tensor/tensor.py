@@ -399,11 +399,7 @@ class GroupedTensor(Arithmetic):
         """`data × scales` in float32, zeros in the tail. A tensor without scales is returned as it is."""
         if not self.is_quantized:
             return self
-        data = eight_bits_fixed("GroupedTensor.dequantize", self.data)
-        scales = not_differentiable("GroupedTensor.dequantize", self.element_scales())
-        wide = data.astype(jnp.float32) * scales
-        out = self._with(data=wide, scales=None, scaling=None, tensor_scale=None)
-        return out._replace_data(out._filled(0))
+        return _dequantized(self._replace_data(eight_bits_fixed("GroupedTensor.dequantize", self.data)))
 
     def require_plain(self) -> None:
         """Raises a `TypeError` if the tensor is quantised: without its scales the buffer means nothing."""
@@ -539,3 +535,11 @@ class GroupedTensor(Arithmetic):
     def _untransposed_mT(self) -> "GroupedTensor":
         """`mT` as a tensor whose own buffer is row-major."""
         return GroupedTensor(self.data.mT, self.last_dims, self.first_dims)
+
+
+@jax.jit(inline=True)
+def _dequantized(x: GroupedTensor) -> GroupedTensor:
+    scales = not_differentiable("GroupedTensor.dequantize", x.element_scales())
+    wide = jnp.asarray(x.data).astype(jnp.float32) * scales
+    out = x._with(data=wide, scales=None, scaling=None, tensor_scale=None)
+    return out._replace_data(out._filled(0))
