@@ -4,6 +4,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 PRE_ACTIVATION = "ragged_pre_activation"
 """The name that `jax.checkpoint`'s policies know pre-activations by."""
+_FLOAT16 = float(jnp.finfo(jnp.float16).min), float(jnp.finfo(jnp.float16).max)
 
 
 def finished(products: "tuple[MatmulProduct, ...]") -> GroupedTensor:
@@ -103,6 +105,8 @@ def _derivative(how: How, primals: tuple[Inputs], tangents: tuple[Inputs]) -> tu
     def elementwise(z: tuple[Array, ...], dproducts: Any, dbiases: dict[int, Array]) -> tuple[Array, tuple[Array, ...]]:
         # Linear, so that `z` may stand for the products; and by its rule, which sums over rows in float32.
         _, dz = jax.jvp(biased, (z, {i: x.biases[i] for i in dbiases}), (dproducts, dbiases))
+        if dtype == jnp.float16:  # beyond its range activations are finite, and at infinity their derivatives NaN
+            z = tuple(jnp.clip(each, *_FLOAT16) for each in z)
         return jax.jvp(result, (z,), (dz,))[1], dz
 
     _, dproducts = jax.jvp(its_products, ({i: leaves[i] for i in moving},), (moving,))

@@ -145,7 +145,7 @@ def _factor(site: Site, name: str, x: Any, letters: Names) -> Factor:
     if isinstance(x, GroupedTensor):
         if not is_arraylike(x.data):
             site.fail(TypeError, f"`{name}` holds no array.", "Pass a `GroupedTensor` of arrays.")
-        x.require_groups()
+        x._require_groups()
     rank = len(x.shape)
     if len(letters) != rank:
         mend = "Name each axis of the buffer" + (", that of the groups too." if rank == len(letters) + 1 else ".")

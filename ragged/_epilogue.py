@@ -100,9 +100,8 @@ def activated(activation: str | None, z: tuple[Array, ...], first_dims: Array | 
     return GroupedTensor(z[0], first_dims).map(lambda gate: math.prod(z[1:], start=function(gate)))
 
 
-def check_epilogue(site: Site, product: "MatmulProduct") -> None:
-    """Whether the result has rows for a bias and an activation."""
-    activation, bias, save, call = product.activation, product.bias, product.save, product.call
+def check_names(site: Site, activation: Any, save: Any) -> None:
+    """Whether an activation and what to keep are among those that there are."""
     if activation is not None and (not isinstance(activation, str) or activation not in ACTIVATIONS):
         known = ", ".join(repr(name) for name in ACTIVATIONS)
         mend = f"Pass one of {known}; or apply your own to the result, by `.map(fn)`."
@@ -113,6 +112,12 @@ def check_epilogue(site: Site, product: "MatmulProduct") -> None:
             mend = "A result is kept by what takes it: wrap both in `jax.checkpoint`, or pass 'out' to compute the "
             mend += "pre-activations again."
         site.fail(ValueError, f"unknown `save` {save!r}.", mend)
+
+
+def check_epilogue(site: Site, product: "MatmulProduct") -> None:
+    """Whether the result has rows for a bias and an activation."""
+    activation, bias, call = product.activation, product.bias, product.call
+    check_names(site, activation, product.save)
     if product.has_epilogue:
         check_rows(site, product, "`bias`" if activation is None else "`activation`")
     if bias is None:

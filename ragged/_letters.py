@@ -49,7 +49,7 @@ class Factor(NamedTuple):
         given = None if x is given else given
         if not isinstance(x, GroupedTensor):
             return Factor(name, x, letters, given=given)
-        if x.is_flipped:
+        if x._is_flipped:
             x, letters = x.mT, (*letters[:-2], letters[-1], letters[-2])
         if x.packed_axis is None:
             return Factor(name, x, letters, group=letters[:1], given=given)

@@ -297,8 +297,8 @@ def _is_in_place(lhs: Any, rhs: Any) -> bool:
 def _stored(x: GroupedTensor | Array, letters: str) -> tuple[Operand, str]:
     """The buffer of `x` as it lies in memory, packed axis first, with its scales, and the order of its letters."""
     if isinstance(x, GroupedTensor):
-        data, scales = jnp.asarray(x.data), x.kernel_scales()
-        if x.is_flipped:
+        data, scales = jnp.asarray(x.data), x._kernel_scales()
+        if x._is_flipped:
             data, letters = data.mT, letters[::-1]
     else:
         data, scales = x, None
@@ -317,8 +317,8 @@ def _is_quantized(x: GroupedTensor | Array) -> bool:
 
 
 def _checked_recipe(site: Site, lhs: GroupedTensor | Array, rhs: GroupedTensor | Array, recipe: Any) -> Recipe:
-    recipe = Recipe.of(recipe)
-    recipe.check_history()
+    recipe = Recipe.of(recipe, site)
+    recipe._check_history()
     for name, x in (("lhs", lhs), ("rhs", rhs)):
         if _is_quantized(x):
             site.fail(TypeError, f"`recipe` is given, but `{name}` is quantised already.", "Pass one or the other.")

@@ -110,7 +110,7 @@ def sharded_matmul(
 
 
 def _is_turned(x: Any) -> bool:
-    return isinstance(x, GroupedTensor) and x.is_flipped
+    return isinstance(x, GroupedTensor) and x._is_flipped
 
 
 def _turned(axes: tuple[Axes, ...], is_turned: bool) -> tuple[Axes, ...]:

@@ -12,7 +12,7 @@ from .cases import NAMES
 gpu.needs_triton()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["--dry", "--tune", "--series", "--json", str(tmp_path / "out.json")])
     results = json.loads((tmp_path / "out.json").read_text())

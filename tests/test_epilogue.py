@@ -308,6 +308,21 @@ def test_shards_of_groups() -> None:
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("save", ["pre", "out"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_pre_activations_beyond_float16(activation: str, save: str) -> None:
+    """T3, E1: the activation of -90,000 is zero, and so is its derivative, though float16 rounds it to infinity."""
+    x = GroupedTensor(jnp.array([[300.0], [1.0], [300.0]], jnp.float16), jnp.array([1, 2], jnp.int32))
+    w = jnp.array([[[-300.0]], [[30.0]]], jnp.float16)
+
+    def loss(w: Array) -> Array:
+        return jnp.sum(ragged.matmul(x, w, activation=activation, save=save).data.astype(jnp.float32))
+
+    value, grad = jax.value_and_grad(loss)(w)
+    np.testing.assert_array_equal(value, 0 + 30 + 9000)
+    np.testing.assert_array_equal(grad.ravel(), [0, 301])
+
+
 def test_shards_keep_to_themselves() -> None:
     """K18: an empty group's NaN in its bias, and cotangents of rows of groups that aren't held, reach nothing."""
     x, w, _, bias = operands()

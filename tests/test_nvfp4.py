@@ -43,7 +43,7 @@ def test_values(kind: str, block: Block) -> None:
     tensor_scale, scales, data = quantized(groups, block)
     np.testing.assert_allclose(q.tensor_scale, tensor_scale, rtol=1e-6)
     wide = q._with(data=q.data.astype(jnp.float32))
-    stored = q.element_scales() / q.tensor_scale
+    stored = q._element_scales() / q.tensor_scale
     stored = q._with(data=jnp.broadcast_to(stored, q.shape))
     for got, want in zip(unpack(kind, stored, groups), scales, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-6)

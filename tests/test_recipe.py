@@ -696,8 +696,8 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
             call,
             TypeError,
             "`ragged.matmul`: a product with `recipe` can't be differentiated in forward mode.\n"
-            "Its derivative is straight-through: a rule for cotangents. Take `jax.grad` or `jax.vjp`, and "
-            "`jax.jacrev(jax.grad(f))` in place of `jax.hessian(f)`.",
+            "Its derivative is straight-through: a rule for cotangents. Take `jax.grad` or `jax.vjp`; and in "
+            "place of `jax.hessian(f)`, `jax.jacrev(jax.grad(f))` with a recipe that is made with `save='operands'`.",
         )
         for name, call in {
             "jvp": lambda: jax.jvp(product, (W,), (W,)),

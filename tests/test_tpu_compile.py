@@ -229,8 +229,8 @@ def dequantized(text: str, size: int) -> list[str]:
         ("v5e", "rowwise"),
         ("v6e", "mxfp8"),
         ("tpu7x", "blockwise"),
-        pytest.param("v6e", "blockwise", marks=pytest.mark.long),
-        pytest.param("tpu7x", "delayed", marks=pytest.mark.long),
+        ("tpu7x", "delayed"),
+        pytest.param("v6e", "blockwise", marks=pytest.mark.slow),
     ],
 )
 def test_recipes(generation: str, recipe: str) -> None:
@@ -390,7 +390,7 @@ def loss_of_layer(layer: MoE, x: Array) -> Array:
 
 @pytest.mark.sampled(0)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("topology", ["v5e:2x4", "v5p:2x2x2"])
+@pytest.mark.parametrize("topology", ["v5e:2x4", pytest.param("v5p:2x2x2", marks=pytest.mark.slow)])
 def test_an_expert_layer_over_a_slice(topology: str, kind: AxisType) -> None:
     """D4, D6: routed and shared, two kernels forward and six of gradients each; rows travel, matrices don't."""
     tpu.device("v5e")

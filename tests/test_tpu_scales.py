@@ -82,8 +82,13 @@ def test_powers_of_two_are_exact_in_bfloat16(block: tuple[int, int]) -> None:
         )
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("generation", ["v5e", "v5p", "v6e", "tpu7x"])
+@pytest.mark.parametrize(
+    "generation",
+    [
+        pytest.param("tpu7x", marks=pytest.mark.long),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("v5e", "v5p", "v6e")),
+    ],
+)
 def test_compiled(generation: str) -> None:
     """F4: forward and backward of `mxfp8`, with a contraction in several tiles, for real TPUs."""
     avals = Aval((512, 8192), jnp.bfloat16), Aval((4, 8192, 640), jnp.bfloat16), Aval((4,), jnp.int32)

@@ -306,7 +306,7 @@ def wire_cast(site: Site, wire: str | Cast | Any) -> Cast:
     how = wire if isinstance(wire, Cast) else Recipe.of(wire).forward[0]
     if how.dtype is None or how.dtype in ("int4", "float4_e2m1fn"):
         site.fail(ValueError, f"`wire` has no dtype of 8 bits: {how!r}.", "Pass `ragged.Cast('float8_e4m3fn', 'row')`.")
-    if how.scaling.block is None or how.scaling.block[0] != 1 or how.scaling.has_tensor_scale:
+    if how.scaling.block is None or how.scaling.block[0] != 1 or how.scaling._has_tensor_scale:
         mend = "Each row must have scales of its own: `(1, 128)`, `'row'`, `'mx'`."
         site.fail(ValueError, f"`wire` has the scaling {how.scaling}.", mend)
     return how

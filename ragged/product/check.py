@@ -222,7 +222,7 @@ def operand(site: Site, name: str, x: Any, more_dims: bool = False) -> GroupedTe
                 problem = f"`{name}` is a GroupedTensor whose {field} is {describe(value)}, not an array."
                 site.fail(TypeError, problem, "Pass a `GroupedTensor` of arrays.")
         if x.is_cotangent:
-            x.require_groups()
+            x._require_groups()
         if x.is_stack:
             site.fail(ValueError, f"`{name}` has a batch axis.", "Map over it: `jax.vmap(ragged.matmul)(lhs, rhs)`.")
         if has_more_dims(x) and not more_dims:

@@ -218,5 +218,5 @@ def _quantized(x: GroupedTensor, how: Cast, past: Array | None) -> tuple[Array, 
     q = quantize_operand(x, how, past)
     lost = jnp.sum((data != 0) & (q.data == 0))
     # Beyond what rounding alone could carry past the largest value.
-    over = jnp.sum(jnp.abs(data) > q.element_scales() * LARGEST[how.dtype] * (1 + 1e-6))
+    over = jnp.sum(jnp.abs(data) > q._element_scales() * LARGEST[how.dtype] * (1 + 1e-6))
     return jnp.asarray(q.dequantize().data), (lost, nonzero, over, count)

@@ -85,7 +85,7 @@ def quantize(
     check_floats(site, "x", tensor.data)
     if not isinstance(power_of_two, bool):
         site.fail(TypeError, f"`power_of_two` is {power_of_two!r}.", "Pass True or False.")
-    if tensor.is_flipped:
+    if tensor._is_flipped:
         return quantize(tensor.mT, name, scaling.mT, power_of_two=power_of_two).mT
     tensor = tensor._replace_data(not_differentiable("ragged.quantize", jnp.asarray(tensor.data)))
     return _rounded(tensor, name, scaling, power_of_two)
@@ -110,7 +110,7 @@ def _operand(site: Site, x: GroupedTensor | Array | Any) -> GroupedTensor:
         if not all(is_arraylike(leaf) for leaf in jax.tree.leaves(x)) or x.data is None:
             site.fail(TypeError, "`x` holds no array.", "Pass a `GroupedTensor` of arrays.")
         if x.is_cotangent:
-            x.require_groups()
+            x._require_groups()
         if x.is_stack:
             mend = "Map over it: `jax.vmap(lambda x: ragged.quantize(x, dtype, scaling))(x)`."
             site.fail(ValueError, "`x` has a batch axis.", mend)
@@ -187,7 +187,7 @@ def _block_max(x: Array, block: int | None, axis: int) -> Array:
 
 def scales_of(largest: Array, name: str, scaling: Scaling, power_of_two: bool) -> tuple[Array, Array | None]:
     """The scales of blocks with these largest absolute values, and the tensor's, if there are two levels. float32."""
-    if not scaling.has_tensor_scale:
+    if not scaling._has_tensor_scale:
         return scale_of(largest, LARGEST[name], power_of_two or scaling.dtype == jnp.float8_e8m0fnu), None
     least, most = float(jnp.finfo(scaling.dtype).tiny), 256.0 if power_of_two else LARGEST[scaling.dtype.name]
     # The tensor's is so large that its product with the least scale is a normal number.
@@ -218,8 +218,8 @@ def cast(
         scales = jnp.where(lost > 0, jnp.nan, scales)
     quantized = x._with(scales=scales.astype(scaling.dtype), scaling=scaling, tensor_scale=tensor_scale)
     wide = jnp.float64 if data.dtype == jnp.float64 else jnp.float32
-    inverse = x._with(scales=1 / quantized.float_scales, scaling=Scaling(scaling.block))
-    data = data.astype(wide) * inverse.element_scales().astype(wide)
+    inverse = x._with(scales=1 / quantized._float_scales, scaling=Scaling(scaling.block))
+    data = data.astype(wide) * inverse._element_scales().astype(wide)
     if name.startswith("int"):
         data = jnp.round(data)
     data = jnp.where(jnp.isfinite(data), jnp.clip(data, -LARGEST[name], LARGEST[name]), data)

@@ -56,7 +56,7 @@ class Cast:
     def __str__(self) -> str:
         return f"{self.dtype or 'no dtype'} by {self.scaling}{' with powers of two' * self.power_of_two}"
 
-    def scaling_for(self, kept: bool, contracted: bool) -> Scaling:
+    def _scaling_for(self, kept: bool, contracted: bool) -> Scaling:
         """The scaling for an operand that is ragged in these dims."""
         if self.scaling.block is None:
             return self.scaling
@@ -196,9 +196,9 @@ class Recipe(eqx.Module):
                 mend = "Delayed scaling knows one largest value of each tensor."
                 Site("ragged.Recipe").fail(ValueError, problem, mend)
         if is_arraylike(self.state):
-            self.check_history()
+            self._check_history()
 
-    def check_history(self) -> None:
+    def _check_history(self) -> None:
         """Raises unless `history` is None or an array `(3, length)`, float32."""
         history = self.history
         if history is None:
@@ -241,13 +241,14 @@ class Recipe(eqx.Module):
         return cls((x, w), (dy, w), (x, dy), history, name=name, save=save)
 
     @classmethod
-    def of(cls, recipe: "str | Recipe | Any") -> "Recipe":
-        """The preset of a name; a `Recipe` as it is."""
+    def of(cls, recipe: "str | Recipe | Any", site: Site | None = None) -> "Recipe":
+        """The preset of a name; a `Recipe` as it is. `site`: where an error is seen, if not here."""
         if isinstance(recipe, Recipe):
             return recipe
-        if not isinstance(recipe, str):
+        if not isinstance(recipe, str) or recipe not in PRESETS:
             mend = f"Pass a `ragged.Recipe` or one of {', '.join(map(repr, PRESETS))}."
-            Site("ragged.Recipe").fail(TypeError, f"{recipe!r} is no recipe.", mend)
+            error = ValueError if isinstance(recipe, str) else TypeError
+            (site or Site("ragged.Recipe")).fail(error, f"{recipe!r} is no recipe.", mend)
         return cls.preset(recipe)
 
 

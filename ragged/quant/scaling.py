@@ -107,7 +107,7 @@ class Scaling:
         return cls(scaling)
 
     @property
-    def has_tensor_scale(self) -> bool:
+    def _has_tensor_scale(self) -> bool:
         """Whether there are two levels: one float32 for the whole tensor times the scales."""
         return self.dtype == jnp.float8_e4m3fn
 
@@ -137,11 +137,11 @@ class Scaling:
         extents[packed_axis] = num_groups if along is None else most_blocks(buffer[packed_axis], num_groups, along)
         return tuple(extents)
 
-    def for_kernels(
+    def _for_kernels(
         self, scales: Array, of_tensor: Array | None, packed_axis: int | None, num_groups: int, flipped: bool
     ) -> Scales:
         """The scales as kernels take them: with all axes, and transposed where the buffer is `flipped`."""
-        values, block = scales if self.has_tensor_scale else scales.astype(jnp.float32), self.block or (None, None)
+        values, block = scales if self._has_tensor_scale else scales.astype(jnp.float32), self.block or (None, None)
         if block == (None, None):
             last = (1, 1) if packed_axis is None else (1,)
             column = values if values.ndim else jnp.broadcast_to(values, (num_groups,))

@@ -141,8 +141,8 @@ def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
 
 
 def _refuse_forward_mode(*args: Any) -> NoReturn:
-    mend = "Its derivative is straight-through: a rule for cotangents. Take `jax.grad` or `jax.vjp`, and "
-    mend += "`jax.jacrev(jax.grad(f))` in place of `jax.hessian(f)`."
+    mend = "Its derivative is straight-through: a rule for cotangents. Take `jax.grad` or `jax.vjp`; and in place of "
+    mend += "`jax.hessian(f)`, `jax.jacrev(jax.grad(f))` with a recipe that is made with `save='operands'`."
     problem = "a product with `recipe` can't be differentiated in forward mode."
     Site("ragged.matmul").fail(TypeError, problem, mend)
 
@@ -269,7 +269,7 @@ def quantized(casts: Pair, operands: Operands, call: Call, history: Array | None
         letters, q = getattr(product, name), _as_stored(q)
         if q.packed_axis is None and letters[1] != product.contracted:
             letters = letters[::-1]
-        scales = q.kernel_scales()
+        scales = q._kernel_scales()
         assert scales is not None
         operands = operands._replace(**{name: Operand(q.data, scales)})
         product = product._replace(**{name: letters})
@@ -278,7 +278,7 @@ def quantized(casts: Pair, operands: Operands, call: Call, history: Array | None
 
 def _as_stored(x: GroupedTensor) -> GroupedTensor:
     """With the packed axis first; uniform ones as they are, with the contracted dim last."""
-    return x.mT if x.packed_axis is not None and x.is_flipped else x
+    return x.mT if x.packed_axis is not None and x._is_flipped else x
 
 
 def _is_in_place(how: Cast, call: Call) -> bool:
@@ -287,13 +287,13 @@ def _is_in_place(how: Cast, call: Call) -> bool:
     if how.scaling.block is None:
         return True
     kept = call.product.contracted != call.product.lhs[0]
-    return kept and how.scaling_for(True, False).block[0] == 1
+    return kept and how._scaling_for(True, False).block[0] == 1
 
 
 def _quantized_in_place(how: Cast, operands: Operands, past: Array | None) -> Operand:
     """The buffer of `lhs` quantised before an index gathers its rows, with the scales of the rows."""
     q = quantize_operand(_tokens(operands), how, past)
-    scales = q.kernel_scales()
+    scales = q._kernel_scales()
     assert scales is not None
     if scales.block[0] is None:  # of the tensor, for each group
         values = jnp.broadcast_to(scales.values, (operands.num_groups, 1))
@@ -321,7 +321,7 @@ def as_tensor(name: str, operands: Operands, call: Call) -> tuple[GroupedTensor,
 
 def quantize_operand(x: GroupedTensor, how: Cast, past: Array | None) -> GroupedTensor:
     """`past`: the operand's largest values in past steps, `(length,)`, for delayed scaling."""
-    scaling = how.scaling_for(*x.ragged)
+    scaling = how._scaling_for(*x.ragged)
     if past is None:
         return quantize(x, how.dtype, scaling, power_of_two=how.power_of_two)
     own = _common_amax(x, past)

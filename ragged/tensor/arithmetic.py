@@ -206,17 +206,17 @@ class Arithmetic(eqx.Module):
     def _filled(self, value: Any) -> Array:
         """The buffer, with `value` where it holds no element. That of a cotangent as it is."""
         x = _tensor(self)
-        x.require_plain()
+        x._require_plain()
         data = jnp.asarray(x.data)
         if x.is_cotangent:
             return data
-        x.require_groups()
+        x._require_groups()
         return data if x.packed_axis is None else jnp.where(x.mask, data, jnp.asarray(value, data.dtype))
 
     @over_explicit_axes
     def _combine(self, other: Any, fn: Callable[[Any, Any], Array], symbol: str, reflected: bool = False) -> Any:
         """`fn(self, other)`, or `fn(other, self)` if `reflected`."""
-        _tensor(self).require_plain()
+        _tensor(self)._require_plain()
         if not isinstance(other, Arithmetic | Wrapped | _SCALARS):
             return NotImplemented
         x = _host(self, other)
@@ -245,8 +245,8 @@ class Arithmetic(eqx.Module):
     def mean(self, axis: int | None = None, *, keepdims: bool = False, empty: Any = 0) -> Shaped[Array, "..."] | Any:
         """Mean of each group. Arguments as for `sum`."""
         x = _tensor(self)
-        x.require_plain()
-        x.require_groups()
+        x._require_plain()
+        x._require_groups()
         dtype = _mean_dtype(x.dtype)
         wide = accumulator_dtype(dtype)
         count = x._replace_data(jnp.ones(x.shape, jnp.int32)).sum(axis).astype(wide)
@@ -257,7 +257,7 @@ class Arithmetic(eqx.Module):
     def var(self, axis: int | None = None, *, keepdims: bool = False, empty: Any = 0) -> Shaped[Array, "..."] | Any:
         """Variance of each group, `mean((x - mean(x))²)`: in two passes, in float32. Arguments as for `sum`."""
         x = _tensor(self)
-        x.require_plain()
+        x._require_plain()
         dtype = _mean_dtype(x.dtype)
         wide = x.astype(accumulator_dtype(dtype))
         centred = wide - wide.mean(axis, keepdims=True)
@@ -294,8 +294,8 @@ class Arithmetic(eqx.Module):
     @over_explicit_axes
     def _reduce(self, axis: int | None, groups_fn: Any, dense_fn: Any, neutral: Any, empty: Any) -> Array:
         x = _tensor(self)
-        x.require_plain()
-        x.require_groups()
+        x._require_plain()
+        x._require_groups()
         own = range(-x.ndim + (x.packed_axis is None), 0)  # the groups' axes
         if axis is not None and axis not in own:
             between = "".join(f", {each}" for each in own[1:-1])
@@ -360,8 +360,8 @@ class Arithmetic(eqx.Module):
         """
         x = _tensor(self)
         left, right = _window(x, causal, window)
-        x.require_plain()
-        x.require_groups()
+        x._require_plain()
+        x._require_groups()
         if (wide := _wide(x.dtype)) != x.dtype:
             return x.astype(wide).softmax(causal=causal, window=window).astype(x.dtype)
         if not x.ragged[1] and left is None and right is None:
@@ -440,7 +440,7 @@ def _aligned(x: "GroupedTensor", other: Any, symbol: str, reflected: bool = Fals
         other = _tensor(other)
         if other is x:
             return x._filled(1)
-        other.require_plain()
+        other._require_plain()
         stretched = _stretched(x, other)
         return _same_structure(x, other, symbol) if stretched is None else _spread(x, stretched)
     if not isinstance(other, Wrapped):
@@ -502,7 +502,7 @@ def _spread(x: "GroupedTensor", wrapped: Wrapped) -> Array:
 
 
 def _along(x: "GroupedTensor", wrapped: Wrapped) -> Array:
-    x.require_groups()
+    x._require_groups()
     value, name = jnp.asarray(wrapped.value), type(wrapped).__name__
     axis = x.packed_axis
     if isinstance(wrapped, per_row):

@@ -28,8 +28,8 @@ def concat(tensors: Iterable[GroupedTensor] | Any) -> GroupedTensor:
         mend = "Pass at least one `GroupedTensor`, in a list."
         Site("ragged.concat", {"tensors": tensors}).fail(TypeError, "needs a sequence of tensors.", mend)
     for tensor in tensors:
-        tensor.require_plain()
-        tensor.require_groups()
+        tensor._require_plain()
+        tensor._require_groups()
     head = tensors[0]
     for i, other in enumerate(tensors):
         same = (

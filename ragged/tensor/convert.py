@@ -94,7 +94,7 @@ def to_padded(x: "GroupedTensor", max_len: Any, fill_value: Any) -> Shaped[Array
     """`[g, max_len, *more, last]`, or `[g, first, max_len]` of ragged columns."""
     site = Site("GroupedTensor.to_padded", {"x": x})
     axis = x._require_packed("to_padded")
-    x.require_plain()
+    x._require_plain()
     _check_extent(site, "max_len", max_len)
     if axis == -1:
         return to_padded(x.mT, max_len, fill_value).mT

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 @over_explicit_axes
 def sliced(x: "GroupedTensor", axis: int, start: Any, stop: Any) -> "GroupedTensor":
     """Each group's rows (`axis=-2`) or columns (-1) from `start` to `stop`, as `GroupedTensor.rows` says."""
-    x.require_plain()
-    x.require_groups()
+    x._require_plain()
+    x._require_groups()
     site = Site(f"GroupedTensor.{'rows' if axis == -2 else 'columns'}", {"x": x, "start": start, "stop": stop})
     for end in (start, stop):
         _check_end(site, end, x.num_groups)

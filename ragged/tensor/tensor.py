@@ -156,7 +156,7 @@ class GroupedTensor(Arithmetic):
             problem = f"scales of a {self.kind} tensor with the scaling {self.scaling} have shape {want} and dtype "
             site.fail(ValueError, f"{problem}{self.scaling.dtype.name}.", "`ragged.quantize` makes them.")
         level = self.tensor_scale
-        of_two = self.scaling.has_tensor_scale
+        of_two = self.scaling._has_tensor_scale
         if (level is not None) != of_two or (is_arraylike(level) and (level.shape, level.dtype) != ((), jnp.float32)):
             asks = "needs a `tensor_scale`, () float32" if of_two else "has no `tensor_scale`"
             problem = f"a tensor with the scaling {self.scaling} {asks}."
@@ -209,7 +209,7 @@ class GroupedTensor(Arithmetic):
         more = any(is_arraylike(d) and d.ndim > 1 for d in (self.first_dims, self.last_dims))
         return more or (self._packs_columns and is_arraylike(self.data) and self.data.ndim > 2)
 
-    def require_groups(self) -> None:
+    def _require_groups(self) -> None:
         """Raises if it has no groups: a `TypeError` if it is a cotangent, a `ValueError` if it is a stack."""
         if self.is_cotangent:
             problem = "a cotangent or tangent, whose groups are unknown, has elementwise operations only."
@@ -233,7 +233,7 @@ class GroupedTensor(Arithmetic):
         """The buffer's axis along which the groups are packed, counted from its last: -1 for columns, -2 for the rows
         of matrices, -3 for rows with one more dim, ...; None if uniform."""
         if self.is_cotangent:
-            self.require_groups()
+            self._require_groups()
         if not any(self.ragged):
             return None
         return self._packed
@@ -265,7 +265,7 @@ class GroupedTensor(Arithmetic):
             if dims is not None:
                 return dims.shape[-1]
         if self.is_cotangent:
-            self.require_groups()
+            self._require_groups()
         return self.data.shape[0]
 
     @property
@@ -299,7 +299,7 @@ class GroupedTensor(Arithmetic):
     def mask(self) -> Bool[Array, "..."]:
         """True where the buffer holds an element of a group. The buffer's shape."""
         refuse_explicit("GroupedTensor.mask", first_dims=self.first_dims, last_dims=self.last_dims)
-        self.require_groups()
+        self._require_groups()
         if self.packed_axis is None:
             return jnp.ones(self.shape, bool)
         if self.packed_axis == -1:
@@ -344,7 +344,7 @@ class GroupedTensor(Arithmetic):
         return show.html(self)
 
     def _require_packed(self, what: str) -> int:
-        self.require_groups()
+        self._require_groups()
         if self.packed_axis is None:
             Site(f"GroupedTensor.{what}", {"x": self}).fail(
                 ValueError, "a uniform tensor has no ragged axis.", "Its groups are `data[i]`, all of the same shape."
@@ -362,37 +362,37 @@ class GroupedTensor(Arithmetic):
         return self._with(data=data)
 
     @property
-    def is_flipped(self) -> bool:
+    def _is_flipped(self) -> bool:
         """Whether it is `data.mT` that lies in memory, its packed axis first."""
         return self.transposed if self.packed_axis is None else self.packed_axis == -1
 
     @property
-    def float_scales(self) -> Array:
+    def _float_scales(self) -> Array:
         """The scales in float32, of two levels their product."""
         scales = jnp.asarray(self.scales).astype(jnp.float32)
         return scales if self.tensor_scale is None else scales * self.tensor_scale
 
-    def kernel_scales(self) -> Scales | None:
+    def _kernel_scales(self) -> Scales | None:
         """The scales as kernels take them, those of the buffer as it lies in memory; None if there are none."""
         if not self.is_quantized:
             return None
         self._check_scales()  # what `tree_map`, `tree_at` or `partition` made was never checked
         level = None if self.tensor_scale is None else jnp.asarray(self.tensor_scale)
-        place = self.packed_axis, self.num_groups, self.is_flipped
-        return self.scaling.for_kernels(jnp.asarray(self.scales), level, *place)
+        place = self.packed_axis, self.num_groups, self._is_flipped
+        return self.scaling._for_kernels(jnp.asarray(self.scales), level, *place)
 
-    def element_scales(self) -> Array:
+    def _element_scales(self) -> Array:
         """Each element's scale, or what broadcasts to the buffer."""
         inner = 2 if self.packed_axis is None else 1
         if self.ndim > inner + 1:  # which have blocks of their own
             axes = inner, None if self.scaling.block in (None, (None, None)) else inner
-            each = jax.vmap(lambda data, scales: self._with(data=data, scales=scales).element_scales(), axes, inner)
+            each = jax.vmap(lambda data, scales: self._with(data=data, scales=scales)._element_scales(), axes, inner)
             return each(jnp.asarray(self.data), jnp.asarray(self.scales))
-        scales = self.kernel_scales()
+        scales = self._kernel_scales()
         assert scales is not None
-        shape = (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.is_flipped else self.shape
+        shape = (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self._is_flipped else self.shape
         values = spread(scales.whole, shape, None if self.packed_axis is None else self.packed_dims)
-        return values.mT if self.is_flipped else values
+        return values.mT if self._is_flipped else values
 
     @over_explicit_axes
     def dequantize(self) -> "GroupedTensor":
@@ -401,7 +401,7 @@ class GroupedTensor(Arithmetic):
             return self
         return _dequantized(self._replace_data(eight_bits_fixed("GroupedTensor.dequantize", self.data)))
 
-    def require_plain(self) -> None:
+    def _require_plain(self) -> None:
         """Raises a `TypeError` if the tensor is quantised: without its scales the buffer means nothing."""
         if self.is_quantized:
             problem = "a quantised tensor has no arithmetic, indexing, casts or padding."
@@ -453,7 +453,7 @@ class GroupedTensor(Arithmetic):
 
     def __len__(self) -> int:
         if self.is_stack:
-            self.require_groups()
+            self._require_groups()
         return self.num_groups
 
     def __getitem__(self, index: int | Any) -> Shaped[Array, "first *more last"]:
@@ -463,11 +463,11 @@ class GroupedTensor(Arithmetic):
             mend = "Rows or columns of every group are `x.rows(start, stop)` and `x.columns(start, stop)`. "
             mend += "Index the buffer itself as `x.data[...]`."
             Site("GroupedTensor[...]", {"index": index}).fail(TypeError, problem, mend)
-        self.require_groups()
+        self._require_groups()
         if not -self.num_groups <= index < self.num_groups:
             mend = "The first is `x[0]`; negative ones count from the end."
             Site(f"GroupedTensor[{index}]", {"x": self}).fail(IndexError, f"there are {self.num_groups} groups.", mend)
-        self.require_plain()
+        self._require_plain()
         refuse_explicit(f"GroupedTensor[{index}]", x=self)
         index = index % self.num_groups
         if self.packed_axis is None:
@@ -490,12 +490,12 @@ class GroupedTensor(Arithmetic):
 
     def to_list(self) -> list[Array]:
         """The groups as arrays. Needs concrete dims."""
-        self.require_groups()
+        self._require_groups()
         return [self[i] for i in range(self.num_groups)]
 
     def astype(self, dtype: Any) -> "GroupedTensor":
         """The same tensor with its buffer cast to `dtype`. A stack of tensors or a cotangent too."""
-        self.require_plain()
+        self._require_plain()
         return self._replace_data(jnp.asarray(self.data).astype(dtype))
 
     def to_padded(self, max_len: int | Any, fill_value: Any = 0) -> Shaped[Array, "g first *more last"]:
@@ -539,7 +539,7 @@ class GroupedTensor(Arithmetic):
 
 @jax.jit(inline=True)
 def _dequantized(x: GroupedTensor) -> GroupedTensor:
-    scales = not_differentiable("GroupedTensor.dequantize", x.element_scales())
+    scales = not_differentiable("GroupedTensor.dequantize", x._element_scales())
     wide = jnp.asarray(x.data).astype(jnp.float32) * scales
     out = x._with(data=wide, scales=None, scaling=None, tensor_scale=None)
     return out._replace_data(out._filled(0))
