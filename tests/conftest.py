@@ -1,7 +1,7 @@
 """Every test runs with the whole of `ragged` under jaxtyping's import hook, so annotations are checked at run time."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from zlib import crc32
 
@@ -34,23 +34,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             tests.setdefault(test, {})[item] = {(name, repr(value)) for name, value in values.items()}
     for test, cases in tests.items():
         unseen = set[tuple[str, str]]().union(*cases.values())
-
-        def shows(item: pytest.Item, cases: dict = cases, unseen: set = unseen) -> tuple[int, int]:
-            # Of those that show the most, any: the layouts of one test are not those of another.
-            return len(cases[item] & unseen), crc32(item.nodeid.encode())
-
         short = [item for item in cases if not item.get_closest_marker("long")]
         for _ in range(min(most[test], len(short))):
-            chosen = max(short, key=shows)
+            chosen = _that_shows_most(short, cases, unseen)
             short.remove(chosen)
             unseen -= cases.pop(chosen)
         while unseen:
-            chosen = max(cases, key=shows)
+            chosen = _that_shows_most(cases, cases, unseen)
             unseen -= cases.pop(chosen)
             chosen.add_marker("long")
         for item in cases:
             item.own_markers = [mark for mark in item.own_markers if mark.name != "long"]
             item.add_marker("slow")
+
+
+def _that_shows_most(
+    items: Iterable[pytest.Item], cases: dict[pytest.Item, set[tuple[str, str]]], unseen: set[tuple[str, str]]
+) -> pytest.Item:
+    """Of those that show the most, any: the layouts of one test are not those of another."""
+    return max(items, key=lambda item: (len(cases[item] & unseen), crc32(item.nodeid.encode())))
 
 
 os.environ["RAGGED_TUNING_CACHE"] = "off"  # whatever was measured on this machine
