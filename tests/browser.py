@@ -80,6 +80,8 @@ def main() -> None:
     found = json.loads(shown[1])
     wide = {page: sizes for page, sizes in found.items() if sizes[0] > sizes[1]}
     print(f"{len(found)} pages and widths, {len(wide)} too wide", *wide.items(), sep="\n")
+    if args.shots:
+        args.shots.mkdir(parents=True, exist_ok=True)  # Chromium says nothing where there is no folder
     for page in args.pages if args.shots else []:
         for width in WIDTHS:
             frame = (
