@@ -85,7 +85,7 @@ def compile_for(chip: str, function: Callable[..., Any], *avals: Any) -> list[Ke
     """The Triton kernels of `function`, compiled for `chip`: one for each call, in the order of the calls.
 
     Fails for what couldn't be launched: PTX too new for XLA, too much shared memory, another number of threads than
-    the code is for.
+    the code is for; and for `ragged`'s kernel if XLA couldn't launch it twice, as a part of a CUDA graph.
     """
     payloads = _payloads(lower_for(chip, function, *avals).compiler_ir("stablehlo"))
     return [_kernel(chip, payload) for payload in payloads]
@@ -188,7 +188,8 @@ def _unescaped(text: str) -> bytes:
 
 def _kernel(chip: str, payload: bytes) -> Kernel:
     # TritonAnyKernelCall.kernel_call.kernel of jaxlib/gpu/triton.proto. Of a kernel: 1 is the name, 2 the warps, 3 the
-    # bytes of shared memory, 4 the PTX. A field that is zero isn't written.
+    # bytes of shared memory, 4 the PTX, 12 those that each launch allocates of the GPU's memory for a program. A field
+    # that is zero isn't written.
     kernel = _fields(_fields(_fields(payload)[1])[1])
     name, ptx = kernel[1].decode(), kernel[4].decode()
     threads = 32 * kernel[2]
@@ -202,6 +203,8 @@ def _kernel(chip: str, payload: bytes) -> Kernel:
     shared = kernel.get(3, 0)
     assert shared <= SHARED_BYTES[chip], f"`{name}` takes {shared} bytes of shared memory: too many for {chip}"
     done = _assemble(ptx, architecture)
+    scratch, is_variant = kernel.get(12, 0), done.sass_counts["UTMASTG"] or "setmaxnreg" in ptx
+    assert name != "grouped_product" or not scratch or is_variant, f"`{name}` takes scratch: no CUDA graph can have it"
     return Kernel(name, ptx, done.registers, done.spill_bytes, shared, threads, done.remarks, done.sass_counts)
 
 
@@ -245,7 +248,7 @@ def _assemble(ptx: str, architecture: str) -> _Assembled:
     return _Assembled(int(registers[0]), sum(map(int, spills)), tuple(remarks), Counter(names))
 
 
-def _tools() -> Path:
+def tools() -> Path:
     """Triton's folder for NVIDIA, with `bin` and `lib`."""
     triton_call.load()
     import triton.backends.nvidia
@@ -254,7 +257,7 @@ def _tools() -> Path:
 
 
 def _run(tool: str, *arguments: Any) -> str:
-    done = subprocess.run([_tools() / "bin" / tool, *arguments], capture_output=True, text=True)
+    done = subprocess.run([tools() / "bin" / tool, *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr or done.stdout
     return done.stdout + done.stderr
 
@@ -277,10 +280,10 @@ def _toolkit() -> Iterator[dict[str, str]]:
     XLA looks for the ptxas of a custom call in the PATH and in CUDA's usual places only.
     """
     with tempfile.TemporaryDirectory() as folder:
-        tools, libdevice = Path(folder, "tools"), Path(folder, "nvvm", "libdevice")
-        tools.mkdir()
+        binaries, libdevice = Path(folder, "bin"), Path(folder, "nvvm", "libdevice")
+        binaries.mkdir()
         libdevice.mkdir(parents=True)
-        (tools / "ptxas").symlink_to(_tools() / "bin" / "ptxas-blackwell")
-        (libdevice / "libdevice.10.bc").symlink_to(_tools() / "lib" / "libdevice.10.bc")
-        with mock.patch.dict(os.environ, PATH=f"{os.environ.get('PATH', '')}{os.pathsep}{tools}"):
+        (binaries / "ptxas").symlink_to(tools() / "bin" / "ptxas-blackwell")
+        (libdevice / "libdevice.10.bc").symlink_to(tools() / "lib" / "libdevice.10.bc")
+        with mock.patch.dict(os.environ, PATH=f"{os.environ.get('PATH', '')}{os.pathsep}{binaries}"):
             yield {"xla_gpu_cuda_data_dir": folder}

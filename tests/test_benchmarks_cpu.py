@@ -119,7 +119,7 @@ def test_no_row_of_that_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no row's name contains 'T float64'" in capsys.readouterr().err
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_dry_run(tmp_path: Path) -> None:
     """Every row is measured; with torch too, where it is installed."""
     cpu.main(["--dry", "--series", "--seconds", "0.1", "--json", str(tmp_path / "cpu.json")])

@@ -1,12 +1,26 @@
 """The GPU benchmark, where there is no GPU: every path on tiny operands."""
 
 import json
+import sys
+import time
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax import Array
+
+import ragged
+from ragged import GroupedTensor
+from ragged._matmul import product_of
+from ragged.backends.base import Launch, Target
+from ragged.backends.config import VARIANTS, GpuConfig
+from ragged.product import lowering
 
 from . import gpu
-from .benchmarks.gpu import OPERANDS, SPREADS, main
+from .benchmarks.gpu import OPERANDS, SHAPES, SPREADS, main, variants_of_the_kernel
+from .benchmarks.watched import watch
 from .cases import NAMES
 
 gpu.needs_triton()
@@ -42,25 +56,112 @@ def test_the_budget_is_kept(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_the_first_minutes_outlive_what_breaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A variant that ends its process, one that hangs and one that raises cost themselves alone."""
-    broken = {"ragged_dot": "exit", "m=16, k=32, n=32, warps=4, stages=4, programs=1": "hang", "dense": "raise"}
+    broken = {"default": "exit", "m=16, k=32, n=32, warps=4, stages=4, programs=1": "hang", "dense": "raise"}
     monkeypatch.setenv("BREAK", ";".join(f"{name}:{how}" for name, how in broken.items()))
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     main(["--dry", "--first", "launch", "measure", "sweep", "--json", str(tmp_path / "out.json")])
     results = json.loads((tmp_path / "out.json").read_text())
     rows = [row for row in results["rows"] if "error" not in row]
     errors = [(row["variant"], row["error"][:13]) for row in results["rows"] if "error" in row]
-    assert errors == 4 * [("ragged_dot", "exit status 9")] + [(list(broken)[1], "said nothing ")]
+    assert sorted(errors) == 3 * [("default", "exit status 9")] + [(list(broken)[1], "said nothing ")]
     assert results["left"] == [] and len(results["machine"]["device"]) > 0
     launched = [(row["layout"], row["by"]) for row in rows if "layout" in row]
-    assert launched == [(layout, by) for by in ("tma", "pointers") for layout in NAMES]
+    assert launched[:2] == [("forward", "tma"), ("forward", "pointers")]
+    assert sorted(launched) == sorted((layout, by) for by in ("tma", "pointers") for layout in NAMES)
     assert all(row["right"] for row in rows if "layout" in row)
     measured = [row for row in rows if "figures" in row]
     assert [(row["product"], row["sizes"]) for row in measured] == [(p, s) for p in OPERANDS for s in SPREADS]
     assert all({"ours", "dense"} <= {*row["figures"], *row["failed"]} for row in measured)
     assert all("on purpose" in row["failed"]["dense"] for row in measured)
     swept = {row["product"]: row["seconds"] for row in rows if "best" in row}
-    assert len(swept) == 3 and all(len(seconds) == 3 for seconds in swept.values())
+    assert len(swept) == 3 and all(len(seconds) == 2 for seconds in swept.values())
     assert list(broken)[1] not in swept["forward"]
+
+
+CHILD = """
+import json, os, pathlib, subprocess, sys, time
+from tests.benchmarks.watched import Child, is_broken_on_purpose
+
+def do(step):
+    for name in step["names"]:
+        if name in step["skip"] or name[0] in step["skip"]:
+            continue
+        child.say(event="trying", variant=name, kind=name[0] if name[0] == "k" else None, quiet=0.5)
+        if name == "hang":
+            child.say(event="row", row={"pid": subprocess.Popen(["sleep", "60"]).pid})
+        is_broken_on_purpose(name)
+        yield {"name": name}
+    if step["names"] == ["stubborn"]:
+        child.say(event="trying", variant="stubborn", kind=None, quiet=None)
+        os._exit(9)
+
+child = Child(sys.argv[2])
+child.serve(json.loads(pathlib.Path(sys.argv[1]).read_text()), do, lambda: True)
+"""
+
+
+def test_watched_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What breaks isn't tried again, nor its kind in any step; a step that breaks all the same is given up."""
+    monkeypatch.setenv("BREAK", "a:exit;hang:hang;k1:exit;c:raise;stubborn:exit")
+    steps = [
+        {"name": "first", "names": ["a", "b", "hang", "k1", "k2"]},
+        {"name": "second", "names": ["k3", "c", "d"]},
+        {"name": "third", "names": ["stubborn"]},
+        {"name": "fourth", "names": ["e"]},
+    ]
+    rows: list[dict[str, Any]] = []
+    left = watch([sys.executable, "-c", CHILD], steps, rows.append, end=time.monotonic() + 60, quiet=20)
+    assert left == []
+    done = {(row["step"], row["name"]) for row in rows if "name" in row}
+    assert done == {("first", "b"), ("fourth", "e")}
+    failed = [(row["step"], row.get("variant"), row["error"][:12]) for row in rows if "error" in row]
+    assert failed == [
+        ("first", "a", "exit status "),
+        ("first", "hang", "said nothing"),
+        ("first", "k1", "exit status "),
+        ("second", None, "RuntimeError"),  # and the others of the step that it ended
+        ("third", "stubborn", "exit status "),
+        ("third", "stubborn", "exit status "),
+    ]
+    (started,) = [row["pid"] for row in rows if "pid" in row]
+    command = Path(f"/proc/{started}/cmdline")
+    assert not command.exists() or "sleep" not in command.read_text()
+
+
+@pytest.mark.parametrize("product", ["fp8", *(pytest.param(x, marks=pytest.mark.long) for x in ("forward", "wgrad"))])
+def test_variants_are_legal(product: str) -> None:
+    """What is measured is what a user may ask for, at every size; and each of the variants is, where it can be."""
+
+    def launched(rows: int, k: int, n: int, groups: int, config: GpuConfig | None) -> Launch:
+        found = []
+
+        def one(x: Array, w: Array, dy: Array, sizes: Array) -> None:
+            lhs, rhs = GroupedTensor(x, first_dims=sizes), GroupedTensor(w)
+            if product == "wgrad":
+                lhs, rhs = lhs.mT, GroupedTensor(dy, first_dims=sizes)
+            elif product == "fp8":
+                lhs, rhs = (ragged.quantize(each, jnp.float8_e4m3fn, "row") for each in (lhs, rhs))
+                rhs = rhs.mT
+            made = product_of(lhs, rhs, backend="triton_gpu", config=config, preferred_element_type=jnp.bfloat16)
+            found.append(lowering.launch_of("cuda", made.operands, made.call, Target(device=("NVIDIA H200", 132))))
+
+        w = (groups, n, k) if product == "fp8" else (groups, k, n)
+        shapes = ((rows, k), w, (rows, n))
+        operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+        jax.eval_shape(one, *operands, jax.ShapeDtypeStruct((groups,), jnp.int32))
+        return found[0]
+
+    legal = set()
+    for shape in SHAPES[:3]:
+        problem, chip, *_ = launched(*shape, None).details
+        for config in variants_of_the_kernel(problem, chip):
+            if product == "wgrad" and config.variant == "specialised":
+                with pytest.raises(ValueError, match="needs rows that alone are ragged"):
+                    launched(*shape, config)
+                continue
+            assert launched(*shape, config).config == config
+            legal.add(config.variant)
+    assert legal == ({"overlapped"} if product == "wgrad" else {*VARIANTS})
 
 
 @pytest.mark.long

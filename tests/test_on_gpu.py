@@ -21,6 +21,7 @@ from ragged.product.operands import Scales
 from ragged.quant.recipe import PRESETS
 
 from . import cases, gpu, oracle, products, test_endings, test_grouped, test_matmul, test_options, test_scales
+from .benchmarks.gpu_first import graph
 from .cases import NAMES, TOLERANCE
 from .test_pallas_tpu import check_gradients
 from .test_transforms import check_vmap
@@ -340,6 +341,13 @@ HUGE = [  # m, k, n, g
     (140_000, 256, 16384, 4),
     (2048, 16384, 16384, 9),
 ]
+
+
+@pytest.mark.parametrize("graphs", ["on", "off"])
+def test_called_again_and_again(graphs: str, launches: list[str]) -> None:
+    """B2: several products in a program, and in a scan, which XLA makes a CUDA graph of from the second call on."""
+    rows = list(graph({"graphs": graphs, "dry": False}))
+    assert len(rows) == 8 and all(row["right"] for row in rows) and launches
 
 
 @pytest.mark.parametrize("product", PRODUCTS, ids=lambda f: f.__name__)

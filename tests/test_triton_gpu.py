@@ -144,13 +144,13 @@ def test_descriptors(layout: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -
     """K18, K19, B4: what a Hopper loads by TMA, which takes rows of whole 16 bytes, and what it loads otherwise."""
     used = []
     call = triton_call.call
-    monkeypatch.setattr(triton_call, "call", lambda *args, **kwargs: used.append(args[2]) or call(*args, **kwargs))
+    monkeypatch.setattr(triton_call, "call", lambda *args, **kwargs: used.append(kwargs) or call(*args, **kwargs))
     for seed, kind in enumerate(("giant", "zipf")):
         shape = {"uniform": (48, 160, 144), "aligned": 16}
         case = cases.make(layout, g=3, kind=kind, seed=seed, dtype=dtype, **shape)
         with gpu.on("NVIDIA H200"):
             check(case, matmul(case.lhs, case.rhs, tiling=(32, 32, 32), preferred_element_type=jnp.float32))
-    assert used and all(static["A_TMA"] and static["B_TMA"] for static in used)
+    assert used and all(each["tiles"]["a_tiles"] and each["tiles"]["b_tiles"] for each in used)
 
 
 @interpreted
@@ -161,14 +161,16 @@ def test_turned_operands(layout: str, dtype: str, monkeypatch: pytest.MonkeyPatc
     there, a tile at a multiple of 16, as the interpreter demands; what a neighbour has of it is NaN, or a lot."""
     used = []
     call = triton_call.call
-    monkeypatch.setattr(triton_call, "call", lambda *args, **kwargs: used.append(args[2]) or call(*args, **kwargs))
+    monkeypatch.setattr(
+        triton_call, "call", lambda *args, **kwargs: used.append(args[2] | kwargs["tiles"]) or call(*args, **kwargs)
+    )
     for seed, (kind, capacity) in enumerate(zip(SPREADS, (96, 208, 208, 96), strict=True)):
         case = cases.make(
             layout, g=5, kind=kind, seed=seed, dtype=dtype, uniform=(48, 64, 40), aligned=16, capacity=capacity
         )
         with gpu.on("NVIDIA H200"):
             check(case, matmul(case.lhs, case.rhs, tiling=(32, 32, 32), preferred_element_type=jnp.float32))
-    assert len(used) == 4 and all(u["A_STRIDES"][3] == u["B_STRIDES"][3] == 1 and u["A_TMA"] for u in used)
+    assert len(used) == 4 and all(u["A_STRIDES"][3] == u["B_STRIDES"][3] == 1 and u["a_tiles"] for u in used)
 
 
 @interpreted
@@ -257,7 +259,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, Any], dict[st
     found = []
     call = triton_call.call
     monkeypatch.setattr(
-        triton_call, "call", lambda *args, **kwargs: found.append((args[0], args[2])) or call(*args, **kwargs)
+        triton_call,
+        "call",
+        lambda *args, **kwargs: found.append((args[0], args[2] | kwargs["tiles"])) or call(*args, **kwargs),
     )
     return found
 
@@ -292,7 +296,7 @@ def test_four_bits(layout: str, k: int, block: tuple[int, int], calls: list[Any]
     assert {arrays[name].dtype.name for name in "ab"} == {"uint8"} and arrays["a"].shape[-1] == -(-k // 2)
     # A block's scale has a byte; what a whole tensor has in common stays apart.
     assert arrays["a_scales"].dtype == jnp.uint32 and arrays["a_tensor"].size == arrays["b_tensor"].size == 1
-    assert bool(static["A_TMA"]) == (k % 32 == 0)
+    assert bool(static["a_tiles"]) == (k % 32 == 0)
 
 
 @pytest.mark.long

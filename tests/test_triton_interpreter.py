@@ -382,6 +382,27 @@ def test_descriptors(dtype: Any) -> None:
         run(described, (3, 2), {"x": x, "out": out, **tiles, "END": 49}, ["out"])
 
 
+@triton.jit
+def described_by_the_host(x, x_tiles, out, M: tl.constexpr, N: tl.constexpr):
+    rows = tl.program_id(0) * M + tl.arange(0, M)
+    tl.store(out + rows[:, None] * N + tl.arange(0, N)[None, :], x_tiles.load([tl.program_id(0) * M, 0]))
+
+
+def test_descriptors_of_the_host() -> None:
+    """Made before any program runs, so an error names none, not even the last of the run before."""
+    x, out = random(BF16, 40, 32), np.empty((48, 32), BF16)
+    arguments = {"x": x, "out": out, "M": 16, "N": 32}
+
+    def described(rows: int) -> None:
+        run(described_by_the_host, (3,), {**arguments, "x_tiles": ("x", (rows, 32), (32, 1), (16, 32))}, ["out"])
+
+    described(40)
+    np.testing.assert_array_equal(out[:40], x)
+    assert not out[40:].astype(np.float32).any()
+    with pytest.raises(IndexError, match=r"describes element 1311 of `x`, which has 1280\.\nThis is on the host"):
+        described(41)
+
+
 @pytest.mark.parametrize("dtype", [BF16, E4M3, E5M2])
 def test_descriptors_of_three_dims(dtype: Any) -> None:
     x, out = random(dtype, 3, 6, 32), np.empty((8, 32), dtype)
@@ -518,6 +539,7 @@ def test_nothing_stays_replaced(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) 
     assert compiled() == before
 
 
+@pytest.mark.long
 def test_interprets_while_another_thread_compiles(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     expected, failures, done = compiled(), [], threading.Event()

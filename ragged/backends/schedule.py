@@ -88,7 +88,8 @@ def count_up_to(values: Int[Array, " n"], bounds: Int[Array, " p"]) -> Int[Array
     """
     n = values.shape[0]
     found = jnp.zeros(bounds.shape, jnp.int32)
-    for bit in reversed(range(n.bit_length())):
+    bits = n.bit_length() if isinstance(n, int) else 31  # symbolic, under `jax.export`
+    for bit in reversed(range(bits)):
         ahead = found + 2**bit
         fits = values.at[jnp.minimum(ahead, n) - 1].get(mode="promise_in_bounds") <= bounds
         found = jnp.where((ahead <= n) & fits, ahead, found)

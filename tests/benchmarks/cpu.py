@@ -440,30 +440,37 @@ def expert_layer(extents: tuple[int, int, int, int, int], seconds: float) -> dic
     }
 
 
+def on_ragged_dot(moe: ragged.nn.MoE, x: Array) -> Array:
+    """What `moe(x)` computes, on `lax.ragged_dot`."""
+    e = moe.experts
+    top_k, experts = moe.top_k, len(e.up.weight)
+    weights, chosen = lax.top_k(jax.nn.softmax(x @ moe.router), top_k)
+    weights = weights / jnp.sum(weights, axis=1, keepdims=True)
+    order = jnp.argsort(chosen.reshape(-1))
+    sizes = jnp.bincount(chosen.reshape(-1), length=experts)
+    rows = x[order // top_k]
+    up = lax.ragged_dot(rows, e.up.weight, sizes)
+    out = lax.ragged_dot(jax.nn.silu(lax.ragged_dot(rows, e.gate.weight, sizes)) * up, e.down.weight, sizes)
+    return jnp.zeros_like(x).at[order // top_k].add(out * weights.reshape(-1)[order][:, None])
+
+
+def trained(layer: Callable[..., Array]) -> Callable[..., Any]:
+    """A layer's result and its gradients, by itself and by `x`."""
+
+    def run(moe: ragged.nn.MoE, x: Array, dy: Array) -> Any:
+        out, pull = jax.vjp(layer, moe, x)
+        return out, pull(dy)
+
+    return run
+
+
 def gated_layer(extents: tuple[int, int, int, int, int], seconds: float) -> dict[str, Any]:
     """What `nn.MoE`, forward and backward, takes to trace and compile, and to run; and the same on `lax.ragged_dot`."""
     tokens, d, hidden, experts, top_k = extents
     moe = ragged.nn.MoE(d, hidden, experts, top_k, key=jax.random.key(0))
     x, dy = jax.random.normal(jax.random.key(1), (2, tokens, d))
 
-    def on_ragged_dot(moe: ragged.nn.MoE, x: Array) -> Array:
-        weights, chosen = lax.top_k(jax.nn.softmax(x @ moe.router), top_k)
-        weights = weights / jnp.sum(weights, axis=1, keepdims=True)
-        order = jnp.argsort(chosen.reshape(-1))
-        sizes = jnp.bincount(chosen.reshape(-1), length=experts)
-        rows, e = x[order // top_k], moe.experts
-        up = lax.ragged_dot(rows, e.up.weight, sizes)
-        out = lax.ragged_dot(jax.nn.silu(lax.ragged_dot(rows, e.gate.weight, sizes)) * up, e.down.weight, sizes)
-        return jnp.zeros_like(x).at[order // top_k].add(out * weights.reshape(-1)[order][:, None])
-
-    def step(layer: Callable[..., Array]) -> Callable[..., Any]:
-        def run(moe: ragged.nn.MoE, x: Array, dy: Array) -> Any:
-            out, pull = jax.vjp(layer, moe, x)
-            return out, pull(dy)
-
-        return run
-
-    layers = {"ragged": step(lambda moe, x: moe(x)[0]), "lax.ragged_dot": step(on_ragged_dot)}
+    layers = {"ragged": trained(lambda moe, x: moe(x)[0]), "lax.ragged_dot": trained(on_ragged_dot)}
     spent: dict[str, list[tuple[float, float]]] = {name: [] for name in layers}
     lines, programs = {}, {}
 

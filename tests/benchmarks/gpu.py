@@ -18,6 +18,8 @@ The file is written after every row. What fails is noted in its row, and the oth
 import argparse
 import importlib
 import os
+import re
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -81,10 +83,20 @@ class Setting(NamedTuple):
     rounds: int
     busy: float  # seconds a variant in a round
     skip: Sequence[str] = ()  # variants
-    trying: Callable[[str], None] = lambda name: None  # is told each variant before it is first run
+    trying: Callable[[str, bool], None] = lambda name, compiled: None  # is told each variant before it is first run
+
+    def skips(self, name: str) -> bool:
+        """One that broke before, or another of the same kind of kernel."""
+        return name in self.skip or kind_of(name) in self.skip
 
 
 DRY, QUICK, FULL = Setting(True, 2, 0.0), Setting(False, 3, 0.02), Setting(False, 7, 0.02)
+
+
+def kind_of(name: str) -> str | None:
+    """The kernel's variant in a configuration's name, if any: one that hangs in one tile will in others."""
+    found = re.search(r"variant=\w+", name)
+    return found and found[0]
 
 
 class Data(NamedTuple):
@@ -163,11 +175,14 @@ def dense(product: str) -> Run:
     return lambda lhs, rhs, sizes: lax.dot_general(lhs, rhs, numbers, preferred_element_type=jnp.bfloat16)
 
 
-def ragged_dot(module: str, product: str) -> Run:
+def ragged_dot(module: str, product: str, data: Data) -> Run:
     """That of `jax.lax`, or of another module with its interface."""
     lib: Any = importlib.import_module(module)
     if product == "fp8":
         raise NotImplementedError("no scales")
+    # XLA multiplies a masked copy of the rows for each group; it would try that out before it says what it takes.
+    if module == "jax.lax" and (len(data.w) > MOST_WASTE or data.x.nbytes * len(data.w) > MOST_TEMPORARY):
+        raise MemoryError(f"{len(data.w)} copies of the rows, masked")
     if product == "wgrad":
         numbers = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
         return partial(lib.ragged_dot_general, ragged_dot_dimension_numbers=numbers)
@@ -214,14 +229,14 @@ def variants(
         "dense": lambda: build(dense(product), matrices),
         "dense torch": lambda: torch_variant(product, operands, grouped=False),
         "torch": lambda: torch_variant(product, operands, grouped=True),
-        "ragged_dot": lambda: build(ragged_dot("jax.lax", product), operands),
-        "tokamax": lambda: build(ragged_dot("tokamax", product), operands),
+        "ragged_dot": lambda: build(ragged_dot("jax.lax", product, data), operands),
+        "tokamax": lambda: build(ragged_dot("tokamax", product, data), operands),
     }
     made, failed = {}, {}
     for name, maker in makers.items():
-        if (name == "ours" or name.split()[0] in peers) and name not in setting.skip:
+        if (name == "ours" or name.split()[0] in peers) and not setting.skips(name):
             try:
-                setting.trying(name)
+                setting.trying(name, False)
                 variant = maker()
                 variant.wait(variant.run(variant.sizes(sizes)))
                 made[name] = variant
@@ -268,7 +283,7 @@ def interleave(runs: dict[str, Variant], sizes: np.ndarray, setting: Setting) ->
                 if name in failed:
                     continue
                 if i == 0:  # how many it takes, once warm
-                    setting.trying(name)
+                    setting.trying(name, True)
                     burst(name, 1)
                     calls[name] = 1 + int(setting.busy / burst(name, 1 if setting.dry else 3)[1])
                 else:
@@ -328,16 +343,13 @@ def differences(runs: dict[str, Variant], sizes: np.ndarray) -> dict[str, float 
 def variants_of_the_kernel(problem: triton_tiling.Problem, on: triton_tiling.Chip) -> list[GpuConfig]:
     """The kernel's variants, in tiles for which they are made; where one can't run, that is noted."""
     tried = cartesian(VARIANTS, (256, 128), (4, 3))
+    depth = int(128 / problem.itemsize)
+    # Two groups of warps share a specialised tile.
+    warps = {c: -(-128 * c * problem.sums // (32 * triton_tiling.MOST_TOTALS)) for c in (128, 256)}
     configs = [
-        problem.config(
-            128,
-            c,
-            int(128 / problem.itemsize),
-            warps=4 if name == "specialised" or c == 128 else 8,
-            stages=stages,
-            variant=name,
-        )
+        problem.config(128, c, depth, warps=4 if name == "specialised" else warps[c], stages=stages, variant=name)
         for name, c, stages in tried
+        if warps[c] <= 8
     ]
     return [config for config in configs if triton_tiling.shared(problem, config, on) <= on.shared]
 
@@ -347,8 +359,9 @@ Tried = Callable[[GpuConfig, triton_tiling.Problem, triton_tiling.Chip], list[Gp
 
 def others(chosen: GpuConfig, problem: triton_tiling.Problem, on: triton_tiling.Chip) -> list[GpuConfig]:
     """What is tried beside the library's choice."""
-    first = [replace(chosen, band=band) for band in (1, 4, 16)] + variants_of_the_kernel(problem, on)
-    return (first + triton_tiling.ranked(problem, on)[1:])[:72]
+    last = variants_of_the_kernel(problem, on)  # which may hang
+    first = [replace(chosen, band=band) for band in (1, 4, 16)] + triton_tiling.ranked(problem, on)[1:]
+    return first[: 72 - len(last)] + last
 
 
 def tune(product: str, data: Data, sizes: np.ndarray, setting: Setting, tried: Tried = others) -> dict[str, Any]:
@@ -369,18 +382,18 @@ def tune(product: str, data: Data, sizes: np.ndarray, setting: Setting, tried: T
     chosen = choose(*asked[0])
     configs = {str(config): config for config in tried(chosen, *asked[0])}
     with ThreadPoolExecutor(12) as pool:
-        configs = {name: config for name, config in configs.items() if name not in setting.skip}
-        names = list(configs)[: 2 if setting.dry else None]
+        names = [name for name in configs if not setting.skips(name)][: 2 if setting.dry else None]
         made = {"default": first, **dict(zip(names, pool.map(attempt, map(configs.__getitem__, names)), strict=True))}
+    made = {name: variant for name, variant in made.items() if not setting.skips(name)}
     runs = {name: variant for name, variant in made.items() if isinstance(variant, Variant)}
     figures = interleave(runs, sizes, setting._replace(rounds=min(3, setting.rounds), busy=setting.busy / 2))
     seconds = {name: row["seconds"] for name, row in figures.items() if "seconds" in row}
-    best = min(seconds, key=lambda name: seconds[name])
+    best = min(seconds, key=lambda name: seconds[name], default=None)
     return {
         "problem": asked[0][0]._asdict(),
         "default": str(chosen),
         "best": best,
-        "best_over_default": seconds["default"] / seconds[best],
+        "best_over_default": seconds["default"] / seconds[best] if best and "default" in seconds else None,
         "seconds": dict(sorted(seconds.items(), key=lambda item: item[1])),
         "failed": {name: error for name, error in made.items() if isinstance(error, str)}
         | {name: row["error"] for name, row in figures.items() if "error" in row},
@@ -434,11 +447,13 @@ def machine() -> dict[str, Any]:
         "device": jax.devices()[0].device_kind,
         "versions": report.versions("ragged", "jax", "jaxlib", "triton", "jax-triton", "torch", "tokamax"),
         "clocks": clocks(),
+        "ptxas": shutil.which("ptxas"),
     }
 
 
 def tuned_line(row: dict[str, Any]) -> str:
-    best = f"best {row['best']}, {row['best_over_default']:.2f} times as fast"
+    ratio = row["best_over_default"]
+    best = f"best {row['best']}" + (f", {ratio:.2f} times as fast" if ratio else ", nothing to compare it with")
     return f"{row['product']:<8}{tuple(row['shape'])!s:<26}default {row['default']}; {best}"
 
 

@@ -1,17 +1,18 @@
 """Steps that may crash, hang or break a device for good, each survived by the others.
 
 They run in a child process. When it dies, or says nothing for too long, another takes the steps that are left: without
-the variant that was being tried if there was one, else without the step.
+the variant that was being tried if there was one, and without others of its kind; else without the step.
 """
 
 import json
 import os
+import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 Step = dict[str, Any]
 Row = dict[str, Any]
@@ -47,34 +48,44 @@ def watch(
     """Runs `command STEPS LINES` until all steps are over, and returns those that weren't begun before `end`.
 
     Each row of a step goes to `record` with the step's name. `quiet`: seconds without an event after which the child
-    is killed. `end` is of `time.monotonic`.
+    is killed, unless what it is trying says others. `end` is of `time.monotonic`.
     """
-    left = [{"skip": []} | step for step in steps]
+    left: list[Step] = [{**step, "skip": []} for step in steps]
     while left and time.monotonic() < end:
-        ended, trying, began, why = _attempt(command, left, record, end, quiet)
-        left = left[ended:]
-        if why is None or not left:
+        life = _attempt(command, left, record, end, quiet)
+        left = left[life.ended :]
+        if life.why is None or not left:
             continue
         step = left[0]
-        record({"step": step["name"], "variant": trying, "error": why})
-        if began and trying is not None:
-            step["skip"].append(trying)
-        elif began or ended == 0:  # a child that can't even begin costs a step, or this would never end
+        record({"step": step["name"], "variant": life.trying, "error": life.why})
+        if life.began and life.trying is not None and life.trying not in step["skip"]:
+            step["skip"].append(life.trying)
+            for each in left if life.kind else ():
+                each["skip"].append(life.kind)
+        elif life.began or life.ended == 0:  # a child that can't even begin costs a step, or this would never end
             left.pop(0)
     return left
 
 
+class _Life(NamedTuple):
+    ended: int  # how many steps it ended
+    trying: str | None
+    kind: str | None  # of variant
+    began: bool  # whether it was in a step
+    why: str | None  # it died
+
+
 def _attempt(
     command: Sequence[str], steps: Sequence[Step], record: Callable[[Row], None], end: float, quiet: float
-) -> tuple[int, str | None, bool, str | None]:
-    """One child's life: how many steps it ended, what it was trying, whether in a step, and what it died of."""
-    ended, trying, began, why = 0, None, False, None
+) -> _Life:
+    """One child's life."""
+    ended, trying, kind, began, why, most = 0, None, None, False, None, quiet
     with tempfile.TemporaryDirectory() as folder:
         todo, lines, log = (Path(folder, name) for name in ("steps", "lines", "log"))
         todo.write_text(json.dumps(steps))
         lines.touch()
         with log.open("w") as out, lines.open() as said:
-            child = subprocess.Popen([*command, todo, lines], stdout=out, stderr=subprocess.STDOUT)
+            child = subprocess.Popen([*command, todo, lines], stdout=out, stderr=out, start_new_session=True)
             heard, alive, rest = time.monotonic(), True, ""
             while alive:
                 time.sleep(0.05)
@@ -85,20 +96,25 @@ def _attempt(
                     heard = time.monotonic()
                     match event["event"]:
                         case "begin":
-                            began, trying = True, None
+                            began, trying, kind, most = True, None, None, quiet
                         case "trying":
-                            trying = event["variant"]
+                            trying, kind, most = event["variant"], event["kind"], event["quiet"] or quiet
                         case "row":
                             record({"step": steps[ended]["name"]} | event["row"])
                         case "end":
                             ended, began, trying = ended + 1, False, None
-                if alive and (time.monotonic() > end or time.monotonic() - heard > quiet):
-                    why = "the time was up" if time.monotonic() > end else f"said nothing for {quiet:.0f} s"
-                    child.kill()
-            code = child.wait()
+                if alive and (time.monotonic() > end or time.monotonic() - heard > most):
+                    why = "the time was up" if time.monotonic() > end else f"said nothing for {most:.0f} s"
+                    os.killpg(child.pid, signal.SIGKILL)  # and what it started
+                    break
+            try:
+                code = child.wait(timeout=15)
+            except subprocess.TimeoutExpired:  # in the driver, where no signal reaches it
+                why = f"{why}, and couldn't be ended"
+                code = None
         if why is None and code:
             why = f"exit status {code}: {log.read_text()[-500:]}"
-    return ended, trying, began, why
+    return _Life(ended, trying, kind, began, why)
 
 
 def is_broken_on_purpose(variant: str) -> None:

@@ -292,7 +292,8 @@ def _illegal(
     if config.variant and (needs := _variant_needs(config, of, call, sizes, terms)):
         mend = "The kernel without a variant doesn't." if known else ""
         return Refusal(f"the kernel's variant {config.variant!r} needs {needs}.", mend)
-    totals = tile_r * tile_c * of.tiled.sums // (32 * config.warps)
+    multiplying = config.warps * (2 if config.variant == "specialised" else 1)  # two groups of warps share a tile
+    totals = tile_r * tile_c * of.tiled.sums // (32 * multiplying)
     taken = tiles.shared(of.tiled, config, of.chip)
     for what, needed, most in (
         ("bytes of shared memory", taken, of.chip.shared),
@@ -547,7 +548,20 @@ def run(launch: Launch, x: Operands) -> Any:
         "VARIANT": config.variant,
     }
 
-    # 2. The launch: as many programs as the chip runs at a time, or as there can be tiles.
+    # 2. What TMA loads, if the host describes it: whole tiles.
+    def described(name: str, term: Term | None, side: str, tile: int) -> triton_call.Tiles | None:
+        if term is None or not static[f"{side}_TMA"] or config.variant == "specialised":
+            return None
+        shape = (tile, static["TILE_K"]) if static[f"{side}_STRIDES"][3] == 1 else (static["TILE_K"], tile)
+        return triton_call.Tiles.of_matrices(name, term.data.shape, shape)
+
+    by_host = {
+        "a_tiles": described("a", x_term, "A", tile_r),
+        "b_tiles": described("b", y_term, "B", tile_c),
+        "up_tiles": described("up", up_term, "B", tile_c),
+    }
+
+    # 3. The launch: as many programs as the chip runs at a time, or as there can be tiles.
     programs = max(1, chip.multiprocessors * tiles.resident(tiled, config, chip) // elements)
     existing = x.epilogue.existing
     existing = None if existing is None else existing.astype(stored).reshape(out.shape)
@@ -559,6 +573,7 @@ def run(launch: Launch, x: Operands) -> Any:
             arrays,
             {key: out if is_stored else None for key, is_stored in stores.items()},
             static,
+            tiles=by_host,
             existing=existing,
             grid=(min(results, programs), elements),
             config=config,

@@ -4,13 +4,14 @@ Nothing here is imported before it is asked for: `ragged` works without Triton.
 """
 
 import json
+import math
 import re
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from inspect import signature
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -44,12 +45,16 @@ def load() -> ModuleType:
     from triton.backends.nvidia import driver
 
     # triton 3.6 has no such name; without it jax-triton 0.4.1 believes that there is no NVIDIA backend.
-    # The value, CUDA's CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, is for host descriptors alone, which `ragged` doesn't use.
+    # The value, CUDA's CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, is for descriptors that round, which `ragged` doesn't use.
     if not hasattr(driver, "TMA_TF32"):
         setattr(driver, "TMA_TF32", 11)  # noqa: B010 (pyright knows the module's names)
 
     import jax_triton
     from jax_triton import triton_lib
+
+    # triton 3.6 doesn't say of a descriptor whether it is an image's, which jax-triton 0.4.1 takes for a mistake.
+    described: Any = triton_lib.TensorDescMeta
+    described.__required_keys__ = described.__required_keys__ - {"is_im2col"}
 
     # jax 0.12 tells a rule which operands live, too; that of jax-triton 0.4.1 doesn't take it.
     rules: Any = triton_lib.pe.dce_rules
@@ -119,11 +124,27 @@ def backend_options() -> dict[str, int | bool]:
     return {"enable_fp_fusion": True} | ({"ptx_version": newest_ptx()} if written > newest_ptx() else {})
 
 
+class Tiles(NamedTuple):
+    """What the host makes a TMA descriptor of: the array's name, its shape and strides, and the shape of a tile."""
+
+    of: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    tile: tuple[int, ...]
+
+    @staticmethod
+    def of_matrices(of: str, shape: tuple[int, ...], tile: tuple[int, int]) -> "Tiles":
+        """Those of all matrices of an array, as they are stored."""
+        p, q = shape[-2:]
+        return Tiles(of, (math.prod(shape[:-2]), p, q), (p * q, q, 1), (1, *tile))
+
+
 def call(
     arrays: dict[str, Array | None],
     outs: dict[str, jax.ShapeDtypeStruct | None],
     static: dict[str, Any],
     *,
+    tiles: dict[str, Tiles | None],
     existing: Array | None,
     grid: tuple[int, int],
     config: GpuConfig,
@@ -133,7 +154,7 @@ def call(
     chip: Chip,
     interpret: bool,
 ) -> list[Array]:
-    """The kernel's results. `arrays`, `outs` and `static` are its parameters by name, in its order.
+    """The kernel's results. `arrays`, `tiles`, `outs` and `static` are its parameters by name.
 
     `existing` is what the one result holds before, if anything: the kernel adds to it, in place.
     """
@@ -147,7 +168,8 @@ def call(
     }
     present = {key: x for key, x in arrays.items() if x is not None}
     results = {key: x for key, x in outs.items() if x is not None}
-    absent = {key: None for key in (*arrays, *outs) if key not in present and key not in results}
+    described = {key: x for key, x in tiles.items() if x is not None}
+    absent = {key: None for key in (*arrays, *tiles, *outs) if key not in {*present, *described, *results}}
     if interpret:
         from ragged.backends.gpu import interpreter as triton_interpreter
 
@@ -158,7 +180,8 @@ def call(
             }
             operands = {key: np.ascontiguousarray(x) for key, x in zip(present, values, strict=True)}
             outputs, updated = ([*made], []) if existing is None else ([], [*made])
-            triton_interpreter.run(grouped_product, grid, operands | absent | made | static, outputs, updated)
+            given = operands | described | absent | made | static
+            triton_interpreter.run(grouped_product, grid, given, outputs, updated)
             return [*made.values()]
 
         return jax.pure_callback(run, [*results.values()], existing, *present.values(), vmap_method="sequential")
@@ -166,9 +189,13 @@ def call(
     ref = None if existing is None else jax.new_ref(existing)
     if config.variant:
         count_warps()
+    # The host describes the tiles. What a kernel describes for itself needs memory that is allocated at each launch,
+    # which CUDA graphs don't take.
+    descriptor = load().TensorDescriptor
     with set_xla_metadata(kernel_metadata=json.dumps(metadata)):
         made = load().triton_call(
             **present,
+            **{key: descriptor(present[of], *shapes) for key, (of, *shapes) in described.items()},
             **absent,
             **static,
             **({} if ref is None else dict.fromkeys(results, ref)),

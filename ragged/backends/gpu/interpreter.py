@@ -62,8 +62,9 @@ def run(
 
     - `kernel`: a `triton.JITFunction`.
     - `grid`: one to three extents.
-    - `arguments`: from each parameter's name to a contiguous array (the kernel gets a pointer to its first element),
-      None, a number, or, for a `tl.constexpr`, any value. float8_e8m0fnu comes as uint8.
+    - `arguments`: from each parameter's name to a contiguous array (the kernel gets a pointer to its first element), a
+      TMA descriptor's `(of, shape, strides, tile)`, where `of` is the name of an array, None, a number, or, for a
+      `tl.constexpr`, any value. float8_e8m0fnu comes as uint8.
     - `outputs`: the names of the arrays that the kernel writes and doesn't read.
     - `updated`: of those that it reads and writes.
 
@@ -85,12 +86,19 @@ def run(
     with _scope():
         for name in outputs:
             arrays[name][...] = _undefined((), arrays[name].dtype)
-        values = {name: v if name in constexprs else _assigned(v) for name, v in arguments.items()}
+        values = {
+            name: v if name in constexprs or isinstance(v, tuple) else _assigned(v) for name, v in arguments.items()
+        }
         for i, (name, array) in enumerate(arrays.items()):
             ty = tl.pointer_type(_TYPES[array.dtype])
             values[name] = _Tensor(upstream.TensorHandle(np.array([(i + 1) * _SPACING], np.uint64), ty), ty)
         _BUILDER.name, _BUILDER.arrays, _BUILDER.outputs = kernel.__name__, list(arrays.items()), written
         _BUILDER.set_grid_dim(*extents)
+        _BUILDER.grid_idx = None  # no program makes the host's descriptors
+        for name, value in arguments.items():
+            if name not in constexprs and isinstance(value, tuple):
+                of, *shapes = value
+                values[name] = _SEMANTIC.make_tensor_descriptor(values[of], *map(list, shapes))
         program = _interpreted(kernel)
         for index in itertools.product(*map(range, extents)):
             _BUILDER.set_grid_idx(*index)
@@ -136,6 +144,7 @@ class _Builder(upstream.InterpreterBuilder):
     name: str
     arrays: list[tuple[str, np.ndarray]]
     outputs: set[str]
+    grid_idx: tuple[int, int, int] | None
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +183,8 @@ class _Builder(upstream.InterpreterBuilder):
         name, array = self.arrays[number - 1]
         elements = array.reshape(-1).view(_dtype(ptrs.get_element_ty()))
         first, last = (int((pointer - number * _SPACING) // elements.itemsize) for pointer in (lowest, highest))
-        where = f"in program {self.grid_idx}. `{name}` is {array.dtype.name}{list(array.shape)}."
+        place = "on the host" if self.grid_idx is None else f"in program {self.grid_idx}"
+        where = f"{place}. `{name}` is {array.dtype.name}{list(array.shape)}."
         if first < 0 or last >= elements.size:
             raise IndexError(
                 f"`{self.name}` {verb} element {first if first < 0 else last} of `{name}`, which has {elements.size}.\n"

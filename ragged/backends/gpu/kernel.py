@@ -42,6 +42,9 @@ def _jit(function: Any) -> Any:
 def grouped_product(
     a,
     b,
+    a_tiles,  # the host's TMA descriptor that loads whole tiles of `a`, or None; and so the next two
+    b_tiles,
+    up_tiles,
     sizes_r,  # (g,) int32, or None where the letter is not ragged; and so the next two
     sizes_c,
     sizes_k,
@@ -129,12 +132,9 @@ def grouped_product(
     else:
         count = HELD * TILES_R * TILES_C
 
-    if A_TMA:
-        a_tiles = _descriptor(a, A_TMA, A_STRIDES, A_EXTENTS, TILE_R, TILE_K, SPECIALISED)
-    if B_TMA:
-        b_tiles = _descriptor(b, B_TMA, B_STRIDES, B_EXTENTS, TILE_C, TILE_K, SPECIALISED)
-        if GATED:
-            up_tiles = _descriptor(up, B_TMA, B_STRIDES, B_EXTENTS, TILE_C, TILE_K, SPECIALISED)
+    if SPECIALISED:  # Triton halves the tiles of two groups of warps, but can't where the host describes them
+        a_tiles = _described(a, A_TMA, A_STRIDES, A_EXTENTS, TILE_R, TILE_K)
+        b_tiles = _described(b, B_TMA, B_STRIDES, B_EXTENTS, TILE_C, TILE_K)
     if OVERLAPPED:
         # Element [2**30, end, 2**30 - n, c] is [end - n, c] of the rows, for addresses wrap around at 2**64 bytes; and
         # where the third index is 2**30, at the end, the hardware stops. So stores no tile past its own rows.
@@ -507,27 +507,22 @@ def _load(pointers, inside, rest, EDGE: tl.constexpr):
 
 
 @_jit
-def _descriptor(
+def _described(
     operand,
     COUNT: tl.constexpr,
     STRIDES: tl.constexpr,
     EXTENTS: tl.constexpr,
     TILE: tl.constexpr,
     TILE_K: tl.constexpr,
-    STACKED: tl.constexpr,
 ):
-    """Of all `COUNT` matrices of an operand, as they are stored: the contiguous axis last.
+    """All `COUNT` matrices of an operand as one, each below the other, as they are stored: the contiguous axis last.
 
-    `STACKED`: as one matrix, each below the other. Triton's warp specialisation splits a tile at its first axis.
+    With another axis for the matrices, that is the one along which Triton would split a tile.
     """
-    P: tl.constexpr = EXTENTS[0] if STRIDES[3] == 1 else EXTENTS[1]
-    Q: tl.constexpr = EXTENTS[1] if STRIDES[3] == 1 else EXTENTS[0]
-    TILE_P: tl.constexpr = TILE if STRIDES[3] == 1 else TILE_K
-    TILE_Q: tl.constexpr = TILE_K if STRIDES[3] == 1 else TILE
-    if STACKED:
-        return tl.make_tensor_descriptor(operand, [COUNT * P, Q], [Q, 1], [TILE_P, TILE_Q])
+    if STRIDES[3] == 1:
+        return tl.make_tensor_descriptor(operand, [COUNT * EXTENTS[0], EXTENTS[1]], [EXTENTS[1], 1], [TILE, TILE_K])
     else:
-        return tl.make_tensor_descriptor(operand, [COUNT, P, Q], [P * Q, Q, 1], [1, TILE_P, TILE_Q])
+        return tl.make_tensor_descriptor(operand, [COUNT * EXTENTS[1], EXTENTS[0]], [EXTENTS[0], 1], [TILE_K, TILE])
 
 
 @_jit
