@@ -7,7 +7,7 @@ from jax import Array
 
 from ragged._errors import Site, is_arraylike
 from ragged._letters import Einsum, Factor, Names, einsum_of, known_to_differ
-from ragged._matmul import matmul
+from ragged._matmul import matmul, multiply
 from ragged.quant.weights import QuantizedWeights
 from ragged.tensor.route import Gathered
 from ragged.tensor.tensor import GroupedTensor
@@ -78,7 +78,7 @@ def einsum(
         Site("ragged.einsum").fail(TypeError, f"there is no option {unknown[0]!r}.", mend)
     site = site_of(spec, lhs, rhs)
     existing = options.pop("existing_out", None)
-    return read(site, spec, lhs, rhs, options.get("group_offset")).product(site, matmul, options, existing)
+    return read(site, spec, lhs, rhs, options.get("group_offset")).product(site, multiply, options, existing)
 
 
 def site_of(spec: Any, lhs: Any, rhs: Any) -> Site:

@@ -7,7 +7,8 @@
 And the questions about values that checks ask.
 """
 
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import equinox as eqx
@@ -15,23 +16,31 @@ import jax
 import numpy as np
 from jax.core import ShapedArray, Tracer
 
+MOST_ROWS = np.iinfo(np.int32).max
+"""How many rows of a buffer can be counted."""
+
 
 @dataclass(frozen=True)
 class Site:
-    """Where an error is seen: a public call, and those of its operands that show what is wrong."""
+    """Where an error is seen: a public call, those of its operands that show what is wrong, and what it calls the
+    arguments of the product that it makes."""
 
     call: str
     operands: dict[str, Any] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
 
     def fail(self, error: type[Exception], problem: str, mend: str) -> NoReturn:
         raise error(self.text(problem, mend))
 
     def text(self, problem: str, mend: str) -> str:
-        came = ", ".join(f"{name}={describe(x)}" for name, x in self.operands.items())
-        return f"`{self.call}`: {problem}\n" + (f"Got {came}.\n" if came else "") + mend
+        def own(text: str) -> str:
+            return re.sub(r"(?<=`)\w+", lambda name: self.names.get(name[0], name[0]), text)
+
+        came = ", ".join(f"{self.names.get(name, name)}={describe(x)}" for name, x in self.operands.items())
+        return f"`{self.call}`: {own(problem)}\n" + (f"Got {came}.\n" if came else "") + own(mend)
 
     def also(self, **operands: Any) -> "Site":
-        return Site(self.call, self.operands | operands)
+        return replace(self, operands=self.operands | operands)
 
 
 def describe(x: Any) -> str:
@@ -68,3 +77,10 @@ def is_concrete(*xs: Any) -> bool:
 def is_count(x: Any, least: int = 1) -> bool:
     """Whether `x` is an integer of at least `least`, known now. A bool is none."""
     return isinstance(x, int | np.integer) and not isinstance(x, bool) and bool(x >= least)
+
+
+def check_packed(site: Site, extent: Any) -> None:
+    """Raises if a buffer's packed axis is longer than int32 can count. A symbolic one may be."""
+    if isinstance(extent, int) and extent > MOST_ROWS:
+        problem = f"{extent} packed rows (or columns) are more than {MOST_ROWS}."
+        site.fail(ValueError, problem, "They are counted in int32: split the buffer.")

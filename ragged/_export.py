@@ -13,12 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import default_registry
 
+from ragged._errors import Site
 from ragged.nn.linear import GroupedLinear
-from ragged.nn.moe import MoEStats
+from ragged.nn.moe import Experts, MoE, MoEStats
+from ragged.parallel.exchange import Exchange
 from ragged.quant.recipe import Cast, Recipe
 from ragged.quant.scaling import Scaling
 from ragged.quant.weights import QuantizedWeights
-from ragged.tensor.arithmetic import per_group, per_row
+from ragged.tensor.arithmetic import per_column, per_group, per_row
 from ragged.tensor.route import Gathered, Route
 from ragged.tensor.tensor import GroupedTensor
 
@@ -34,6 +36,11 @@ def _to_json(value: Any) -> Any:
     if type(value) in STATIC.values():
         fields = {field.name: _to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
         return {type(value).__name__: fields}
+    if callable(value):
+        problem = (
+            f"a static field holds the function `{getattr(value, '__name__', value)}`, which can't be written down."
+        )
+        Site("Exported.serialize()").fail(TypeError, problem, "Name the activation, as in `activation='silu'`.")
     return value
 
 
@@ -79,5 +86,9 @@ def _register(cls: Any) -> None:
     )
 
 
-for _cls in (GroupedTensor, Route, Gathered, Recipe, per_group, per_row, GroupedLinear, MoEStats, QuantizedWeights):
+TENSORS = (GroupedTensor, QuantizedWeights, per_group, per_row, per_column)
+ROUTES = (Route, Gathered, Exchange)
+LAYERS = (GroupedLinear, Experts, MoE, MoEStats, Recipe)
+
+for _cls in (*TENSORS, *ROUTES, *LAYERS):
     _register(_cls)

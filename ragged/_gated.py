@@ -84,8 +84,11 @@ def gated_products(
         if not isinstance(pair, tuple) or len(pair) != 2:
             site.fail(TypeError, f"`{name}` is not a pair.", "Pass two, of the gate and of the other product.")
     options |= {"activation": activation, "save": save}
-    weights = zip((w_gate, w_up), biases, recipes, strict=True)
-    gate, up = (product_of(x, w, bias=b, recipe=r, **options) for w, b, r in weights)
+    names = [{"lhs": "x", "rhs": name, "bias": f"bias[{i}]"} for i, name in enumerate(("w_gate", "w_up"))]
+    gate, up = (
+        product_of(x, w, bias=b, recipe=r, site=Site(site.call, names=n), **options)
+        for w, b, r, n in zip((w_gate, w_up), biases, recipes, names, strict=True)
+    )
     for each in (gate, up):
         check_rows(site, each, "a gate")
     dtype = promote(gate.call.dtype, up.call.dtype)

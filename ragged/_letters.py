@@ -136,7 +136,9 @@ class Einsum(NamedTuple):
     def product(
         self, site: Site, multiply: Callable[..., GroupedTensor], options: dict[str, Any], existing: Any
     ) -> GroupedTensor:
-        """The einsum, by `multiply(lhs, rhs, **options)` of groups that are matrices."""
+        """The einsum, by `multiply(lhs, rhs, site=, **options)` of groups that are matrices."""
+        names = {"lhs": self.lhs.name, "rhs": self.rhs.name}
+        inner = Site(site.call, {names[name]: x for name, x in site.operands.items()}, names)
         lhs, rhs = (_arranged(site, self, factor) for factor in (self.lhs, self.rhs))
         if existing is not None:
             existing = _merged(self._checked(site, existing), self.out, self.result)
@@ -147,7 +149,8 @@ class Einsum(NamedTuple):
 
         def one(lhs: Any, rhs: Any, existing: Any) -> Array:
             more = options if existing is None else options | {"existing_out": existing}
-            return multiply(self._turned(lhs, self.lhs), self._turned(rhs, self.rhs), **more).data
+            lhs, rhs = self._turned(lhs, self.lhs), self._turned(rhs, self.rhs)
+            return multiply(lhs, rhs, site=inner, **more).data
 
         axes = (_mapped(lhs), _mapped(rhs), None if existing is None else 0)
         out = (jax.vmap(one, axes) if self.is_mapped else one)(lhs, rhs, existing)

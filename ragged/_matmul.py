@@ -140,7 +140,12 @@ def matmul(
     arguments = locals()
     if _check.has_more_dims(lhs) or _check.has_more_dims(rhs):
         return _of_more_dims(**arguments)
-    product = product_of(**arguments)
+    return multiply(**arguments)
+
+
+def multiply(lhs: Any, rhs: Any, **options: Any) -> GroupedTensor:
+    """`matmul` of groups that are matrices. `options` are those of `product_of`."""
+    product = product_of(lhs, rhs, **options)
     if product.has_epilogue:
         return finished((product,))
     if product.recipe is None:
@@ -162,7 +167,7 @@ def _of_more_dims(lhs: Any, rhs: Any, existing_out: Any, bias: Any, out_sharding
         site.fail(NotImplementedError, problem, "Reshard the result: `jax.sharding.reshard`.")
     if is_arraylike(bias) and bias.ndim >= len(e.n):
         bias = jnp.asarray(bias).reshape(*bias.shape[: bias.ndim - len(e.n)], -1)
-    return e.product(site, matmul, options | {"bias": bias}, existing_out)
+    return e.product(site, multiply, options | {"bias": bias}, existing_out)
 
 
 def einsum_of_matmul(lhs: Any, rhs: Any, group_offset: Any = None) -> Einsum:
@@ -232,15 +237,17 @@ def product_of(
     interpret: Any = False,
     recipe: Any = None,
     out_sharding: Any = None,
+    site: Site | None = None,
 ) -> MatmulProduct:
-    """Checks a call of `matmul`, and says what to bind. Arguments and errors are its."""
+    """Checks a call of `matmul`, and says what to bind. Arguments and errors are its, or those of `site`."""
     given, lhs, rhs = (lhs, rhs), unquantized(lhs), unquantized(rhs)
     gathered = lhs if _is_in_place(lhs, rhs) else None
     if gathered is not None:  # what is checked needs no values
         lhs = GroupedTensor(jax.ShapeDtypeStruct(gathered.shape, gathered.dtype), gathered.first_dims)
     elif isinstance(lhs, Gathered):
         lhs = lhs.dispatch()
-    site = Site("ragged.matmul(lhs, rhs)", {"lhs": lhs, "rhs": rhs})
+    site = site or Site("ragged.matmul(lhs, rhs)")
+    site = site if site.operands else site.also(lhs=lhs, rhs=rhs)
     lhs = lhs if gathered is not None else _check.operand(site, "lhs", lhs)
     rhs = _check.operand(site, "rhs", rhs)
     layout = _infer(site, lhs, rhs)
@@ -354,7 +361,7 @@ def _infer(site: Site, lhs: GroupedTensor | Array, rhs: GroupedTensor | Array) -
         site.fail(
             ValueError,
             "the contracted dims must both be ragged or both not.\n"
-            f"lhs: first dim {words[m]}, last dim {words[k]}. rhs: first dim {words[k_rhs]}, last dim {words[n]}.",
+            f"`lhs`: first dim {words[m]}, last dim {words[k]}. `rhs`: first dim {words[k_rhs]}, last dim {words[n]}.",
             f"Did you mean `{'lhs.mT' if k and not k_rhs else 'rhs.mT'}`? "
             "The last dim of `lhs` meets the first of `rhs`.",
         )

@@ -68,11 +68,12 @@ def explicit_mesh(leaves: Sequence[Any], asked: PartitionSpec | None = None) -> 
     return next((aval.sharding.mesh for aval in avals if aval.sharding.mesh.explicit_axes), None)
 
 
-def half_manual_mesh(leaves: Sequence[Any]) -> Any:
-    """The mesh of a `shard_map` over some of its axes, if no operand is sharded over another `Explicit` one."""
+def half_manual_mesh(leaves: Sequence[Any], asked: PartitionSpec | None = None) -> Any:
+    """The mesh of a `shard_map` over some of its axes, if no operand is sharded over another `Explicit` one, nor is
+    `asked` to be."""
     meshes = (jax.typeof(x).sharding.mesh for x in leaves)
     half = (mesh for mesh in meshes if mesh.manual_axes and len(mesh.manual_axes) < len(mesh.axis_names))
-    return None if explicit_mesh(leaves) is not None else next(half, None)
+    return None if explicit_mesh(leaves, asked) is not None else next(half, None)
 
 
 def is_of_one_device(leaves: Sequence[Any]) -> bool:
@@ -113,6 +114,20 @@ def over_explicit_axes[F: Callable[..., Any]](function: F) -> F:
         return (run if any(isinstance(x, Tracer) for x in arrays) else jax.jit(run))(*arrays)
 
     return cast(F, wrapper)
+
+
+def over_manual_axes(collective: Callable[[Array], Array], x: Array) -> Array:
+    """`collective(x)` inside of a `shard_map`, where other axes may be `Explicit`: the result is sharded over those as
+    `x` is.
+
+    Next to such, JAX doesn't lower `psum_scatter`, nor so the derivative of `all_gather`; next to `Auto` ones it does.
+    """
+    sharding = jax.typeof(x).sharding
+    if not (axes := sharding.mesh.explicit_axes):
+        return collective(x)
+    like = NamedSharding(sharding.mesh, sharding.spec)
+    run: Any = jax.sharding.auto_axes(collective, axes=axes, out_sharding=like)
+    return run(x)
 
 
 def _like(x: Any, out: Any) -> PartitionSpec:

@@ -68,7 +68,7 @@ def sharded_matmul(
         site.fail(ValueError, f"`mesh` is {mesh!r}.", "Pass a mesh, or set one: `with jax.set_mesh(mesh):`.")
     if not isinstance(in_specs, tuple | list) or len(in_specs) != 2:
         site.fail(TypeError, f"`in_specs` is {in_specs!r}.", "Pass two `PartitionSpec`s, of `lhs` and `rhs`.")
-    product = product_of(lhs, rhs, **options)
+    product = product_of(lhs, rhs, site=site, **options)
     product = product._replace(operands=dispatched(product.operands))
     x, call = product.operands, product.call
     out_rank = len(call.shape)

@@ -748,6 +748,7 @@ def check_sums(sizes: list[int], rows: int, dtype: Any, bias: float) -> None:
         assert np.all(error <= float(jnp.finfo(got.dtype).eps) / 2 * np.abs(want) + exact * scale), name
 
 
+@pytest.mark.long
 def test_gradients_are_summed_in_float32() -> None:
     """Over 16,384 rows in bfloat16, whatever is broadcast and however: the case of a bias of each expert."""
     y = GroupedTensor(jnp.zeros((16_384, 2), jnp.bfloat16), ints(16_384))

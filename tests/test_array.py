@@ -4,6 +4,7 @@ In every example the buffer holds NaN where no group has an element.
 """
 
 import inspect
+import itertools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -50,7 +51,7 @@ def tails_are_zero(x: GroupedTensor) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_comparisons(kind: str) -> None:
-    """With numbers and tensors, from both sides: bools, False in the tail."""
+    """U2: with numbers and tensors, from both sides: bools, False in the tail."""
     e, f = example(kind, seed=1), example(kind, seed=2)
     g = [np.where(a > 1, a, b) for a, b in zip(e.groups, f.groups, strict=True)]
     y = f.with_data(f.pack(g, fill=np.nan))
@@ -82,6 +83,16 @@ def test_equality_and_hashes() -> None:
     check_error(lambda: bool(x == x), ValueError, "`bool(GroupedTensor)`: a tensor has many truth values.\n")
 
 
+@pytest.mark.parametrize("value", [3, jnp.float32(3), jnp.ones(2), None, "a"], ids=str)
+def test_membership(value: Any) -> None:
+    """Whether an element is there is asked of all, and the tail has none."""
+    x = GroupedTensor(jnp.array([[1.0], [2.0], [3.0]]), jnp.array([1, 1], jnp.int32))
+    problem = "`v in GroupedTensor`: an element, a row or a group may be meant.\nGot v="
+    check_error(lambda: value in x, ValueError, problem)
+    found: list[Any] = [x == v for v in (2, 3, 0)]
+    assert [bool(each.data.any()) for each in found] == [True, False, False]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_powers_and_absolute_values(kind: str) -> None:
     e = example(kind)
@@ -97,7 +108,7 @@ def test_powers_and_absolute_values(kind: str) -> None:
 
 
 def test_at_is_matmul() -> None:
-    """From both sides, with plain arrays of JAX and NumPy, derivatives included."""
+    """U2: from both sides, with plain arrays of JAX and NumPy, derivatives included."""
     e = example("ragged rows")
     x, w = e.tensor, np.arange(24, dtype=np.float32).reshape(4, 3, 2)
     v = np.arange(8, dtype=np.float32).reshape(4, 2, 1) @ np.ones((4, 1, 3), np.float32)  # [4, 2, 3]
@@ -127,7 +138,7 @@ def check_groups(out: GroupedTensor | Any, want: list[np.ndarray], rtol: float =
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_vector_meets_every_row(kind: str) -> None:
-    """`(d,)` plain where the last dim isn't ragged, or wrapped; its gradient is summed in float32, without the tail."""
+    """U2: `(d,)` plain where the last dim isn't ragged, or wrapped; its gradient is a float32 sum, without the tail."""
     e = example(kind)
     x = e.tensor
     v = np.arange(1, x.shape[-1] + 1, dtype=np.float32)
@@ -256,9 +267,10 @@ def test_sizes_of_two_tensors(kind: str) -> None:
 ENDS = [(0, 2), (None, -1), (-2, None), (1, -1), (None, None), (2, 1), (-1, 2), (9, None)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_slices(kind: str) -> None:
-    """Every way to say one, along both dims: the groups are NumPy's slices."""
+    """U2: every way to say one, along both dims: the groups are NumPy's slices."""
     e = example(kind)
 
     @jax.jit
@@ -356,7 +368,7 @@ ROWS, COLUMNS = (1, 0, 3, 4, 2), (3, 2, 0, 2, 2)
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_masked_softmax(kind: str) -> None:
-    """Aligned at the last row and column of each group; what is not seen may be NaN and touches nothing."""
+    """U2: aligned at the last row and column of each group; what is not seen may be NaN and touches nothing."""
     packed_columns = kind in ("ragged columns", KINDS[4])
     e = example(kind, *((COLUMNS, ROWS) if packed_columns else (ROWS, COLUMNS)))
     hidden = []  # NaN where no row of a causal mask sees
@@ -395,6 +407,7 @@ def test_gradients_of_a_masked_softmax(kind: str) -> None:
         np.testing.assert_allclose(gradient, want / (2 * steps), rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.long
 def test_attention_of_new_queries() -> None:
     """Scores of the last queries of each sequence are those of all queries, cut: the alignment is the field's."""
     keys = ints(4, 0, 3)
@@ -562,3 +575,20 @@ def test_values_a_row_of_kept_dims() -> None:
     e = example("ragged both")
     x = e.tensor
     assert np.array_equal((x - x.max(-1, keepdims=True)).data, (x - per_row(x.max(-1))).data)
+
+
+@pytest.mark.long
+def test_softmax_of_sizes_past_the_capacity() -> None:
+    """B3: rows that don't exist, as queries and as keys, move none of those that do."""
+    data, sizes = jnp.asarray(np.random.default_rng(0).normal(size=(10, 4)), jnp.float32), [3, 5, 0, 2]
+    wrong = GroupedTensor(data, jnp.array([3, 5, 0, 4], jnp.int32))
+    for turned in (False, True):
+        s = wrong @ wrong.mT
+        p = (s.mT.softmax(window=(None, 0)).mT if turned else s.softmax(causal=True)).data
+        ends = np.cumsum([0, *sizes])
+        for first, end in itertools.pairwise(ends):
+            group = np.asarray(data[first:end], np.float64)
+            want = attended(group @ group.T, causal=True)
+            np.testing.assert_allclose(
+                p[first:end, : end - first].T if turned else p[first:end, : end - first], want, rtol=1e-5
+            )

@@ -12,7 +12,7 @@ import pytest
 import ragged
 from ragged import GroupedTensor
 
-from . import oracle, ran, test_options, test_scales
+from . import oracle, ran, test_epilogue, test_options, test_scales
 
 
 @pytest.fixture(autouse=True)
@@ -129,17 +129,19 @@ def test_contained(value: float) -> None:
     assert np.array_equal(by_rows[9:], clean[0][9:]) and np.array_equal(by_group[1:], clean[1][1:])
 
 
-REUSED: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
+REUSED: list[Any] = [
     (test_options.test_int8_is_exact_over_the_full_range, ("forward",)),
     (test_options.test_int8_is_exact_over_the_full_range, ("wgrad",)),
     (test_options.test_wrong_sizes_never_leave_the_buffers, ("inner_columns", [2**31 - 1, 2**31 - 1, 5])),
     (test_options.test_wrong_sizes_never_leave_the_buffers, ("ragged", [5, 100, 2])),
+    pytest.param(test_epilogue.test_rounded_once, (), marks=pytest.mark.long),
 ]
 
 
 @pytest.mark.parametrize("test, arguments", REUSED, ids=lambda x: getattr(x, "__name__", str(x)))
 def test_of_another_module(test: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    """K22, B4: sums past 2**24 are exact; groups that are larger than the buffers are cut off."""
+    """K22, B4, E1: sums past 2**24 are exact; groups that are larger than the buffers are cut off; bias and activation
+    come before rounding."""
     test(*arguments)
 
 

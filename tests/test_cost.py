@@ -13,6 +13,7 @@ from jax import Array
 import ragged
 from ragged import GroupedTensor
 
+from .benchmarks.cpu import on_ragged_dot, trained
 from .cases import LETTERS, NAMES
 
 pytestmark = pytest.mark.sampled
@@ -136,6 +137,19 @@ def test_a_map_in_a_map_copies_no_weights() -> None:
 
     program = jax.jit(jax.vmap(grad, (0, None, None))).lower(weights, rows, sizes)
     assert temporary(program) <= 2 * (2 * size(weights) + 4 * size(rows))
+
+
+@pytest.mark.long
+def test_the_program_of_a_layer() -> None:
+    """U4: of `nn.MoE`, forward and backward, at most 8 times the lines of the same layer on `lax.ragged_dot`. How long
+    they take to trace and compile is in `docs/benchmarks.md`."""
+    moe = ragged.nn.MoE(256, 512, 16, 2, key=jax.random.key(0))
+    x = jax.ShapeDtypeStruct((512, 256), jnp.float32)
+
+    def lines(layer: Callable[..., Array]) -> int:
+        return jax.jit(trained(layer)).lower(moe, x, x).as_text().count("\n")
+
+    assert lines(lambda moe, x: moe(x)[0]) <= 8 * lines(on_ragged_dot)
 
 
 def test_the_program_is_small() -> None:

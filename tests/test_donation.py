@@ -66,6 +66,16 @@ def test_xla(layout: str) -> None:
 ALIAS = "output_operand_alias<output_tuple_indices = [], operand_index = "
 
 
+def test_what_is_donated_is_gone() -> None:
+    """U3: JAX's own error, naming the buffer, for a product or arithmetic of a donated tensor; its text stays."""
+    x, w = GroupedTensor(jnp.ones((8, 4)), jnp.array([3, 2], jnp.int32)), jnp.ones((2, 4, 4))
+    jax.jit(lambda x: x * 2, donate_argnums=0)(x)
+    assert repr(x) == "GroupedTensor(f32[8,4], first_dims=i32[2])"
+    for use in (lambda: x.data + 1, lambda: x + 1, lambda: x @ w, lambda: ragged.matmul(x, w)):
+        with pytest.raises(RuntimeError, match=r"Array has been deleted with shape=(float32\[8,4\]|int32\[2\])"):
+            use()
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_tpu(layout: str) -> None:
     """O7: the kernel's result is its operand `existing`, as lowered."""

@@ -141,7 +141,7 @@ def test_rows_of_groups_that_are_not_held(
 @pytest.mark.sampled
 @pytest.mark.parametrize("gated", [True, False])
 def test_a_group_keeps_its_nan(gated: bool, kernels: tuple[str, ran.Launches]) -> None:
-    """K18: of rows, of an empty group's matrices, and of its biases."""
+    """B4: of rows, of an empty group's matrices, and of its biases."""
     backend, rng = kernels[0], np.random.default_rng(0)
     x = random(rng, (24, 32)).at[6].set(jnp.nan).at[19:].set(jnp.nan)  # row 6 is of group 2
     w, up, bias, up_bias = (random(rng, s) for s in ((5, 32, 24), (5, 32, 24), (5, 24), (5, 24)))

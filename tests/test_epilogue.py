@@ -196,15 +196,34 @@ def operands(k: int = 8, n: int = 16, seed: int = 0) -> tuple[Array, ...]:
     return tuple(jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
 
 
+def ungated(x: Array, w: Array, _: Array, bias: Array) -> Array:
+    tensor = GroupedTensor(x, jnp.asarray(SIZES, jnp.int32))
+    return ragged.matmul(tensor, w, bias=bias, activation="tanh").data
+
+
+def plain_ungated(x: Array, w: Array, _: Array, bias: Array) -> Array:
+    ids = jnp.repeat(jnp.arange(5), jnp.asarray(SIZES), total_repeat_length=24)
+    out = jnp.tanh(jnp.einsum("rk,rkn->rn", x, w[ids]) + bias[ids])
+    return jnp.where((jnp.arange(24) < SIZES.sum())[:, None], out, 0)
+
+
+FORMS: dict[str, tuple[Callable[..., Array], Callable[..., Array]]] = {
+    "gated, pre": (partial(gated, save="pre"), plain),
+    "gated, out": (partial(gated, save="out"), plain),
+    "ungated": (ungated, plain_ungated),
+}
+"""A function of `operands()`, and the same in plain JAX."""
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("save", ["pre", "out"])
-def test_transformations(save: str) -> None:
-    """E4: forward mode, Hessian-vector products, maps and gradients of maps."""
+@pytest.mark.parametrize("form", FORMS)
+def test_transformations(form: str) -> None:
+    """E4: forward mode, Hessian-vector products, maps, gradients of maps, remat."""
     args, tangents = operands(), operands(seed=1)
-    stacked = tuple(jnp.stack([each, 2 * each]) for each in args)
+    stacked = tuple(jnp.stack([each, each / 2]) for each in args)
 
     def agree(transform: Callable[[Callable[..., Array]], Any]) -> None:
-        results = (jax.jit(partial(transform, fn))() for fn in (partial(gated, save=save), plain))
+        results = (jax.jit(partial(transform, fn))() for fn in FORMS[form])
         for got, want in zip(*map(jax.tree.leaves, results), strict=True):
             np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-4)
 
@@ -219,6 +238,7 @@ def test_transformations(save: str) -> None:
     agree(lambda fn: jax.vmap(fn, in_axes=(0, None, 0, None))(stacked[0], args[1], stacked[2], args[3]))
     agree(lambda fn: jax.vmap(jax.grad(loss(fn), argnums=(0, 1, 3)))(*stacked))
     agree(lambda fn: jax.grad(partial(of_a_map, fn))(args[1]))
+    agree(lambda fn: jax.grad(loss(jax.checkpoint(fn)), argnums=(0, 1, 2, 3))(*args))
 
 
 @pytest.mark.long
@@ -245,7 +265,7 @@ def test_what_is_kept() -> None:
 
 @pytest.mark.parametrize("shape", [(2, 1), (1,)])
 def test_gradients_of_biases_are_summed_in_float32(shape: tuple[int, ...]) -> None:
-    """K3: bfloat16 can't count beyond 256."""
+    """K26: bfloat16 can't count beyond 256."""
     x, w = GroupedTensor(jnp.ones((2000, 1), jnp.bfloat16), jnp.array([1000, 1000], jnp.int32)), jnp.ones((2, 1, 1))
 
     def loss(bias: Array) -> Array:
@@ -273,7 +293,7 @@ def test_derivatives_of_float32_biases(shape: tuple[int, ...]) -> None:
 
 
 def test_a_group_keeps_its_nan() -> None:
-    """K18: in values and gradients, with the tail's; an activation that isn't 0 at 0 leaves zeros in the tail."""
+    """B4: in values and gradients, with the tail's; an activation that isn't 0 at 0 leaves zeros in the tail."""
     x, w_gate, w_up, bias = operands()
     x = x.at[6].set(jnp.nan).at[SIZES.sum() :].set(jnp.nan)  # of group 2
     w_up = w_up.at[1].set(jnp.nan)  # empty
@@ -324,7 +344,7 @@ def test_pre_activations_beyond_float16(activation: str, save: str) -> None:
 
 
 def test_shards_keep_to_themselves() -> None:
-    """K18: an empty group's NaN in its bias, and cotangents of rows of groups that aren't held, reach nothing."""
+    """B4: an empty group's NaN in its bias, and cotangents of rows of groups that aren't held, reach nothing."""
     x, w, _, bias = operands()
     tensor, held = GroupedTensor(x, jnp.asarray(SIZES, jnp.int32)), slice(5, 14)  # the rows of groups 1 and 2
     for given in (bias[1:3].at[0].set(jnp.nan), bias[0]):
@@ -468,6 +488,6 @@ X, W = GroupedTensor(jnp.ones((8, 4)), jnp.array([3, 2], jnp.int32)), jnp.ones((
     ids=range(23),
 )
 def test_bad_input(fn: Callable[[], Any], error: type[Exception], text: str) -> None:
-    """E6: an error at the call, with the mend."""
+    """B9: an error at the call, with the mend."""
     with pytest.raises(error, match=text):
         fn()

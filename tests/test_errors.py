@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 import ragged
 from ragged import GroupedTensor
-from ragged._errors import Site
+from ragged._errors import Site, describe
 
 from .cases import check_error
 
@@ -20,6 +21,7 @@ THREE, REVERSED = DIMS[:3], DIMS[::-1]
 ROWS = GroupedTensor(jnp.ones((16, 8)), first_dims=DIMS)
 COLUMNS = GroupedTensor(jnp.ones((8, 16)), last_dims=DIMS)
 UNIFORM = GroupedTensor(jnp.ones((4, 8, 6)))
+HEADS = GroupedTensor(jnp.ones((16, 2, 8)), first_dims=DIMS)
 STACKED = jax.tree.map(lambda x: jnp.stack([x, x]), ROWS)
 BOTH = GroupedTensor(jnp.ones((16, 16)), first_dims=DIMS, last_dims=DIMS)
 
@@ -82,14 +84,14 @@ MATMUL: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: ragged.matmul(ROWS, ROWS),
         ValueError,
         "`ragged.matmul(lhs, rhs)`: the contracted dims must both be ragged or both not.\n"
-        "lhs: first dim ragged, last dim not ragged. rhs: first dim ragged, last dim not ragged.\n"
+        "`lhs`: first dim ragged, last dim not ragged. `rhs`: first dim ragged, last dim not ragged.\n"
         f"Got lhs={rows}, rhs={rows}.\n"
         "Did you mean `rhs.mT`? The last dim of `lhs` meets the first of `rhs`.",
     ),
     "inner raggedness, lhs": (
         lambda: ragged.matmul(COLUMNS, UNIFORM),
         ValueError,
-        "lhs: first dim not ragged, last dim ragged. rhs: first dim not ragged, last dim not ragged.\n"
+        "`lhs`: first dim not ragged, last dim ragged. `rhs`: first dim not ragged, last dim not ragged.\n"
         f"Got lhs={columns}, rhs=GroupedTensor(f32[4,8,6]).\n"
         "Did you mean `lhs.mT`?",
     ),
@@ -137,10 +139,10 @@ MATMUL: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "weights with heads": (
         lambda: ragged.gated_matmul(ROWS, jnp.ones((4, 8, 2, 3)), jnp.ones((4, 8, 2, 3))),
         ValueError,
-        "`ragged.matmul(lhs, rhs)`: `rhs` is a plain array with 4 dims.\n"
-        f"Got lhs={rows}, rhs=f32[4,8,2,3].\n"
+        "`ragged.gated_matmul(x, w_gate, w_up)`: `w_gate` is a plain array with 4 dims.\n"
+        f"Got x={rows}, w_gate=f32[4,8,2,3].\n"
         "A plain array is uniform with 3 dims [g, first, last], or one matrix shared by all groups with 2.\n"
-        "Merge the dims that aren't contracted: `rhs.reshape(4, 8, -1)`.",
+        "Merge the dims that aren't contracted: `w_gate.reshape(4, 8, -1)`.",
     ),
     "weights with heads, from the left": (
         lambda: ragged.matmul(jnp.ones((4, 2, 3, 8)), COLUMNS),
@@ -202,7 +204,8 @@ MATMUL: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: ragged.matmul(ROWS, UNIFORM, backend="triton_gpu"),
         ValueError,
         "`ragged.matmul`: backend 'triton_gpu' does not run on cpu.\n"
-        "Pass `interpret=True` to run its kernels' bodies there, or `backend=None` for the platform's own.",
+        "Available there: 'xla'. `backend=None` takes the platform's own, `interpret=True` runs the bodies of kernels "
+        "anywhere.",
     ),
     "a tile on a GPU": (
         lambda: ragged.matmul(ROWS, UNIFORM, backend="triton_gpu", tiling=(8, 48, 128)),
@@ -218,7 +221,8 @@ MATMUL: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: ragged.matmul(ROWS, UNIFORM, backend="pallas_tpu"),
         ValueError,
         "`ragged.matmul`: backend 'pallas_tpu' does not run on cpu.\n"
-        "Pass `interpret=True` to run its kernels' bodies there, or `backend=None` for the platform's own.",
+        "Available there: 'xla'. `backend=None` takes the platform's own, `interpret=True` runs the bodies of kernels "
+        "anywhere.",
     ),
     "rows of a tile on a TPU": (
         lambda: ragged.matmul(ROWS, UNIFORM, backend="pallas_tpu", tiling=(3, 128, 128)),
@@ -491,6 +495,56 @@ def test_error(name: str) -> None:
     check_error(*{**MATMUL, **ARRAYS}[name])
 
 
+CALLS: dict[str, tuple[Callable[..., Any], str]] = {
+    "matmul": (lambda **options: ragged.matmul(ROWS, UNIFORM, **options), "ragged.matmul(lhs, rhs)"),
+    "matmul with heads": (lambda **options: ragged.matmul(HEADS, UNIFORM, **options), "ragged.matmul(lhs, rhs)"),
+    "einsum": (
+        lambda **options: ragged.einsum("td,gde->te", ROWS, UNIFORM, **options),
+        'ragged.einsum("td,gde->te", lhs, rhs)',
+    ),
+    "einsum, turned": (
+        lambda **options: ragged.einsum("gde,thd->the", UNIFORM, HEADS, **options),
+        'ragged.einsum("gde,thd->the", lhs, rhs)',
+    ),
+    "gate": (
+        lambda **options: ragged.gated_matmul(ROWS, UNIFORM, UNIFORM, **options),
+        "ragged.gated_matmul(x, w_gate, w_up)",
+    ),
+    "sharded": (
+        lambda **options: ragged.sharded_matmul(
+            ROWS,
+            UNIFORM,
+            mesh=jax.make_mesh((1,), ("x",)),
+            in_specs=(PartitionSpec(), PartitionSpec()),
+            out_specs=PartitionSpec(),
+            **options,
+        ),
+        "ragged.sharded_matmul(lhs, rhs)",
+    ),
+}
+
+OPTIONS: dict[str, tuple[Any, str]] = {
+    "preferred_element_type": ("bits", "`preferred_element_type` is 'bits', which can't hold the product."),
+    "precision": ("most", "unknown `precision` 'most'."),
+    "backend": ("mosaic", "backend 'mosaic' does not exist."),
+    "tiling": ((1, 2), "`tiling` is (1, 2)."),
+    "interpret": (3, "`interpret` must be a bool, not 3."),
+    "group_offset": (jnp.zeros(2, jnp.int32), "`group_offset` must have shape (), but has (2,)."),
+    "num_actual_groups": (2, "`num_actual_groups` is for a wgrad; this is the layout 'forward'."),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("call", CALLS)
+def test_the_call_that_was_made_is_named(call: str, option: str) -> None:
+    """B9: and its own arguments, whatever product it makes of them."""
+    (function, name), (value, text) = CALLS[call], OPTIONS[option]
+    x, w = (UNIFORM, HEADS) if "turned" in call else (HEADS if "heads" in call else ROWS, UNIFORM)
+    first, second = ("x", "w_gate") if call == "gate" else ("lhs", "rhs")
+    came = f"Got {first}={describe(x)}, {second}={describe(w)}"
+    check_error(lambda: function(**{option: value}), (TypeError, ValueError), f"`{name}`: {text}\n{came}")
+
+
 def test_what_came_is_described() -> None:
     """B9: values that may be long are cut short, and what has no short text is named by its type."""
     operands = {
@@ -581,3 +635,39 @@ def test_counts(name: str) -> None:
     for bad in (True, np.True_, 5.0, -1):
         with pytest.raises(ValueError, match=repr(bad) if name != "block of a scaling" else "`block` is"):
             call(bad)
+
+
+MANY = jax.ShapeDtypeStruct((2**31, 8), jnp.float32)
+SHAPES = GroupedTensor(MANY, jax.ShapeDtypeStruct((4,), jnp.int32))  # of which a tracer is made unchecked
+MERGED = GroupedTensor(jax.ShapeDtypeStruct((2**30, 2, 8), jnp.float32), SHAPES.first_dims)
+
+
+@pytest.mark.parametrize(
+    "call, function, args",
+    [
+        ("GroupedTensor", lambda data: GroupedTensor(data, DIMS), (MANY,)),
+        ("ragged.matmul(lhs, rhs)", ragged.matmul, (SHAPES, jax.ShapeDtypeStruct((4, 8, 6), jnp.float32))),
+        ("ragged.matmul(lhs, rhs)", ragged.matmul, (MERGED, jax.ShapeDtypeStruct((4, 8, 6), jnp.float32))),
+        (
+            "ragged.grouped_matmul(lhs, rhs, group_sizes)",
+            ragged.grouped_matmul,
+            (MANY, jax.ShapeDtypeStruct((4, 8, 6), jnp.float32), SHAPES.first_dims),
+        ),
+        ("GroupedTensor.mask", lambda x: x.mean(-2), (SHAPES,)),
+        ("GroupedTensor.offsets", lambda x: x.mT.offsets, (SHAPES,)),
+        (
+            "ragged.route(group_ids, num_groups)",
+            lambda ids: ragged.route(ids, 4).order,
+            (jax.ShapeDtypeStruct((2**30, 2), jnp.int32),),
+        ),
+    ],
+)
+def test_more_rows_than_int32_can_count(call: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """B9: an error when traced, at the call."""
+    problem = f"`{call}`: 2147483648 packed rows (or columns) are more than 2147483647.\n"
+    check_error(lambda: jax.eval_shape(function, *args), ValueError, problem)
+
+
+def test_as_many_rows_as_int32_can_count() -> None:
+    x, w = jax.ShapeDtypeStruct((2**31 - 1, 8), jnp.float32), jnp.ones((4, 8, 6))
+    assert jax.eval_shape(lambda x: (GroupedTensor(x, DIMS) @ w).mean(-2), x).shape == (4, 6)

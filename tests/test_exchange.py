@@ -89,9 +89,33 @@ def gradients(f: Any) -> Any:
     return jax.jit(jax.grad(loss, (0, 1, 2, 4)))
 
 
+def emulated(operand: Array, output: Array, *sizes: Array, axis_name: str) -> Array:
+    """`lax.ragged_all_to_all`, as its documentation has it, from gathered operands."""
+    operands, (inputs, sent, outputs, _) = (
+        lax.all_gather(operand, axis_name),
+        (lax.all_gather(s, axis_name) for s in sizes),
+    )
+    me, index = lax.axis_index(axis_name), jnp.arange(output.shape[0])
+    for device in range(operands.shape[0]):
+        place = index - outputs[device, me]
+        rows = operands[device].at[inputs[device, me] + place].get(mode="fill", fill_value=0)
+        output = jnp.where(((place >= 0) & (place < sent[device, me]))[:, None], rows, output)
+    return output
+
+
+@pytest.fixture
+def emulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The transport "ragged" runs on the CPU too, which has no such collective."""
+    monkeypatch.setattr(lax, "ragged_all_to_all", emulated)
+
+
+TRANSPORTS = ("dense", "ring", "ragged")
+
+
+@pytest.mark.usefixtures("emulation")
 @pytest.mark.sampled(0)
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("transport", ["dense", "ring"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_values_and_gradients(transport: str, check_vma: bool) -> None:
     """D4: of rows, matrices and weights."""
     given = inputs()
@@ -128,9 +152,9 @@ def test_transformations(transport: str) -> None:
         np.testing.assert_allclose(g, w, rtol=1e-3, atol=2e-4)
 
 
-@pytest.mark.sampled(0)
-@pytest.mark.parametrize("chunks", [3, 5])
-@pytest.mark.parametrize("transport", ["dense", "ring"])
+@pytest.mark.usefixtures("emulation")
+@pytest.mark.long
+@pytest.mark.parametrize("transport, chunks", [("dense", 5), ("ring", 3), ("ragged", 3)])
 def test_chunks(transport: str, chunks: int) -> None:
     """D4: the numbers of one chunk, from as many exchanges; also where they don't divide the tokens."""
     given = arrays(inputs(6))
@@ -138,7 +162,8 @@ def test_chunks(transport: str, chunks: int) -> None:
     np.testing.assert_allclose(jax.jit(several)(*given), jax.jit(one)(*given), rtol=1e-5, atol=1e-6)
     for g, w in zip(gradients(several)(*given), gradients(one)(*given), strict=True):
         np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-6)
-    sent = {"dense": "all_to_all", "ring": "reduce_scatter"}[transport]
+    # The emulation gathers rows; nothing else that is gathered has their width.
+    sent = {"dense": "all_to_all", "ring": "reduce_scatter", "ragged": "all_gather"}[transport]
     counts = [jax.jit(run).lower(*given).as_text().count(f"stablehlo.{sent}") for run in (one, several)]
     assert counts[1] == chunks * counts[0] > 0
 
@@ -215,9 +240,10 @@ def kept(ids: np.ndarray, each: int, chunks: int = 1) -> np.ndarray:
     return keep
 
 
+@pytest.mark.usefixtures("emulation")
 @pytest.mark.sampled
 @pytest.mark.parametrize("chunks, each", [(1, 5), (3, 2)])
-@pytest.mark.parametrize("transport", ["dense", "ring"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_capacity(transport: str, chunks: int, each: int) -> None:
     """D4: what has no room is counted and is zero; the first tokens have it."""
     given = inputs(2)
@@ -283,20 +309,6 @@ def test_float64() -> None:
     np.testing.assert_allclose(out, oracle(**given), rtol=1e-12)
 
 
-def emulated(operand: Array, output: Array, *sizes: Array, axis_name: str) -> Array:
-    """`lax.ragged_all_to_all`, as its documentation has it, from gathered operands."""
-    operands, (inputs, sent, outputs, _) = (
-        lax.all_gather(operand, axis_name),
-        (lax.all_gather(s, axis_name) for s in sizes),
-    )
-    me, index = lax.axis_index(axis_name), jnp.arange(output.shape[0])
-    for device in range(operands.shape[0]):
-        place = index - outputs[device, me]
-        rows = operands[device].at[inputs[device, me] + place].get(mode="fill", fill_value=0)
-        output = jnp.where(((place >= 0) & (place < sent[device, me]))[:, None], rows, output)
-    return output
-
-
 def test_ragged(monkeypatch: pytest.MonkeyPatch) -> None:
     """D4: by an emulation, for the CPU has none: the same bits as "dense"."""
     given = arrays(inputs(4))
@@ -346,6 +358,39 @@ def test_explicit_axes_of_others() -> None:
     assert typed(("expert", "data"), ("expert",)).shape == (N * TOKENS, D)
 
 
+@pytest.mark.sampled
+@pytest.mark.parametrize("spec", [P("expert"), P("expert", "data")], ids=str)
+def test_ring_next_to_an_explicit_axis(spec: P) -> None:
+    """B9, D4: in a map over some axes of the mesh, values and gradients are right, and sums are made in parts."""
+    x, _, _, ids, weights = arrays(given := inputs())
+    mesh = jax.make_mesh((2, N), ("data", "expert"))
+
+    def local(x: Array, ids: Array, weights: Array) -> Array:
+        return ragged.exchange(ragged.route(ids, GROUPS), transport="ring").map(lambda rows: rows, x, weights)
+
+    def pulled(x: Array, weights: Array, ids: Array) -> Any:
+        run = jax.shard_map(local, in_specs=P("expert"), out_specs=P("expert"), axis_names={"expert"})
+        out, pull = jax.vjp(lambda x, weights: run(x, ids, weights), x, weights)
+        return out, pull(out)
+
+    with jax.set_mesh(mesh):
+        x, ids, weights = (
+            jax.device_put(z, jax.NamedSharding(mesh, to))
+            for z, to in ((x, spec), (ids, P("expert")), (weights, P("expert")))
+        )
+        run = jax.jit(pulled)
+        out, (dx, dweights) = run(x, weights, ids)
+        text = run.lower(x, weights, ids).as_text()
+    is_group = (given["ids"] >= 0) & (given["ids"] < GROUPS)
+    total = np.where(is_group, given["weights"], 0).sum(1, keepdims=True)  # [tokens, 1]
+    want = total * given["x"]
+    np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(dx, total * want, rtol=1e-4, atol=1e-5)
+    of_weights = np.where(is_group, (want * given["x"]).sum(1, keepdims=True), 0)
+    np.testing.assert_allclose(dweights, of_weights, rtol=1e-4, atol=1e-5)
+    assert text.count("stablehlo.reduce_scatter") == 3  # of the result, and of both gradients
+
+
 def test_ragged_sends_rows_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """D4: of `slots`, those of rows that go somewhere, and no other byte; back, the same."""
     given, sent = arrays(inputs(4)), []
@@ -364,6 +409,7 @@ def test_ragged_sends_rows_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(sent) == sorted(of_device + to_device)
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_ragged_is_lowered(platform: str) -> None:

@@ -147,6 +147,7 @@ def check_counts(counts: Counter[str], backend: str, lhs: Any, rhs: Any, **optio
     return list(plans)
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["zipf", "half_empty", "giant"])
 @pytest.mark.parametrize("layout", NAMES)
@@ -280,7 +281,7 @@ def test_sources() -> None:
 @pytest.mark.sampled
 @pytest.mark.parametrize("recipe", PRESETS)
 def test_dtypes_and_scales_of_recipes(recipe: str) -> None:
-    """T10, Q: each of the three products has its own, along what it contracts: a wgrad's, tokens."""
+    """T10: each of the three products has its own, along what it contracts: a wgrad's, tokens."""
     operand, bf16 = "float4_e2m1fn" if recipe == "nvfp4" else "float8_e4m3fn", "bfloat16"
     gradient = "float8_e5m2" if recipe in ("tensorwise", "delayed") else operand
     whole = "all m × all k", "all k × all n", "all m × all n"
@@ -340,7 +341,7 @@ def x_dims(x: GroupedTensor) -> tuple[int, ...]:
 
 
 def test_a_sum_that_is_left_for_later() -> None:
-    """T10, D: its product is one device's, of sizes that aren't known; the derivatives are those of the sum."""
+    """T10: its product is one device's, of sizes that aren't known; the derivatives are those of the sum."""
     mesh = jax.make_mesh((2,), ("e",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
         x = GroupedTensor(jax.device_put(jnp.ones((16, 4)), P(None, "e")), jnp.array([3, 5, 0, 4], jnp.int32))
@@ -394,6 +395,7 @@ def test_forms() -> None:
         assert "on cpu: ValueError: backend 'triton_gpu' does not run on cpu." in str(refused)
 
 
+@pytest.mark.long
 def test_plot() -> None:
     """T10: groups, and the tiles that cover them; what can't be drawn is said."""
     pyplot = pytest.importorskip("matplotlib.pyplot")

@@ -116,7 +116,7 @@ def test_equals_dispatch_and_the_oracle() -> None:
 @pytest.mark.parametrize("name", ["top 2", "an empty group", "some to no group"])
 @pytest.mark.parametrize("dtype, d", [(jnp.float32, D), (jnp.bfloat16, 40), (jnp.float32, 7)])
 def test_the_gpu_kernel_reads_by_index(name: str, dtype: Any, d: int, kernels: list[tuple[str, bool]]) -> None:
-    """The product and its derivative by the weights; the one by the rows has a copy of cotangents, as ever."""
+    """E3: the product and its derivative by the weights; the one by the rows has a copy of cotangents, as ever."""
     case = operands(name, dtype, d)
     got = both(WAYS[0], *case, **INTERPRETED)
     ran = sorted(kernels)
@@ -432,7 +432,7 @@ def test_compiled(chip: str, shape: dict[str, int], dtype: Any) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("scanned", [False, True])
 def test_no_copy_in_memory_on_a_gpu(scanned: bool) -> None:
-    """A product, and a training step of several layers in a loop, take less memory by the copies of their rows."""
+    """E3: a product, and a training step of several layers in a loop, take less memory by the copies of their rows."""
     tokens, d, n, top_k, layers = 1024, 512, 128, 4, 3
 
     def step(way: Rows, x: Array, up: Array, down: Array, ids: Array) -> Any:

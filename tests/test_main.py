@@ -168,7 +168,7 @@ def test_failures(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_bench(capsys: pytest.CaptureFixture[str]) -> None:
-    """T12: medians of the product, of both derivatives, and of `ragged_dot` where it is the same product."""
+    """Medians of the product, of both derivatives, and of `ragged_dot` where it is the same product."""
     product = ["bench", *SMALL, "--dtype", "float32", "--seconds", "0.01"]
     found = json.loads(run(capsys, *product, "--json"))
     assert found["device"]["platform"] == "cpu" and found["rounds"] >= 3

@@ -137,6 +137,7 @@ def test_what_experts_keep(save: str, kept: int) -> None:
     assert [getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(vjp)].count((2 * EXPERTS + 1, hidden)) == kept
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "gated, save, kept",
     [
@@ -208,8 +209,13 @@ def test_other_derivatives(options: dict[str, Any]) -> None:
             np.testing.assert_allclose(g[i], w, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("case, hbm, temp", [("pre", 1051, 1490), ("nothing", 622, 707)])
+@pytest.mark.parametrize(
+    "case, hbm, temp",
+    [
+        pytest.param("pre", 1051, 1490, marks=pytest.mark.long),
+        pytest.param("nothing", 622, 707, marks=pytest.mark.slow),
+    ],
+)
 def test_memory_of_a_training_step(case: str, hbm: float, temp: float) -> None:
     """E2: on a TPU v5e, at most 3 % above what was measured. With pre-activations, all that is elementwise is one pass
     over hidden rows; and over rows of the model's width, none weighs them: three clear tails, one adds two dgrads."""
@@ -228,7 +234,7 @@ def test_memory_of_a_training_step(case: str, hbm: float, temp: float) -> None:
     assert not [name for name in passes[1] if name.startswith("multiply")], passes
 
 
-@pytest.mark.sampled
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"normalize": True, "gated": False}], ids=str)
 def test_no_tokens(options: dict[str, Any]) -> None:
     """No rows, and gradients and statistics of zeros."""
@@ -339,6 +345,7 @@ def test_grouped_linear(use_bias: bool, dtype: Any) -> None:
     assert np.abs(np.asarray(layer.weight, np.float32)).max() <= 1.01 * D**-0.5
 
 
+@pytest.mark.long
 def test_grouped_linear_with_a_recipe() -> None:
     """The product is the recipe's."""
     layer = GroupedLinear(D, HIDDEN, 2, recipe="rowwise", key=jax.random.key(0))

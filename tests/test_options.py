@@ -52,6 +52,7 @@ def test_dtypes(layout: str, dtype: str, result: str) -> None:
     case.assert_tail_zero(out)
 
 
+@pytest.mark.long
 def test_float64_under_x64() -> None:
     with jax.enable_x64(True):
         for layout in NAMES:

@@ -60,6 +60,7 @@ def contraction(layout: str, interpret: Any) -> None:
     check(case, matmul(case.lhs, case.rhs, interpret, tiling=(128 if layout == "batched" else 32, 128, 128)))
 
 
+@pytest.mark.long
 def test_a_race_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A grid that lets two cores share the steps of a contraction, which add up, fails; as it is, it doesn't."""
     printed = {"on_race": "warn"} if "on_race" in TWO_CORES.__dataclass_fields__ else {}
@@ -247,6 +248,7 @@ def test_chunks_of_a_tile(sizes: list[int]) -> None:
     oracle.assert_close(list(np.asarray(wgrad.data)), want, max=worst, rms=rms)
 
 
+@pytest.mark.long
 def test_executed_visits_are_those_of_the_schedule() -> None:
     """K25: the grid ends where the run-time sizes do, however skewed; not at the static worst case."""
     visited: list[tuple[int, ...]] = []

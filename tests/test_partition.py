@@ -172,7 +172,7 @@ SIZES = jnp.array([5, 0, 11, 9], jnp.int32)  # of 32 rows
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_existing_out_is_added_once(kind: str) -> None:
-    """K12: to a sum over devices, in the accumulator's dtype; its tail is not added."""
+    """O7: to a sum over devices, in the accumulator's dtype; its tail is not added."""
 
     def product(x: Array, w: Array, old: Array) -> Array:
         return ragged.grouped_matmul(x, w, SIZES, existing_out=old)

@@ -60,6 +60,31 @@ def test_any_number_of_buffers(buffers: Any, count: int) -> None:
     np.testing.assert_allclose(out[:count], want[:count], rtol=1e-6)
 
 
+@pytest.mark.parametrize("buffers", [pytest.param(2, marks=pytest.mark.long), [3, None]], ids=str)
+def test_an_operand_left_in_hbm(buffers: Any) -> None:
+    """K32, K33, K34: one that no pipeline brings, beside one that is streamed; the body copies what it wants of it."""
+
+    def body(ids: Any, prefetch: Any, x: Any, table: Any, out: Any, scratch: Any) -> None:
+        pltpu.sync_copy(table.at[prefetch["rows"][ids[0]]], scratch)
+        out[...] = x[...] + scratch[...]
+
+    block = pl.BlockSpec((None, 8, 128), lambda at, _: (at, 0, 0))
+    call = buffered_pallas_call(
+        body,
+        jax.ShapeDtypeStruct((4, 8, 128), jnp.float32),
+        grid=(4,),
+        in_specs=[block, pl.BlockSpec(memory_space=pl.ANY)],
+        out_specs=block,
+        scratch_shapes=[pltpu.VMEM((8, 128), jnp.float32)],
+        input_buffer_count=buffers,
+        interpret=pltpu.InterpretParams(detect_races=True),
+    )
+    rng, rows = np.random.default_rng(0), np.array([2, 0, 2, 1], np.int32)
+    x, table = (rng.standard_normal((n, 8, 128)).astype(np.float32) for n in (4, 3))
+    out = call({"rows": jnp.asarray(rows)}, jnp.asarray(x), jnp.asarray(table))
+    np.testing.assert_allclose(out, x + table[rows], rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     "counts, text",
     [

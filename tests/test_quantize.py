@@ -240,7 +240,8 @@ def test_float64_beyond_float32() -> None:
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite(bad: float) -> None:
-    """NaN and infinity stay where they are in floats of 8 bits, else mark their block; never another group."""
+    """B4: NaN and infinity stay where they are in floats of 8 bits. Else they mark what shares their scale, which is
+    never another group but with one scale for all."""
     x = jnp.ones((2, 3, 4)).at[0, 0, 0].set(bad)
     for scaling in ("tensor", "group", "row"):
         q = np.asarray(quantize(x, jnp.float8_e4m3fn, scaling).dequantize().data)

@@ -42,6 +42,7 @@ def value_and_gradients(x: GroupedTensor, w: Any, ct: Array, recipe: Recipe, onc
     return out, *pull(ct)
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 @pytest.mark.parametrize("layout", ["forward", "forward_left", "batched", "shared"])

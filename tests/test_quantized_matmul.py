@@ -232,6 +232,7 @@ def test_gradient_by_the_plain_operand(layout: str, wrt: str) -> None:
         check_gradient(case, wrt, operands["lhs"], operands["rhs"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "backend, scaling",
     [
@@ -278,6 +279,7 @@ def test_a_sum_over_a_batch(backend: str) -> None:
     oracle.assert_close([np.asarray(got)], [np.asarray(want).astype(np.float64)], max=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["batched", "forward_left", "wgrad", "ragged"])
 def test_jit_scan_remat_and_jvp(layout: str) -> None:
     """T1, B2: the scales go where the data goes; forward mode, by the plain operand, is scaled too."""

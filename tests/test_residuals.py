@@ -86,6 +86,7 @@ def scaled(x: GroupedTensor, dtype: Any, scale: float) -> GroupedTensor:
     return x._with(data=data.astype(dtype), scales=jnp.float32(scale), scaling=Scaling(None))
 
 
+@pytest.mark.long
 def test_scales_of_past_steps() -> None:
     """F3: delayed scaling: what is kept of `x` has the scale of its own history, as have `w` and the cotangent."""
     x, w = (

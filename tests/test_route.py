@@ -1,6 +1,8 @@
 """`route`, `dispatch` and `combine` against a NumPy loop over tokens."""
 
 import re
+import subprocess
+import sys
 
 import equinox as eqx
 import jax
@@ -106,6 +108,61 @@ def test_both_sorts(ids, sort):
     for got, want in zip(sort(as_ids(group_ids), NUM_GROUPS), (order, np.argsort(order), offsets), strict=True):
         assert got.dtype == jnp.int32
         np.testing.assert_array_equal(got, want)
+
+
+SYMBOLIC = """
+import jax, jax.numpy as jnp, numpy as np
+import ragged
+from jax import export
+from ragged.tensor.route import _by_sort
+
+def back(ids, x, weights):
+    route = ragged.route(ids, 4)
+    rows = route.dispatch(x)
+    return route, rows, route.combine(rows, weights), route.combine(rows)
+
+def sorted_by(ids):  # as they are on other platforms than this one
+    return _by_sort(ids, 4)
+
+def shape(dtype, *shape):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+(t,) = export.symbolic_shape("t")
+both = export.export(jax.jit(back))(shape(jnp.int32, t, 2), shape(jnp.float32, t, 3), shape(jnp.float32, t, 2))
+by_sort = export.export(jax.jit(sorted_by))(shape(jnp.int32, t))
+export.export(jax.jit(back), platforms=("tpu", "cuda"))(
+    shape(jnp.int32, t, 2), shape(jnp.float32, t, 3), shape(jnp.float32, t, 2)
+)
+def joined(x, y, sizes):
+    return ragged.concat([ragged.GroupedTensor(x, sizes), ragged.GroupedTensor(y, sizes)]).data
+
+both_rows = shape(jnp.float32, t, 3), shape(jnp.float32, t + 1, 3), shape(jnp.int32, 2)
+concat = export.export(jax.jit(joined))(*both_rows)
+rng = np.random.default_rng(0)
+for tokens in (1, 7, 1500):
+    x, y, sizes = np.ones((tokens, 3), np.float32), np.full((tokens + 1, 3), 2, np.float32), np.array([0, 1], np.int32)
+    np.testing.assert_array_equal(concat.call(x, y, sizes), [[1] * 3, [2] * 3] + [[0] * 3] * (2 * tokens - 1))
+    ids = rng.integers(-1, 6, (tokens, 2)).astype(np.int32)
+    x, weights = (rng.normal(size=(tokens, n)).astype(np.float32) for n in (3, 2))
+    want = jax.jit(back)(ids, x, weights)
+    for found, want in zip(jax.tree.leaves(both.call(ids, x, weights)), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(found, want)
+    ids = np.clip(ids.reshape(-1), 0, 4)
+    order = np.argsort(ids, kind="stable")
+    wanted = order, np.argsort(order), np.searchsorted(ids[order], np.arange(5))
+    for found, want in zip(by_sort.call(ids), wanted, strict=True):
+        np.testing.assert_array_equal(found, want)
+"""
+
+
+@pytest.mark.long
+def test_symbolic_tokens() -> None:
+    """B5: one program for any number of tokens, and of rows to `concat`.
+
+    In a process of its own, without the import hook: a symbolic extent is no `int`.
+    """
+    run = subprocess.run([sys.executable, "-c", SYMBOLIC], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int16, jnp.uint32, np.int64])
@@ -269,6 +326,7 @@ def test_forward_mode_and_second_order():
 # --- other transformations --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("axes", [(0, None, None), (None, 0, None), (None, None, 0), (0, 0, 0)])
 def test_vmap(axes):
     batches = random((2, 4, 3)), random((2, 4, 2), 1), as_ids([IDS["top 2"], IDS["top 2, some to no group"]])
@@ -320,6 +378,7 @@ def test_shard_map():
         np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long
 def test_experts_in_between():
     """The whole: route, dispatch, a product, combine, with gradients, against a loop over tokens."""
     ids, x, weights, _ = operands(IDS["top 2, some to no group"])
@@ -364,7 +423,13 @@ ERRORS = {
         lambda: route(jnp.zeros(4, jnp.int32), 2**40),
         ValueError,
         "`ragged.route(group_ids, num_groups)`: `num_groups` is 1099511627776.\n"
-        "Got group_ids=i32[4].\nIt must be a positive int, known when tracing.",
+        "Got group_ids=i32[4].\nIt must be a positive int below 2147483647, known when tracing.",
+    ),
+    "no number left for the tail": (
+        lambda: route(jnp.zeros(4, jnp.int32), 2**31 - 1),
+        ValueError,
+        "`ragged.route(group_ids, num_groups)`: `num_groups` is 2147483647.\n"
+        "Got group_ids=i32[4].\nIt must be a positive int below 2147483647, known when tracing.",
     ),
     "ids are floats": (
         lambda: route(jnp.ones(4), 2),
@@ -382,13 +447,13 @@ ERRORS = {
         lambda: route(jnp.zeros(4, jnp.int32), 0),
         ValueError,
         "`ragged.route(group_ids, num_groups)`: `num_groups` is 0.\n"
-        "Got group_ids=i32[4].\nIt must be a positive int, known when tracing.",
+        "Got group_ids=i32[4].\nIt must be a positive int below 2147483647, known when tracing.",
     ),
     "num_groups is an array": (
         lambda: route(jnp.zeros(4, jnp.int32), jnp.int32(3)),
         ValueError,
         f"`ragged.route(group_ids, num_groups)`: `num_groups` is {jnp.int32(3)!r}.\n"
-        "Got group_ids=i32[4].\nIt must be a positive int, known when tracing.",
+        "Got group_ids=i32[4].\nIt must be a positive int below 2147483647, known when tracing.",
     ),
     "dispatch a GroupedTensor": (
         lambda: ROUTE.dispatch(Y),

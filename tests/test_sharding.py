@@ -214,6 +214,32 @@ def test_gradients_in_a_partly_manual_map(recipe: str | None) -> None:
         np.testing.assert_allclose(each, want, atol=tolerance * np.abs(W).sum(2).max())
 
 
+def test_products_in_turn_in_a_map_next_to_an_explicit_axis() -> None:
+    """D2, D3: the contracted axis is sharded over an axis that the map isn't over; so is its cotangent."""
+
+    def two(x: Array, w: Array, v: Array) -> Array:
+        hidden = ragged.matmul(GroupedTensor(x, jnp.asarray(SIZES[0])), w)
+        return ragged.matmul(hidden, v).data
+
+    def apart(x: Array, w: Array, v: Array) -> Array:
+        return jnp.concatenate([two(part, w, v) for part in jnp.split(x, 2)])
+
+    def gradients(run: Callable[..., Array]) -> Callable[..., tuple[Array, ...]]:
+        return jax.jit(jax.grad(lambda *args: jnp.sum(run(*args) ** 2), (0, 1, 2)))
+
+    rows = jnp.concatenate([jnp.asarray(ROWS), -2 * jnp.asarray(ROWS)])
+    rows = jnp.concatenate([rows, rows[:, ::-1]], axis=1)
+    w = jnp.concatenate([jnp.asarray(W), jnp.asarray(W) / 2], axis=1)
+    args = rows, w, jnp.asarray(W).mT[:, :, :3]
+    want = gradients(apart)(*args)
+    with jax.set_mesh(mesh_of(EXPLICIT)):
+        run = jax.shard_map(two, in_specs=(P("a"), P(), P()), out_specs=P("a"), axis_names={"a"})
+        x = jax.device_put(rows, NamedSharding(jax.sharding.get_mesh(), P("a", "b")))
+        got = gradients(run)(x, *args[1:])
+        for each, other in zip(got, want, strict=True):
+            np.testing.assert_allclose(each, other, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("wrt", ["lhs", "rhs"])
 @pytest.mark.parametrize("how", ["a map", "a map over one axis", "a recipe", "sharded_matmul"])
 def test_gradients_of_what_all_devices_have(how: str, wrt: str) -> None:

@@ -57,7 +57,7 @@ def rounded(x: np.ndarray, block: int, power_of_two: bool = True) -> list[np.nda
 
 
 def test_values() -> None:
-    """B4: the scales of one group's blocks, then the next one's: as many as there can be. Either way round."""
+    """B4, F2: the scales of one group's blocks, then the next one's: as many as there can be. Either way round."""
     x = made()
     q = quantize(tensor(x), E4M3, Scaling((32, 1), E8M0))
     assert q.scales.shape == ((ROWS + 31 * len(SIZES)) // 32, K) and q.scales.dtype == E8M0
@@ -73,7 +73,7 @@ def test_values() -> None:
 @pytest.mark.parametrize("sizes", [(0, 0), (3, 5), (8, 8), (1, 20), (-2, 4), (9, 9)])
 @pytest.mark.parametrize("block", [1, 4, 8])
 def test_where_rows_go(sizes: tuple[int, int], block: int) -> None:
-    """K3: there and back again; what is cut off, and the tail, goes nowhere."""
+    """F2: there and back again; what is cut off, and the tail, goes nowhere."""
     rows = 16
     source, places, apart = map(np.asarray, schedule.in_blocks(jnp.array(sizes, jnp.int32), rows, block))
     ends = np.minimum(np.cumsum(np.clip(sizes, 0, None)), rows)
@@ -119,7 +119,7 @@ WAYS = {  # by both operands' blocks of rows: a wgrad's on Blackwell, and elsewh
     [("NVIDIA B200", True), ("NVIDIA B200", False), ("NVIDIA H200", True), ("NVIDIA H200", False), ("NVIDIA L4", True)],
 )
 def test_wgrad_on_gpus(blocks: Any, chip: str, power_of_two: bool, used: list[tuple[str, str]]) -> None:
-    """B4, K23: in steps, with each step's scales; by Blackwell's tensor cores."""
+    """B4, F2, K23: in steps, with each step's scales; by Blackwell's tensor cores."""
     gpu.needs_triton()
     check_wgrad(blocks, power_of_two, chip, backend="triton_gpu", interpret=True, tiling=(32, 32, 64))
     is_new = chip == "NVIDIA B200" and power_of_two
@@ -133,11 +133,12 @@ def test_wgrad_on_gpus(blocks: Any, chip: str, power_of_two: bool, used: list[tu
 )
 @pytest.mark.parametrize("tile", [32, 96, 256])
 def test_wgrad_on_tpus(blocks: Any, tile: int, power_of_two: bool) -> None:
-    """B4, K23: multiplied into tiles, or in steps; tiles of fewer rows than a block, and of others than a multiple."""
+    """B4, F2, K23: multiplied into tiles, or in steps; tiles of fewer rows than a block, or of no multiple."""
     with ran.watch() as launches, ran.only("pallas_tpu", launches):
         check_wgrad(blocks, power_of_two, None, backend="pallas_tpu", interpret=True, tiling=(128, tile, 128))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("blocks", [pytest.param(each, marks=pytest.mark.long) for each in WAYS] + [(32, 8)], ids=str)
 def test_wgrad_in_xla(blocks: Any) -> None:
     check_wgrad(blocks, True, None)
@@ -294,7 +295,7 @@ def test_compiled_for_tpus(generation: str, recipe: str) -> None:
 
 
 def test_a_kernel_reads_groups_apart() -> None:
-    """K3: its sizes are multiples of the blocks."""
+    """F2: its sizes are multiples of the blocks."""
     lhs, rhs = (quantize(tensor(made(seed=i)), E4M3, (32, 1)) for i in (0, 1))
     jaxpr = jax.make_jaxpr(lambda: matmul(lhs.mT, rhs))()
     (equation,) = [each for each in jaxpr.eqns if each.primitive.name == "ragged_matmul"]

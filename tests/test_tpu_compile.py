@@ -179,6 +179,7 @@ def test_tiles_of_two_ragged_letters() -> None:
     assert max(compiled.vmem) <= 14  # of 16
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("generation", ["v5e", "v6e", "tpu7x"])
 def test_compiles_tiled_with_scales(generation: str) -> None:
     """K23: scales of rows and columns that are contracted, or kept, or cut out of two blocks."""

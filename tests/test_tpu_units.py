@@ -162,6 +162,7 @@ VALUES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("generation, interpret", VALUES)
 def test_values(generation: str, interpret: Any) -> None:
     """F1, K23: forward, wgrad and two ragged letters equal float64; nothing of the tail or of another group's NaN."""

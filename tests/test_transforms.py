@@ -80,6 +80,7 @@ def test_first_derivatives_equal_finite_differences(layout: str, packed_last: bo
         assert np.array_equal(np.asarray(grads[which])[outside], np.zeros(outside.sum())), "a gradient's tail is zero"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", NAMES)
 def test_hessian_vector_products_agree(layout: str, x64: None) -> None:
     """B2: forward over reverse, reverse over reverse, reverse over forward, and differences of gradients."""
@@ -182,6 +183,7 @@ def check_vmap(layout: str, mapped: tuple[str, ...], dtype: str, atol: float) ->
         np.testing.assert_allclose(outside[which], each if axes[which] == 0 else each.sum(0), atol=atol)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", NAMES)
 def test_nested_vmap(layout: str, x64: None) -> None:
     """B3: two maps, of different operands and of the same; and a gradient that sums over one of them."""
@@ -375,7 +377,7 @@ def test_export_for_three_platforms_from_one_machine(layout: str) -> None:
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("layout", NAMES)
 def test_shard_map(layout: str, check_vma: bool) -> None:
-    """Data-parallel: each device has its own lhs and dims; rhs is shared, and its cotangent is summed over devices."""
+    """D3: each device has its own lhs and dims; rhs is shared, and its cotangent is summed over devices."""
     mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec
     case = small(layout, dtype="float32")

@@ -203,6 +203,7 @@ MACHINE = st.sampled_from([name for name in MACHINES if name != "CPU"] + ["CPU"]
 EXTENT = st.sampled_from([1, 7, 16, 100, 128, 1000, 2048, 7168])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("examples", [20, pytest.param(300, marks=pytest.mark.long)])
 def test_choices_and_candidates_are_legal(examples: int) -> None:
     """O3, O4: the model's choice for any call on any device would be taken by name; and so is each candidate."""
@@ -248,6 +249,7 @@ def products_on(machine: str, fn: Any, *args: Any) -> Iterator[tuple[Launch, Any
                 yield launch, product
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("backend", ["xla", "pallas_tpu", "triton_gpu"])
 @pytest.mark.parametrize("layout", NAMES)

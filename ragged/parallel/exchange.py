@@ -15,6 +15,7 @@ Rows travel in slots: each device has as many for each other one as it may send,
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -26,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int, Shaped
 
 from ragged._errors import Site, is_count
-from ragged._mesh import explicit_spec, refuse_explicit, vary_together
+from ragged._mesh import explicit_spec, over_manual_axes, refuse_explicit, vary_together
 from ragged.backends import schedule
 from ragged.quant.formats import accumulator_dtype
 from ragged.quant.quantize import quantize
@@ -117,7 +118,8 @@ class Exchange(eqx.Module):
             each = data.astype(wide)
             if weights is not None:
                 each = each * spread_rows(self._gathered(weights), rows, places.reshape(-1, 1))
-            return lax.psum_scatter(collect_rows(each, source, places), self._axis, tiled=True).astype(data.dtype)
+            summed = partial(lax.psum_scatter, axis_name=self._axis, tiled=True)
+            return over_manual_axes(summed, collect_rows(each, source, places)).astype(data.dtype)
         back = self._moved(collect_rows(data, *self._arrangement), back=True)
         if weights is None:
             return collect_rows(back, *self._tokens)
@@ -170,7 +172,7 @@ class Exchange(eqx.Module):
     def _gathered(self, x: Array) -> Array:
         """The rows of all devices, one device's after another's."""
         x, _ = vary_together([x, lax.axis_index(self._axis)])
-        return lax.all_gather(x, self._axis, tiled=True)
+        return over_manual_axes(partial(lax.all_gather, axis_name=self._axis, tiled=True), x)
 
     def _of_all(self) -> tuple[Int[Array, " slots"], Int[Array, "all_tokens top_k"], Int[Array, " slots"]]:
         """Among all devices' tokens: that of each row of the buffer; the rows of each token; and of each row of the

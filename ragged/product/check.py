@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from ragged._errors import Site, describe, is_arraylike, is_count
+from ragged._errors import Site, check_packed, describe, is_arraylike, is_count
 from ragged._mesh import explicit_mesh
 from ragged.backends.base import Refusal, Target
 from ragged.backends.config import RECORDS, Configs, in_context
@@ -135,10 +135,15 @@ def check_options(
 
 
 def check_plan(site: Site, x: Operands, call: Call, casts: tuple[Any, Any] = (None, None)) -> None:
-    """Whether kernels can do what was asked of them: of the backend that was named, or those that `config` is for.
+    """Whether rows can be counted, and kernels can do what was asked of them: of the backend that was named, or those
+    that `config` is for.
 
     `casts`: of a recipe.
     """
+    p = call.product
+    for letters, shape in ((p.lhs, x.lhs_shape), (p.rhs, x.rhs.data.shape), (p.out, call.shape)):
+        if letters[0] in p.ragged:
+            check_packed(site, shape[-2])
     options = call.options
     asked = {each.backend for each in options.configs.out} if options.source == "config" else set[str]()
     names = asked if options.backend is None else {options.backend} - ({"xla"} - asked)

@@ -77,7 +77,9 @@ def plan(platform: str, x: Operands, call: Call, target: Target) -> Launch:
     name = call.options.backend or own
     found = ask(name, x, call, target)
     if isinstance(found, Launch) and name != own and not (BACKENDS[name].runs_anywhere or target.interpret):
-        mend = "Pass `interpret=True` to run its kernels' bodies there, or `backend=None` for the platform's own."
+        there = ", ".join(repr(each) for each in dict.fromkeys((own, "xla")))
+        mend = f"Available there: {there}. `backend=None` takes the platform's own, "
+        mend += "`interpret=True` runs the bodies of kernels anywhere."
         found = Refusal(f"backend {name!r} does not run on {platform}.", mend)
     if isinstance(found, Refusal) and not found.mend:
         passed_over = ((name, found.reason),)

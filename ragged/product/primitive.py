@@ -47,7 +47,7 @@ def bind(x: Operands, call: Call) -> Array:
         return _mapped(leaves, tree, call)
     x, call, restore = folded(x, call)
     leaves, tree = jax.tree.flatten(x)
-    if (mesh := half_manual_mesh(leaves)) is not None and not call.options.calls_back:
+    if (mesh := half_manual_mesh(leaves, call.out_spec)) is not None and not call.options.calls_back:
         # XLA would partition the product, not its kernel, and put collectives in loops whose lengths differ between
         # devices. So each has all over the other axes.
         whole = jax.shard_map(

@@ -144,6 +144,11 @@ class Arithmetic(eqx.Module):
         mend = "Count by group, `(x > 0).sum()`. One bool of a tensor `c` of bools is `jnp.all(c.data | ~c.mask)`."
         Site("bool(GroupedTensor)", {"x": self}).fail(ValueError, "a tensor has many truth values.", mend)
 
+    def __contains__(self, value: Any) -> bool:
+        mend = "Whether any element is `v` is `(x == v).data.any()`, which is False in the tail."
+        problem = "an element, a row or a group may be meant."
+        Site("v in GroupedTensor", {"v": value, "x": self}).fail(ValueError, problem, mend)
+
     # NumPy and JAX must not take it for an array and drop its groups. NumPy's operators leave it alone:
     __array_ufunc__ = None
 
@@ -669,8 +674,11 @@ def _ahead(x: "GroupedTensor") -> Int[Array, "..."]:
     last = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
     if x.packed_axis is None:
         return last - jax.lax.broadcasted_iota(jnp.int32, x.shape, 1) - (x.shape[-1] - x.shape[1])
-    n = jnp.diff(x.offsets)
-    m = jnp.full_like(n, x.shape[-1]) if x.last_dims is None else jnp.maximum(as_int32(x.last_dims), 0)
+    if x.last_dims is None:
+        n = jnp.diff(x.offsets)
+        m = jnp.full_like(n, x.shape[-1])
+    else:  # as given: where a group is cut off, as in `s @ s.mT`, its last rows and columns are gone, and none moves
+        n, m = (jnp.maximum(as_int32(dims), 0) for dims in (x.first_dims, x.last_dims))
     of_row = schedule.of_groups(m - n, x.group_ids, 0) + x.positions  # where each row stands
     return last - of_row.reshape(-1, *(1,) * (x.ndim - 1))
 

@@ -1,10 +1,10 @@
 """`concat`: the groups of several tensors in one."""
 
 from collections.abc import Iterable
+from itertools import accumulate
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from ragged._errors import Site
 from ragged._mesh import over_explicit_axes
@@ -48,14 +48,13 @@ def concat(tensors: Iterable[GroupedTensor] | Any) -> GroupedTensor:
         joined = concat([t.mT for t in tensors])
         return joined.mT if head.transposed else joined._untransposed_mT()
     # Where each group's rows stand in the buffers laid end to end, tails and all.
-    bases = np.cumsum([0] + [t.capacity for t in tensors])
-    starts = jnp.concatenate([int(base) + t.offsets[:-1] for base, t in zip(bases, tensors, strict=False)])
+    *bases, capacity = accumulate((t.capacity for t in tensors), initial=0)  # symbolic ones too, under `jax.export`
+    starts = [jnp.asarray(base, jnp.int32) + t.offsets[:-1] for base, t in zip(bases, tensors, strict=True)]
     sizes = jnp.concatenate([jnp.diff(t.offsets) for t in tensors])
-    capacity = int(bases[-1])
     offsets = schedule.group_offsets(sizes, capacity)
     ids = schedule.group_ids(offsets, capacity)
     # How far above its place in the result a row stands; out of range in the tail, whose group id is the last.
-    shifts = jnp.concatenate([starts - offsets[:-1], jnp.full((1,), capacity, jnp.int32)])
+    shifts = jnp.concatenate([jnp.concatenate(starts) - offsets[:-1], jnp.full((1,), capacity, jnp.int32)])
     source = jnp.arange(capacity, dtype=jnp.int32) + shifts[ids]
     data = jnp.concatenate([t.data for t in tensors]).at[source].get(mode="fill", fill_value=0)
     last_dims = None

@@ -8,6 +8,7 @@ With `group_ids=[2, 0, 2, 0]` for four tokens `a b c d` and three groups:
     dispatch     b d | | a c       combine puts them back: a b c d
 """
 
+import math
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from jax import Array, lax
 from jax.custom_batching import sequential_vmap
 from jaxtyping import Float, Int, Shaped
 
-from ragged._errors import Site, is_arraylike, is_concrete, is_count
+from ragged._errors import MOST_ROWS, Site, check_packed, is_arraylike, is_concrete, is_count
 from ragged._mesh import over_explicit_axes, vary_together
 from ragged.backends.schedule import as_int32, count_up_to
 from ragged.quant.formats import accumulator_dtype
@@ -255,8 +256,10 @@ def route(group_ids: Int[Array, "tokens *top_k"] | Any, num_groups: int | Any) -
     if group_ids.ndim not in (1, 2):
         problem = f"`group_ids` must be (tokens,) or [tokens, top_k], but has {group_ids.ndim} dims."
         site.fail(ValueError, problem, "Flatten the tokens' axes into one, those of `x` too.")
-    if not is_count(num_groups) or num_groups > np.iinfo(np.int32).max:
-        site.fail(ValueError, f"`num_groups` is {num_groups!r}.", "It must be a positive int, known when tracing.")
+    if not is_count(num_groups) or num_groups >= MOST_ROWS:  # the tail counts as one more
+        mend = f"It must be a positive int below {MOST_ROWS}, known when tracing."
+        site.fail(ValueError, f"`num_groups` is {num_groups!r}.", mend)
+    check_packed(site, math.prod(group_ids.shape))
     return _sorted(as_int32(group_ids), int(num_groups))
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int, Shaped
 
-from ragged._errors import Site, is_arraylike, is_concrete
+from ragged._errors import Site, check_packed, is_arraylike, is_concrete
 from ragged._mesh import over_explicit_axes, refuse_explicit
 from ragged.backends import schedule
 from ragged.backends.schedule import as_int32
@@ -138,6 +138,8 @@ class GroupedTensor(Arithmetic):
                 if columns and data.ndim > 2
                 else "A ragged buffer has no group axis: its groups are packed along the ragged axis.",
             )
+        if not is_uniform:
+            check_packed(Site("GroupedTensor", {"data": data}), data.shape[self._packed])
         if self.scaling is not None and not isinstance(self.scaling, Scaling):
             mend = f"Pass `ragged.Scaling.of({self.scaling!r})`, or let `ragged.quantize` make the tensor."
             Site("GroupedTensor").fail(TypeError, f"`scaling` is {self.scaling!r}, not a `Scaling`.", mend)
@@ -281,6 +283,7 @@ class GroupedTensor(Arithmetic):
         """
         self._require_packed("offsets")
         refuse_explicit("GroupedTensor.offsets", first_dims=self.first_dims, last_dims=self.last_dims)
+        check_packed(Site("GroupedTensor.offsets", {"x": self}), self.capacity)  # unflattening checks nothing
         return schedule.group_offsets(self.packed_dims, self.capacity)
 
     @property
@@ -305,6 +308,7 @@ class GroupedTensor(Arithmetic):
         if self.packed_axis == -1:
             return self.mT.mask.mT
         rows, *more, last = self.shape
+        check_packed(Site("GroupedTensor.mask", {"x": self}), rows)
         widths = None if self.last_dims is None else as_int32(self.last_dims)
         mask = schedule.element_mask(self.packed_dims, widths, rows, last)
         return jnp.broadcast_to(mask.reshape(rows, *[1] * len(more), last), self.shape)
@@ -494,7 +498,7 @@ class GroupedTensor(Arithmetic):
         return [self[i] for i in range(self.num_groups)]
 
     def astype(self, dtype: Any) -> "GroupedTensor":
-        """The same tensor with its buffer cast to `dtype`. A stack of tensors or a cotangent too."""
+        """The same tensor with its buffer cast to `dtype`, the tail as it is. A stack of tensors or a cotangent too."""
         self._require_plain()
         return self._replace_data(jnp.asarray(self.data).astype(dtype))
 
