@@ -298,7 +298,7 @@ DROPLESS = {"capacity": None, "chunks": 1}
         ({"dtype": "int8"}, TypeError, "`dtype` is 'int8'.\nGot"),
         ({"dtype": None}, TypeError, "`dtype` is None.\nGot"),
         ({"dtype": "half a float"}, TypeError, "`dtype` is 'half a float'.\nGot"),
-        ({"wire": "pigeon"}, ValueError, "'pigeon' is no recipe.\nPass a `ragged.Recipe` or one of"),
+        ({"wire": "pigeon"}, ValueError, "'pigeon' is no recipe.\nGot .*\nPass a `ragged.Recipe` or one of"),
         ({"wire": "delayed"}, ValueError, "`wire` has the scaling tensor.\nGot"),
     ],
     ids=range(13),

@@ -215,7 +215,7 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
         NotImplementedError,
         "delayed scaling takes scales from the history, which belongs to one product",
     ),
-    "recipe": (lambda: quantize_weights(W, "fp8"), ValueError, "'fp8' is no recipe"),
+    "recipe": (lambda: quantize_weights(W, "fp8"), ValueError, "`ragged.quantize_weights`: 'fp8' is no recipe"),
     "ragged": (lambda: quantize_weights(X, "mxfp8"), ValueError, "weights are uniform"),
     "quantised": (
         lambda: quantize_weights(ragged.quantize(W, E4M3, "row"), "mxfp8"),

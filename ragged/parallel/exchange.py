@@ -305,7 +305,7 @@ def exchange(
 
 def wire_cast(site: Site, wire: str | Cast | Any) -> Cast:
     """How rows travel."""
-    how = wire if isinstance(wire, Cast) else Recipe.of(wire).forward[0]
+    how = wire if isinstance(wire, Cast) else Recipe.of(wire, site).forward[0]
     if how.dtype is None or how.dtype in ("int4", "float4_e2m1fn"):
         site.fail(ValueError, f"`wire` has no dtype of 8 bits: {how!r}.", "Pass `ragged.Cast('float8_e4m3fn', 'row')`.")
     if how.scaling.block is None or how.scaling.block[0] != 1 or how.scaling._has_tensor_scale:

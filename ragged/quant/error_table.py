@@ -132,7 +132,7 @@ def error_table(
         recipes = [recipes]
     if not isinstance(recipes, Sequence) or not recipes:
         site.fail(ValueError, f"`recipes` is {recipes!r}.", "Pass at least one: `['tensorwise']`.")
-    recipes = [Recipe.of(each) for each in recipes]
+    recipes = [Recipe.of(each, site) for each in recipes]
     if not is_concrete(*(leaf for leaf in jax.tree.leaves((x, w, dy)))):
         problem = "it measures values, which aren't known here."
         site.fail(TypeError, problem, "Pass arrays, outside of `jit`.")

@@ -93,7 +93,7 @@ def quantize_weights(w: GroupedTensor | Array | Any, recipe: Recipe | str | Any)
         ```
     """
     site = Site("ragged.quantize_weights", {"w": w})
-    recipe = Recipe.of(recipe)
+    recipe = Recipe.of(recipe, site)
     if recipe.history is not None:
         problem = "delayed scaling takes scales from the history, which belongs to one product."
         site.fail(NotImplementedError, problem, "Pass the weights themselves to `matmul`.")
