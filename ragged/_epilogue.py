@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from ragged._errors import Site, is_arraylike
+from ragged._errors import Site, describe, is_arraylike
 from ragged.backends.base import ACTIVATIONS
 from ragged.product.operands import Call, Operands
 from ragged.product.primitive import bind
@@ -100,12 +100,14 @@ def activated(activation: str | None, z: tuple[Array, ...], first_dims: Array | 
     return GroupedTensor(z[0], first_dims).map(lambda gate: math.prod(z[1:], start=function(gate)))
 
 
-def check_names(site: Site, activation: Any, save: Any) -> None:
+def check_names(site: Site, activation: Any, save: Any, is_gated: bool = False) -> None:
     """Whether an activation and what to keep are among those that there are."""
     if activation is not None and (not isinstance(activation, str) or activation not in ACTIVATIONS):
         known = ", ".join(repr(name) for name in ACTIVATIONS)
-        mend = f"Pass one of {known}; or apply your own to the result, by `.map(fn)`."
-        site.fail(ValueError, f"unknown `activation` {activation!r}.", mend)
+        own = "to the gate: `matmul(x, w_gate).map(lambda gate, up: fn(gate) * up, matmul(x, w_up))`"
+        own = own if is_gated else "to the result, by `.map(fn)`"
+        mend = f"Pass one of {known}; or apply your own {own}."
+        site.fail(ValueError, f"unknown `activation` {describe(activation)}.", mend)
     if save not in SAVES:
         mend = "Pass 'pre', to keep the pre-activations for the derivative, or 'out', to compute them again."
         if save == "nothing":

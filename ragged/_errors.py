@@ -45,7 +45,7 @@ class Site:
 
 def describe(x: Any) -> str:
     """`f32[4,8]` for an array; numbers, strings and `GroupedTensor`s as they print; of a list the first few elements;
-    the type's name for anything else."""
+    for anything else, the type's name."""
     if isinstance(x, ShapedArray):  # with its sharding
         return str(x)
     if is_arraylike(x) or isinstance(x, jax.ShapeDtypeStruct):
@@ -54,7 +54,10 @@ def describe(x: Any) -> str:
     if isinstance(x, list | tuple):
         return f"[{', '.join(map(describe, x[:8]))}{', ...' if len(x) > 8 else ''}]"
     prints = isinstance(x, eqx.Module) and type(x).__repr__ is not eqx.Module.__repr__  # in a line of its own making
-    return repr(x) if x is None or prints or isinstance(x, int | float | str) else f"a {type(x).__name__}"
+    if x is None or prints or isinstance(x, int | float | str):
+        return repr(x)
+    held = ", not the array that it holds" if hasattr(x, "__jax_array__") else ""  # flax's `nnx.Param`
+    return f"a {type(x).__name__}{held}"
 
 
 def short_name(dtype: str) -> str:

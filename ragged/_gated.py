@@ -73,7 +73,7 @@ def gated_products(
         site.fail(ValueError, "`existing_out` is given, but a gated product is no sum.", "Add it to the result.")
     if unknown := sorted(options.keys() - OPTIONS):
         site.fail(TypeError, f"there is no option {unknown[0]!r}.", f"Options are {', '.join(OPTIONS)}.")
-    check_names(site, activation, save)
+    check_names(site, activation, save, is_gated=True)
     if getattr(w_gate, "shape", None) != getattr(w_up, "shape", None):
         site.fail(ValueError, "`w_gate` and `w_up` have different shapes.", "Both are [groups, k, n].")
     if isinstance(recipe, Recipe) and recipe.history is not None:

@@ -97,6 +97,25 @@ def test_the_program_does_not_grow_with_the_groups(layout: str) -> None:
     assert temporary(lowered(64, 8192)) <= temporary(lowered(8, 8192)) + 2**14
 
 
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.int8])
+@pytest.mark.parametrize("scaling", ["tensor", "group", "row", "column", (32, 1), (64, 32)], ids=str)
+def test_weights_are_dequantised_where_they_are_visited(scaling: Any, dtype: Any, mapped: bool) -> None:
+    """F3: besides operands and results, a few matrices in float32, and the bytes of 8-bit floats; not all of them."""
+    k, n = 128, 96
+
+    def of(x: Array, s: Array, w: GroupedTensor) -> Array:
+        return ragged.matmul(GroupedTensor(x, s), w).data
+
+    extents, dtypes = ((16, k), (64,), (64, k, n)), (jnp.float32, jnp.int32, jnp.float32)
+    lead, each = ((2,), jax.vmap) if mapped else ((), lambda function: function)
+    x, s, w = (jax.ShapeDtypeStruct((*lead, *shape), kind) for shape, kind in zip(extents, dtypes, strict=True))
+    quantized = jax.eval_shape(each(lambda w: ragged.quantize(w, dtype, scaling)), w)
+    program = jax.jit(each(of)).lower(x, s, quantized)
+    copied = size(quantized.data) if dtype != jnp.int8 else 0  # XLA's CPU backend slices no 8-bit floats
+    assert temporary(program) <= copied + 4 * k * n * 4
+
+
 IN_PLACE: dict[str, tuple[Callable[..., GroupedTensor], tuple[int, ...], tuple[int, ...]]] = {
     "forward": (lambda x, w, s: ragged.matmul(GroupedTensor(x, s), w), (1024, 256), (4, 256, 8)),
     "wgrad": (lambda x, y, s: ragged.matmul(GroupedTensor(x, s).mT, GroupedTensor(y, s)), (1024, 256), (1024, 8)),

@@ -293,6 +293,48 @@ def test_moe_over_meshes(name: str, transport: str, kind: AxisType) -> None:
         check(layer, mapped if kind == AxisType.Manual else plain, one)
 
 
+class Sigmoid(eqx.Module):
+    """A router whose arrays are named as those of experts are."""
+
+    weight: Array
+
+    def __call__(self, logits: Array) -> tuple[Array, Array]:
+        scores = jax.nn.sigmoid(logits)
+        chosen = jax.lax.top_k(scores + self.weight[None], TOP_K)[1]
+        weights = jnp.take_along_axis(scores, chosen, axis=1)
+        return 2.5 * weights, chosen
+
+
+@pytest.mark.parametrize("name", ["one", pytest.param("2x2x2", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["a module", pytest.param("a function", marks=pytest.mark.long)])
+def test_another_router(name: str, kind: str) -> None:
+    """`choose`: the experts and weights that it says, on one device and many; gradients reach its arrays by weights."""
+    axes, options = MESHES.get(name, ({"data": 1}, {}))
+    bias = jax.random.normal(jax.random.key(2), (EXPERTS,))
+    choose = Sigmoid(bias) if kind == "a module" else lambda logits: Sigmoid(bias)(logits)
+    layer, x = moe(choose=choose, **options), tokens()
+
+    def by_hand(layer: MoE) -> Array:
+        scores = 1 / (1 + jnp.exp(-x @ layer.router))
+        chosen = jnp.argsort(-(scores + bias[None]), axis=1)[:, :TOP_K]
+        is_chosen = jnp.any(chosen[:, :, None] == jnp.arange(EXPERTS)[None, None], axis=1)
+        y = jnp.einsum("etd,te->td", mlp(layer.experts, x), 2.5 * scores * is_chosen.astype(x.dtype))
+        return y + mlp(layer.shared, x)[0]
+
+    with jax.set_mesh(mesh_of(axes, AxisType.Auto)):
+        got = eqx.filter_jit(eqx.filter_value_and_grad(lambda m: jnp.sum(jnp.sin(m(x)[0]))))(layer)
+    want = eqx.filter_jit(eqx.filter_value_and_grad(lambda m: jnp.sum(jnp.sin(by_hand(m)))))(layer)
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(g, w, rtol=2e-5, atol=2e-5)
+
+
+def test_each_layer_has_a_history_of_its_own() -> None:
+    """So a model can be donated."""
+    layer = moe(recipe=ragged.Recipe.preset("delayed", length=4))
+    again = eqx.filter_jit(lambda layer: layer, donate="all")(layer)
+    assert again.experts.up.recipe.history.shape == again.experts.gate.recipe.history.shape == (3, 4)
+
+
 @pytest.mark.long
 def test_who_has_what() -> None:
     """No device has more than its part of the experts, nor of their gradients, when they are placed as `specs` says."""
@@ -372,8 +414,12 @@ def test_grouped_linear_with_a_recipe() -> None:
         ),
         (lambda: moe(tensor_axis="a", data_axes=("a",)), r"`data_axes` \('a',\) and `tensor_axis` 'a'.\nThey are"),
         (lambda: moe(data_axes="ab"), "`data_axes` 'ab' and `tensor_axis` None.\n.* in a tuple"),
+        (
+            lambda: moe(choose=lambda z: jax.lax.top_k(z, 3))(tokens()),
+            r"`choose` gave other shapes.\nGot weights=f32\[64,3\], chosen=i32\[64,3\].\nBoth .*, \[64, 2\].",
+        ),
     ],
-    ids=range(8),
+    ids=range(9),
 )
 def test_bad_input(call: Any, error: str) -> None:
     """B9."""

@@ -15,6 +15,8 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Int, Integer, Shaped
 
+from ragged._errors import Site, describe
+
 
 def as_int32(x: Any) -> Int[Array, "..."]:
     """Integers as int32. What that can't hold becomes its nearest end: it doesn't wrap around into range."""
@@ -23,8 +25,16 @@ def as_int32(x: Any) -> Int[Array, "..."]:
     # Python's and NumPy's are clipped before JAX would wrap them around.
     xp = jnp if isinstance(x, Array) else np
     x = x if hasattr(x, "dtype") else np.int64(min(max(x, -(2**63)), 2**63 - 1))
+    check_integers(x)
     ends, own = jnp.iinfo(jnp.int32), jnp.iinfo(x.dtype)
     return jnp.asarray(xp.clip(x, max(ends.min, own.min), min(ends.max, own.max)).astype(jnp.int32))
+
+
+def check_integers(sizes: Any) -> None:
+    """Raises if sizes have become something else since their tensor was made."""
+    if not jnp.issubdtype(sizes.dtype, jnp.integer):
+        mend = "A cast or an average of all leaves of a tree takes sizes too: take `eqx.is_inexact_array` leaves alone."
+        Site("GroupedTensor").fail(TypeError, f"sizes are {describe(sizes)}, not integers.", mend)
 
 
 def group_offsets(group_sizes: Integer[Array, "*batch g"], capacity: int) -> Int[Array, "*batch g+1"]:

@@ -48,7 +48,8 @@ class GroupedLinear(eqx.Module):
         shapes = (num_groups, in_features, out_features), (num_groups, out_features)
         weight, bias = (jax.random.uniform(k, s, dtype, -limit, limit) for k, s in zip(keys, shapes, strict=True))
         self.weight, self.bias = weight, bias if use_bias else None
-        self.recipe = None if recipe is None else Recipe.of(recipe, site)
+        # Of its own, in memory too: a history in two layers can't be donated.
+        self.recipe = None if recipe is None else jax.tree.map(jax.numpy.copy, Recipe.of(recipe, site))
 
     def __call__(self, x: GroupedTensor | Gathered) -> GroupedTensor:
         """Ragged rows `[rows, out_features]` of the dtype of `x` and `weight`, zeros in the tail.

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int, PRNGKeyArray
 
 from ragged._activated import finished, with_pre_activations
 from ragged._epilogue import activated
-from ragged._errors import Site, is_arraylike, is_count
+from ragged._errors import Site, describe, is_arraylike, is_count
 from ragged._gated import gated_products
 from ragged._matmul import MatmulProduct, matmul, product_of
 from ragged._mesh import resharded, vary_together
@@ -154,11 +154,13 @@ class MoE(eqx.Module):
     module maps itself, over the mesh in context. `specs` says who has what.
 
     - `router`: `[d, num_experts]`. Logits and probabilities, a softmax, are float32.
+    - `choose`: what takes the place of the largest probabilities, or None.
     - `experts`: those that tokens are routed to.
     - `shared`: an expert that gets every token, `num_shared * hidden` wide, or None.
     """
 
     router: Float[Array, "d experts"] | Any
+    choose: Callable[[Array], tuple[Array, Array]] | Any
     experts: Experts | Any
     shared: Experts | Any
     top_k: int = eqx.field(static=True)
@@ -183,6 +185,7 @@ class MoE(eqx.Module):
         activation: str | Callable[[Array], Array] | Any = "silu",
         save: str = "pre",
         normalize: bool = True,
+        choose: Callable[[Array], tuple[Array, Array]] | Any = None,
         recipe: Recipe | str | None = None,
         dtype: Any = None,
         axis: str | None = None,
@@ -198,7 +201,10 @@ class MoE(eqx.Module):
         elementwise function of rounded ones. `save`: what the derivative keeps of each expert: `"pre"`, pre-activations
         (with a function, a recipe or an `axis` also hidden rows); `"out"`, hidden rows; or `"nothing"`, computing again
         what it needs (`"out"` takes a name). Only with a function, a recipe or an `axis`, also the experts' results.
-        `normalize`: a token's weights are divided by their sum. `recipe`, `dtype`: as for `GroupedLinear`.
+        `normalize`: a token's weights are divided by their sum. `choose`: a function of logits `[tokens, num_experts]`,
+        float32, to weights, floats, and the experts' numbers, integers, both `[tokens, top_k]`: they are taken as they
+        are, in place of the largest probabilities. If it is a module, its arrays are the layer's, the same on every
+        device. `recipe`, `dtype`: as for `GroupedLinear`.
         `transport`, `capacity`, `chunks`, `wire`: as for `ragged.exchange`, where there is an `axis`."""
         site = Site("ragged.nn.MoE(d, hidden, num_experts, top_k)")
         if not is_count(top_k) or not is_count(num_experts) or top_k > num_experts:
@@ -215,9 +221,13 @@ class MoE(eqx.Module):
             problem = f"`axis` is {axis!r}, `data_axes` {data_axes!r} and `tensor_axis` {tensor_axis!r}."
             mend = "They are the names of different mesh axes, those of `data_axes` in a tuple."
             site.fail(ValueError, problem, mend)
+        if choose is not None and not callable(choose):
+            site.fail(TypeError, f"`choose` is {describe(choose)}.", "It must be a function of logits.")
         keys, how = jax.random.split(key, 3), {"recipe": recipe, "dtype": dtype}
         router = GroupedLinear(d, num_experts, 1, False, dtype=dtype, key=keys[0])
         self.router = router.weight[0]
+        is_tree = choose is None or isinstance(choose, eqx.Module)
+        self.choose = choose if is_tree else jax.tree_util.Partial(choose)  # which has no leaves
         self.experts = Experts(d, hidden, num_experts, gated, activation, save, key=keys[1], **how)
         self.shared = None
         if num_shared:
@@ -241,9 +251,7 @@ class MoE(eqx.Module):
     def _of_device(self, x: Float[Array, "tokens d"]) -> tuple[Float[Array, "tokens d"], MoEStats]:
         logits = _logits(x, self.router)
         probabilities = jax.nn.softmax(logits)
-        weights, chosen = lax.top_k(probabilities, self.top_k)  # both [tokens, top_k]
-        if self.normalize:
-            weights = weights / jnp.sum(weights, axis=1, keepdims=True)
+        weights, chosen = self._chosen(logits, probabilities)
         routed, dropped = route(chosen, self.router.shape[1]), jnp.zeros((), jnp.int32)
         if self.axis is None:
             y = self.experts.combined(routed, x, weights)
@@ -261,12 +269,24 @@ class MoE(eqx.Module):
         share = rows.astype(jnp.float32) / jnp.maximum(1, jnp.sum(rows, dtype=jnp.int32)).astype(jnp.float32)
         return y, MoEStats(share.size * jnp.sum(share * mean), z, rows, dropped)
 
+    def _chosen(self, logits: Array, probabilities: Array) -> tuple[Array, Array]:
+        """Each token's experts and their weights, both `[tokens, top_k]`."""
+        if self.choose is None:
+            weights, chosen = lax.top_k(probabilities, self.top_k)
+            return (weights / jnp.sum(weights, axis=1, keepdims=True) if self.normalize else weights), chosen
+        weights, chosen = self.choose(logits)
+        shape = (logits.shape[0], self.top_k)
+        if (weights.shape, chosen.shape) != (shape, shape):
+            site = Site("ragged.nn.MoE", {"weights": weights, "chosen": chosen})
+            site.fail(ValueError, "`choose` gave other shapes.", f"Both must be [tokens, top_k], {list(shape)}.")
+        return weights, chosen
+
     def specs(self) -> "MoE":
         """The module with a `PartitionSpec` for each array: what `jax.shard_map`'s `in_specs` and shardings take."""
 
         def spec(path: Any, _: Any) -> P:
-            names = [key.name for key in path]  # ["experts", "up", "weight"]
-            if names[-1] != "weight":
+            names = [getattr(key, "name", None) for key in path]  # ["experts", "up", "weight"]
+            if names[0] not in ("experts", "shared") or names[-1] != "weight":
                 return P()
             axis = self.axis if names[0] == "experts" else None
             return P(axis, self.tensor_axis) if names[1] == "down" else P(axis, None, self.tensor_axis)

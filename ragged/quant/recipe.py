@@ -66,6 +66,7 @@ class Cast:
 
 
 Pair = tuple[Cast, Cast]
+UNQUANTIZED: Pair = Cast(None), Cast(None)
 
 
 def _no_key(*args: Any) -> NoReturn:
@@ -102,8 +103,8 @@ class Recipe(eqx.Module):
     """How `matmul(x, w, recipe=recipe)` quantises: a pytree whose only leaf is the history of delayed scaling.
 
     - `forward`: the casts of `x` and of `w`.
-    - `dgrad`: those of the result's cotangent and of `w`.
-    - `wgrad`: those of `x` and of the result's cotangent.
+    - `dgrad`: those of the result's cotangent and of `w`; by default neither is quantised.
+    - `wgrad`: those of `x` and of the result's cotangent; by default neither is quantised.
     - `history`: None; or `(3, length)` float32, for delayed scaling: the largest absolute values that `x`, `w` and the
       cotangent had in the last steps, newest first, 0 where there was none. Scales are those for the largest of them.
     - `name`: what tables call it.
@@ -158,8 +159,8 @@ class Recipe(eqx.Module):
     def __init__(
         self,
         forward: Pair | Any,
-        dgrad: Pair | Any,
-        wgrad: Pair | Any,
+        dgrad: Pair | Any = UNQUANTIZED,
+        wgrad: Pair | Any = UNQUANTIZED,
         history: Any = None,
         *,
         name: str = "custom",

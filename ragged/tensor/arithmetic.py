@@ -412,7 +412,8 @@ class _NoArray:
 
 
 def _refuse(x: Any) -> NoReturn:
-    mend = "An elementwise or rowwise function is `x.map(jax.nn.silu)`, zeros are `x.map(jnp.zeros_like)`; `x.sum()`, "
+    mend = "" if any(x.ragged) else "`x.data` is an ordinary array, as this tensor is uniform. "
+    mend += "An elementwise or rowwise function is `x.map(jax.nn.silu)`, zeros are `x.map(jnp.zeros_like)`; `x.sum()`, "
     mend += "`mean`, `var`, `min`, `max` and `softmax` are by group, `x @ w` multiplies. "
     mend += "The buffer is `x.data`, the groups are `x.to_list()` or `x.to_padded(max_len)`."
     problem = "functions of NumPy and JAX take arrays, which have no groups."
@@ -549,17 +550,20 @@ def _is_cotangent(g: "GroupedTensor", x: "GroupedTensor") -> bool:
 
 def _same_structure(x: "GroupedTensor", other: "GroupedTensor", symbol: str) -> Array:
     """The buffer of `other`, with ones in its tail. Of a cotangent only the buffer is compared."""
+    same_groups = False
     if _is_cotangent(other, x):
         same = (x.shape, x.transposed) == (other.shape, other.transposed)
     else:
-        mine, its = ((t.kind, t.packed_axis, t.shape, t.num_groups) for t in (x, other))
-        same = mine == its and _may_be_equal(x.first_dims, other.first_dims)
-        same = same and _may_be_equal(x.last_dims, other.last_dims)
+        mine, its = ((t.kind, t.packed_axis, t.num_groups) for t in (x, other))
+        same_groups = mine == its and _may_be_equal(x.first_dims, other.first_dims)
+        same_groups = same_groups and _may_be_equal(x.last_dims, other.last_dims)
+        same = same_groups and x.shape == other.shape
     if not same:
         call = "GroupedTensor.map" if symbol == "map" else f"GroupedTensor {symbol} GroupedTensor"
-        Site(call, {"x": x, "other": other}).fail(
-            ValueError, "the two are ragged in different ways.", "Both need the same kind, shape and dims."
-        )
+        problem = "the two are ragged in different ways."
+        if same_groups and x.shape != other.shape:
+            problem = f"the two have buffers of different shapes, {x.shape} and {other.shape}."
+        Site(call, {"x": x, "other": other}).fail(ValueError, problem, "Both need the same kind, shape and dims.")
     if x.is_cotangent:
         return jnp.asarray(other.data)
     return x._replace_data(jnp.asarray(other.data))._filled(1)

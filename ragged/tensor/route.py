@@ -211,7 +211,8 @@ def check_tokens(call: str, x: Any, tokens: int, most: int | None = None) -> Non
         site.fail(TypeError, "`x` is not an array.", f"Pass one row a token, as an array [tokens, {d}].")
     if x.ndim < 2 or x.ndim > (most or x.ndim) or x.shape[0] != tokens:
         problem = f"`x` must be [{tokens}, {d}], one row a token."
-        site.fail(ValueError, problem, f"The route was made for {tokens} tokens.")
+        mend = "One value a token is a row of one: `x[:, None]`." if x.shape == (tokens,) else ""
+        site.fail(ValueError, problem, mend or f"The route was made for {tokens} tokens.")
 
 
 def check_weights(site: Site, weights: Any, shape: tuple[int, ...]) -> None:

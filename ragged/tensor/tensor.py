@@ -156,7 +156,11 @@ class GroupedTensor(Arithmetic):
         want = self.scaling.shape(self.shape, self.packed_axis, self.num_groups)
         if self.scales.shape != want or self.scales.dtype != self.scaling.dtype:
             problem = f"scales of a {self.kind} tensor with the scaling {self.scaling} have shape {want} and dtype "
-            site.fail(ValueError, f"{problem}{self.scaling.dtype.name}.", "`ragged.quantize` makes them.")
+            mend = "`ragged.quantize` makes them."
+            if self.scales.shape == want:
+                mend = f"Cast them: `scales.astype(jnp.{self.scaling.dtype.name})`. A cast of all of a model's leaves "
+                mend += "must leave those of quantised tensors as they are."
+            site.fail(ValueError, f"{problem}{self.scaling.dtype.name}.", mend)
         level = self.tensor_scale
         of_two = self.scaling._has_tensor_scale
         if (level is not None) != of_two or (is_arraylike(level) and (level.shape, level.dtype) != ((), jnp.float32)):
@@ -317,7 +321,8 @@ class GroupedTensor(Arithmetic):
     def mT(self) -> "GroupedTensor":
         """Every group transposed. The dims trade places, and so do the buffer's last two axes.
 
-        Under `jit` no copy is made where the result goes into `ragged.matmul`. `x.mT.mT` is `x`. Scales move along.
+        Under `jit` no copy is made where the result goes into `ragged.matmul`: transpose in the function that
+        multiplies. Outside of it this is a copy, and so is what turns it back. `x.mT.mT` is `x`. Scales move along.
         `ValueError` for ragged groups with more than two dims.
         """
         if any(self.ragged) and not self.is_cotangent and not self._packs_columns and self._rank > 2:

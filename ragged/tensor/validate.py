@@ -13,7 +13,7 @@ from jaxtyping import Bool
 
 from ragged._errors import Site, is_concrete
 from ragged._mesh import refuse_explicit
-from ragged.backends.schedule import as_int32
+from ragged.backends.schedule import as_int32, check_integers
 
 if TYPE_CHECKING:
     from ragged.tensor.tensor import GroupedTensor
@@ -36,6 +36,8 @@ def validated(x: "GroupedTensor", like: Any) -> "GroupedTensor":
         dims = checked[name]
         if dims is None:
             continue
+        if dims.dtype != jax.dtypes.float0:
+            check_integers(dims)
         extent, packed = x.data.shape[axis], (axis == -1) == (x.packed_axis == -1)
         if is_concrete(dims):
             sizes = np.asarray(dims).astype(np.int64)

@@ -66,7 +66,7 @@ def candidates(launch: Launch, x: Operands) -> Iterator[XlaConfig]:
 
 
 def run(launch: Launch, x: Operands) -> Array:
-    """The product. Operands with scales are dequantised: copies in memory."""
+    """The product. Operands with scales are dequantised: copies in memory, of a group's matrix where it is visited."""
     kernel = {
         "zeros": _zeros,
         "batched_matmul": _batched,
@@ -78,15 +78,18 @@ def run(launch: Launch, x: Operands) -> Array:
 
 
 def _without_scales(launch: Launch, x: Operands) -> tuple[Launch, Operands]:
-    """The same product of operands times their scales."""
+    """The same product of operands times their scales, but for matrices that the kernel multiplies with theirs."""
     call = launch.call
     if x.lhs.scales is None and x.rhs.scales is None:
         return launch, x
-    wide = _accumulator(call, x)
+    wide, once = _accumulator(call, x), call.batch(x) in (None, 1)
 
     def times_scales(operand: Operand, letters: str) -> Operand:
         data, scales = operand
-        return operand if scales is None else Operand(dequantized(data, scales, x.sizes.get(letters[0]), wide))
+        in_loop = launch.kernel == "grouped_matmul" and call.product.is_uniform(letters) and (once or data.ndim == 4)
+        if scales is None or (in_loop and math.prod(scales.values.shape[:-2]) in (1, math.prod(data.shape[:-2]))):
+            return operand
+        return Operand(dequantized(data, scales, x.sizes.get(letters[0]), wide))
 
     lhs, rhs = times_scales(x.lhs, call.product.lhs), times_scales(x.rhs, call.product.rhs)
     # A float32 operand's bits all count, whatever the platform's default precision is.
@@ -171,7 +174,8 @@ def _can_batch(call: Call, x: Operands) -> bool:
     """Whether one dot can multiply the first rows of all groups."""
     p, (a, b), batch = call.product, call.terms(x), call.batch(x)
     if p.kernel == "grouped_matmul":  # every segment's matrix is read where it lies
-        fits = b.data.dtype == compute_dtype(a.data.dtype, b.data.dtype) and (batch in (None, 1) or b.data.ndim == 4)
+        is_plain = b.scales is None and b.data.dtype == compute_dtype(a.data.dtype, b.data.dtype)
+        fits = is_plain and (batch in (None, 1) or b.data.ndim == 4)
     elif p.kernel == "transposed_grouped_matmul":  # every matrix is written once, and is the sum over one segment
         fits = x.epilogue.existing is None and (batch in (None, 1) or call.out_batch)
     else:
@@ -320,7 +324,8 @@ def _grouped(launch: Launch, x: Operands) -> Array:
         jnp.broadcast_to(z, (elements, held)).reshape(-1) for z in (starts, ends, index, m * element)
     )
     lhs, rhs, is_stacked = a.data.reshape(-1, a.data.shape[-1]), b.data.reshape(-1, *b.data.shape[-2:]), a.data.ndim > 2
-    common = compute_dtype(lhs.dtype, rhs.dtype)
+    weight_dtype = rhs.dtype if b.scales is None else _accumulator(call, x)
+    common = compute_dtype(lhs.dtype, weight_dtype)
     accumulator, heights = accumulator_dtype(common), launch.config.along(letter)[0]
     dims, cover = (((1,), (b.axis(contracted),)), ((), ())), _cover(heights)
 
@@ -329,8 +334,16 @@ def _grouped(launch: Launch, x: Operands) -> Array:
         y = finish(y, None if existing is None else _from_carry(old, call.dtype), call).astype(call.dtype)
         return _put(out, jnp.where(mine, _to_carry(y), old), at)  # a neighbour's rows stay
 
+    def matrix(which: Array) -> Array:
+        weight = _slice(rhs, which, 1)
+        if b.scales is not None:
+            values = b.scales.values.reshape(-1, *b.scales.values.shape[-2:])
+            own = replace(b.scales, values=values if values.shape[0] == 1 else _slice(values, which, 1))
+            weight = dequantized(weight, own, dtype=weight_dtype)
+        return weight[0].astype(common)
+
     def segment(start: Array, end: Array, which: Array, base: Array, out: Array) -> Array:
-        weight = _slice(rhs, which, 1)[0].astype(common)
+        weight = matrix(which)
 
         def visit(height: int, start: Array, out: Array) -> Array:
             at, mine = _window(m, height, start, end)
@@ -574,7 +587,11 @@ def _accumulator(call: Call, x: Operands) -> Any:
     return jnp.float64 if jnp.float64 in (x.lhs.data.dtype, x.rhs.data.dtype, call.dtype) else jnp.float32
 
 
-_slice = partial(lax.dynamic_slice_in_dim, allow_negative_indices=False)
+def _slice(x: Array, at: Any, size: int) -> Array:
+    rows = lax.dynamic_slice_in_dim(_to_carry(x), at, size, allow_negative_indices=False)
+    return _from_carry(rows, x.dtype)
+
+
 _slices = jax.vmap(_slice, in_axes=(None, 0, None))
 _put = partial(lax.dynamic_update_slice_in_dim, axis=0, allow_negative_indices=False)
 
@@ -607,14 +624,14 @@ def _transposed(x: Array, portable: bool) -> Array:
     return with_layout_constraint(lax.optimization_barrier(x).mT, Layout(tuple(range(x.ndim))))
 
 
-# XLA before jaxlib 0.12 converts a whole 2-byte float array that a loop carries, at each trip. There, its bits are
-# carried; from 0.12 on that would only cost a copy of the result at the end.
-_CARRY_BITS = jax.__version_info__ < (0, 12)
+# XLA's CPU backend converts a whole array of 8-bit floats that a loop slices or carries, at each trip; before jaxlib
+# 0.12 one of 16-bit floats too. From there on, the bits of these would only cost a copy of the result at the end.
+_AS_BITS = {8: jnp.uint8, 4: jnp.uint4} | ({16: jnp.uint16} if jax.__version_info__ < (0, 12) else {})
 
 
 def _to_carry(x: Array) -> Array:
-    bits = _CARRY_BITS and x.dtype.itemsize == 2 and jnp.issubdtype(x.dtype, jnp.floating)
-    return lax.bitcast_convert_type(x, jnp.uint16) if bits else x
+    bits = jnp.finfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.floating) else None
+    return lax.bitcast_convert_type(x, _AS_BITS[bits]) if bits in _AS_BITS else x
 
 
 def _from_carry(x: Array, dtype: Any) -> Array:
