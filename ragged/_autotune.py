@@ -145,7 +145,7 @@ def autotune(
     """
     site = Site("ragged.tuning.autotune(...)")
     _check_sizes(site, sizes)
-    if not isinstance(seconds, int | float) or not 0 < seconds < inf:
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < inf:
         site.fail(ValueError, f"`seconds` is {seconds!r}.", "It must be a positive number.")
     _check_count(site, "most", most)
     _check_count(site, "seed", seed, 0)
@@ -310,7 +310,7 @@ def _measured(
             failed[str(config)] = f"{type(error).__name__}: {str(error).partition('\n')[0]}"
             continue
         want = got if want is None else want
-        if _agree(got, want, product.call.dtype):
+        if config is default or _agree(got, want, product.call.dtype):
             runs[config] = run
         else:
             failed[str(config)] = "its result is not the default's"
@@ -339,5 +339,5 @@ def _agree(got: np.ndarray, want: np.ndarray, dtype: Any) -> bool:
     """Whether two results differ by no more than the order of a sum explains: of random terms, and a rounding."""
     exact = not jnp.issubdtype(dtype, jnp.inexact)
     eps = 0.0 if exact else 4 * float(jnp.finfo(dtype).eps) + 1e-5
-    most = float(np.max(np.abs(want), initial=0.0))
-    return bool(np.allclose(got, want, rtol=eps, atol=eps * most))
+    most = float(np.max(np.abs(want), initial=0.0, where=np.isfinite(want)))
+    return bool(np.allclose(got, want, rtol=eps, atol=eps * most, equal_nan=True))

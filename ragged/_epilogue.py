@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ragged._errors import Site, describe, is_arraylike
+from ragged.backends import schedule
 from ragged.backends.base import ACTIVATIONS
 from ragged.product.operands import Call, Operands
 from ragged.product.primitive import bind
@@ -72,7 +73,7 @@ def with_biases(x: Inputs, products: tuple[Array, ...]) -> tuple[Array, ...]:
                 z = z + per_group(rows)
             else:
                 index, is_held = _index_of_held(z, operands)
-                rows = jnp.where(is_held[:, None], rows.at[index].get(mode="promise_in_bounds"), 0)
+                rows = schedule.of_groups(rows, jnp.where(is_held, index, rows.shape[0]), 0)
                 z = z + per_group(rows)
             out = z.data.astype(out.dtype)
         found.append(out)
@@ -82,7 +83,7 @@ def with_biases(x: Inputs, products: tuple[Array, ...]) -> tuple[Array, ...]:
 def _index_of_held(z: GroupedTensor, x: Operands) -> tuple[Array, Array]:
     """Of each group, which of the held ones it is, or any if it isn't one; and whether it is. Both `(g,)`."""
     index, count = jnp.arange(z.num_groups, dtype=jnp.int32) - x.offset, x.rhs.data.shape[-3]
-    return jnp.clip(index, 0, count - 1), (index >= 0) & (index < count)
+    return jnp.clip(index, 0, max(count - 1, 0)), (index >= 0) & (index < count)
 
 
 def combined(how: How, x: Inputs, z: tuple[Array, ...]) -> Array:

@@ -102,7 +102,10 @@ def explain(
             layout.derivative("rhs").name if "by rhs" in each_of else "none",
         ),
         recipe="" if recipe is None else Recipe.of(recipe).name,
-        num_groups=next(x.num_groups for x in (lhs, rhs) if isinstance(x, GroupedTensor | Gathered)),
+        num_groups=next(
+            (x.num_groups for x in (lhs, rhs) if isinstance(x, GroupedTensor | Gathered)),
+            max((x.shape[0] for x in (lhs, rhs) if len(x.shape) > 2), default=1),
+        ),
         sizes=None if sizes is None else {letter: tuple(each.tolist()) for letter, each in sizes.items()},
         capacity=_capacities(call, operands),
         plans=tuple(each.on(platform, on) for platform in platforms for each in explained),

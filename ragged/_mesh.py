@@ -50,7 +50,7 @@ def _is_explicit(x: Any) -> bool:
         return False
     if aval.sharding.spec.unreduced:
         mend = "Sum it first: `jax.sharding.reshard(x, spec)`."
-        Site("ragged", {"x": aval}).fail(ValueError, "an operand is not yet summed over devices.", mend)
+        Site("GroupedTensor", {"x": aval}).fail(ValueError, "an operand is not yet summed over devices.", mend)
     return any(axis is not None for axis in aval.sharding.spec.partitions)
 
 

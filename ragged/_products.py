@@ -195,6 +195,7 @@ class Bound:
 
     def key(self, launch: Launch) -> str:
         x = jax.eval_shape(partial(lowering.prepared, call=self.call), self.operands)
+        x = jax.eval_shape(partial(lowering.taken_by, launch.backend, launch.call), x)
         return cache.product_key(launch.call, x, launch.backend)
 
     def arrays(self, sizes: dict[str, np.ndarray], seed: int) -> list[Array]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from ragged._errors import Site
+from ragged._errors import Site, describe
 from ragged._matmul import MatmulProduct, matmul, product_of
 from ragged.product.operands import Operands
 from ragged.product.primitive import bind
@@ -68,6 +68,9 @@ def sharded_matmul(
         site.fail(ValueError, f"`mesh` is {mesh!r}.", "Pass a mesh, or set one: `with jax.set_mesh(mesh):`.")
     if not isinstance(in_specs, tuple | list) or len(in_specs) != 2:
         site.fail(TypeError, f"`in_specs` is {in_specs!r}.", "Pass two `PartitionSpec`s, of `lhs` and `rhs`.")
+    if out_shard_callback is not None and not callable(out_shard_callback):
+        problem = f"`out_shard_callback` is {describe(out_shard_callback)}."
+        site.fail(TypeError, problem, "Pass a function of a device's part of the result.")
     product = product_of(lhs, rhs, site=site, **options)
     product = product._replace(operands=dispatched(product.operands))
     x, call = product.operands, product.call
@@ -122,10 +125,15 @@ def _checked(site: Site, name: str, spec: Any, rank: int, mesh: Any) -> tuple[Ax
     """The mesh axes of each axis of a buffer."""
     if not isinstance(spec, PartitionSpec):
         site.fail(TypeError, f"`{name}` is {spec!r}.", "Pass a `PartitionSpec`.")
+    if PartitionSpec.UNCONSTRAINED in spec.partitions or spec.unreduced or spec.reduced:
+        site.fail(ValueError, f"`{name}` is {spec}.", "Give each axis mesh axes or None; results are summed.")
     axes = axes_of(spec, rank)
+    names = [each for some in axes for each in some]
+    if len({*names}) < len(names):
+        site.fail(ValueError, f"`{name}` is {spec}, which names a mesh axis twice.", "Name each at most once.")
     if len(axes) > rank:
         site.fail(ValueError, f"`{name}` is {spec}, of a buffer with {rank} axes.", "Give each axis at most one entry.")
-    if unknown := [each for names in axes for each in names if each not in mesh.axis_names]:
+    if unknown := [each for each in names if each not in mesh.axis_names]:
         problem = f"`{name}` is {spec}, but the mesh has no axis {unknown[0]!r}."
         site.fail(ValueError, problem, f"Its axes are {tuple(mesh.axis_names)}.")
     return axes

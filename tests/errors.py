@@ -64,6 +64,10 @@ def over(fn, *args, mesh=auto, **options):
     return mapped(*args)
 
 
+def many(data):
+    return ragged.matmul(GroupedTensor(data, sizes), jnp.ones((4, 1, 1), jnp.int8)).data
+
+
 def deeper(data):
     return data[:, None]
 """
@@ -112,6 +116,7 @@ GroupedTensor(jnp.ones((16, 8)), first_dims=jnp.array([3, 50, 0, 4])).validate()
 eqx.filter_jit(lambda x: x.validate().sum())(GroupedTensor(jnp.ones((16, 8)), jnp.array([3, 50, 0, 4])))
 over(lambda n: GroupedTensor(jnp.ones((16, 8)), n).validate().first_dims, sizes, mesh=two, axis_names={"a"})
 x.validate(like=u)
+stack.validate()
 jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), x).validate()
 x.map(jnp.add, GroupedTensor(jnp.ones((16, 6)), sizes))
 jnp.exp(u)
@@ -149,6 +154,9 @@ ragged.matmul(GroupedTensor(None, sizes), w)
 ragged.matmul(x, w.astype(jnp.complex64))
 ragged.matmul(x.astype(bool), w)
 ragged.matmul(x, w, preferred_element_type=jnp.int32)
+ragged.matmul(x, w.astype(jnp.float8_e8m0fnu))
+jax.jit(jax.vmap(many)).lower(jax.ShapeDtypeStruct((3, 2**30, 1), jnp.int8))
+ragged.matmul(x, w, preferred_element_type=jnp.float8_e8m0fnu)
 ragged.matmul(x, w, precision="exact")
 ragged.matmul(x, w, interpret="yes")
 ragged.matmul(x, w, tiling=lambda m, k, n: None)
@@ -343,6 +351,9 @@ ragged.sharded_matmul(x, w, mesh=auto, in_specs=(P("a"), P()), out_specs=P("a"),
 ragged.sharded_matmul(x, w, mesh="auto", in_specs=(P("a"), P()), out_specs=P("a"))
 ragged.sharded_matmul(x, w, mesh=auto, in_specs=P("a"), out_specs=P("a"))
 ragged.sharded_matmul(x, w, mesh=auto, in_specs=("a", P()), out_specs=P("a"))
+ragged.sharded_matmul(x, w, mesh=auto, in_specs=(P("a"), P()), out_specs=P(unreduced={"a"}))
+ragged.sharded_matmul(x, w, mesh=auto, in_specs=(P("a", "a"), P()), out_specs=P("a"))
+ragged.sharded_matmul(x, w, mesh=auto, in_specs=(P("a"), P()), out_specs=P("a"), out_shard_callback=3)
 ragged.sharded_matmul(x, w, mesh=auto, in_specs=(P(None, None, "a"), P()), out_specs=P("a"))
 ragged.sharded_matmul(x, w, mesh=auto, in_specs=(P("b"), P()), out_specs=P("a"))
 ragged.sharded_matmul(x, w[..., :5], mesh=auto, in_specs=(P(), P(None, None, "a")), out_specs=P(None, "a"))
@@ -362,6 +373,7 @@ ragged.einsum("t h d, g d e -> t h e", apart, w)
 ragged.parallel.estimate(tokens=0, d=8, hidden=8, experts=4, top_k=2, devices=2)
 ragged.parallel.estimate(tokens=8, d=8, hidden=8, experts=4, top_k=2, devices=2, link=0)
 ragged.parallel.estimate(tokens=8, d=8, hidden=8, experts=4, top_k=2, devices=3)
+ragged.parallel.estimate(tokens=8, d=8, hidden=8, experts=4, top_k=5, devices=2)
 ragged.parallel.estimate(tokens=8, d=8, hidden=8, experts=4, top_k=2, devices=2, chunks=9)
 ragged.parallel.estimate(tokens=8, d=8, hidden=8, experts=4, top_k=2, devices=2, transport="mpi")
 ragged.parallel.estimate(tokens=8, d=8, hidden=8, experts=4, top_k=2, devices=2, capacity=1)

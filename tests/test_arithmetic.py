@@ -291,6 +291,24 @@ def test_per_group_vectors(kind: str) -> None:
     check(e, e.tensor / per_group(jnp.asarray(v)), want)
 
 
+def test_reductions_of_uint32() -> None:
+    """Its largest value is no int of JAX's."""
+    x = GroupedTensor(jnp.asarray([[3], [2**32 - 1], [7]], jnp.uint32), jnp.array([2, 0], jnp.int32))
+    np.testing.assert_array_equal(x.min(), np.array([3, 2**32 - 1], np.uint32))
+    np.testing.assert_array_equal(x.max(), np.array([2**32 - 1, 0], np.uint32))
+
+
+def test_reductions_of_rows_of_both_with_more_dims() -> None:
+    """What is reduced along a dim that isn't ragged combines with the tensor: `var` does so itself."""
+    data, sizes = floats(11, 3, 4), jnp.array([2, 3, 0, 4], jnp.int32)
+    x = GroupedTensor(jnp.asarray(data), sizes, sizes)
+    rest, var = x - x.mean(-2, keepdims=True), x.var(-2, keepdims=True)
+    for i, (start, n) in enumerate(zip((0, 2, 5, 5), (2, 3, 0, 4), strict=True)):
+        group = data[start : start + n, :, :n]
+        np.testing.assert_allclose(rest[i], group - group.mean(1, keepdims=True), atol=1e-6)
+        np.testing.assert_allclose(var[i], group.var(1, keepdims=True), atol=1e-6)
+
+
 def test_per_group_of_a_uniform_tensor() -> None:
     e = example("uniform")
     v = np.arange(1, 9, dtype=np.float32).reshape(4, 2)
@@ -313,6 +331,7 @@ def test_per_group_of_a_uniform_tensor() -> None:
         (KINDS[4], per_row(floats(11)), (4,)),
         ("uniform", per_row(floats(4)), (4, 3)),
         ("uniform", per_group(floats(3)), (4,)),
+        ("uniform", per_group(floats(4, 5)), (4, 2)),
     ],
 )
 def test_wrong_shapes_of_values(kind: str, wrapped: per_group | per_row, want: tuple[int, ...]) -> None:

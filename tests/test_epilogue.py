@@ -324,6 +324,8 @@ def test_shards_of_groups() -> None:
         return ragged.matmul(tensor, w[1:4], bias=bias[1:4], group_offset=1, **options).data
 
     np.testing.assert_allclose(shard(bias), whole(bias), rtol=1e-6)
+    nothing = ragged.matmul(tensor, w[:0], bias=bias[:0], group_offset=0, **options)
+    np.testing.assert_array_equal(nothing.data, jnp.zeros_like(shard(bias)))
     got, want = (jax.grad(lambda bias, fn=fn: jnp.sum(fn(bias) ** 2))(bias) for fn in (shard, whole))
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 

@@ -351,6 +351,13 @@ def test_explain_leaks_no_tracer_and_takes_arrays_of_numpy() -> None:
             assert "on tpu: grouped_matmul of pallas_tpu" in text
 
 
+def test_explain_of_arrays_and_of_shapes() -> None:
+    """T10: of two plain arrays; of a tensor that is transposed, and of which only shapes are known."""
+    assert ragged.explain(jnp.ones((3, 4, 5)), jnp.ones((3, 5, 6))).num_groups == 3
+    x = GroupedTensor(jax.ShapeDtypeStruct((16, 4), jnp.float32), jax.ShapeDtypeStruct((4,), jnp.int32))
+    assert str(ragged.explain(x.mT, x)).startswith("wgrad: ragged columns × ragged rows -> uniform, f32[4,4,4]")
+
+
 def test_explain_of_nothing() -> None:
     """T10: where an extent is 0 there is no kernel at all; a result of 8 bits has no derivative."""
     x = GroupedTensor(jnp.ones((0, 4)), jnp.zeros(4, jnp.int32))

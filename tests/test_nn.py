@@ -387,6 +387,16 @@ def test_grouped_linear(use_bias: bool, dtype: Any) -> None:
     assert np.abs(np.asarray(layer.weight, np.float32)).max() <= 1.01 * D**-0.5
 
 
+def test_grouped_linear_adds_its_bias_in_the_product() -> None:
+    """E1: before the result is rounded, and to groups with more dims."""
+    layer = GroupedLinear(D, HIDDEN, 2, dtype=jnp.bfloat16, key=jax.random.key(0))
+    x = GroupedTensor(tokens().astype(jnp.bfloat16), jnp.array([40, 20], jnp.int32))
+    want = ragged.matmul(x, layer.weight, bias=layer.bias)
+    np.testing.assert_array_equal(layer(x).data, want.data)
+    heads = GroupedTensor(x.data.reshape(TOKENS // 2, 2, D), jnp.array([20, 10], jnp.int32))
+    np.testing.assert_array_equal(layer(heads).data.reshape(TOKENS, HIDDEN), want.data)
+
+
 @pytest.mark.long
 def test_grouped_linear_with_a_recipe() -> None:
     """The product is the recipe's."""

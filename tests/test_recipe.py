@@ -348,6 +348,17 @@ def test_with_one_matrix_for_all_groups(layout: str, recipe: Any) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.sampled
+@pytest.mark.parametrize("recipe", PRESETS)
+def test_gradients_without_rows(recipe: str) -> None:
+    """A device that got no tokens: zeros."""
+    x = GroupedTensor(jnp.ones((0, 64)), jnp.zeros(3, jnp.int32))
+    run = jax.grad(lambda x, w: jnp.sum(matmul(x, w, recipe=recipe).data), (0, 1), allow_int=True)
+    dx, dw = run(x, jnp.ones((3, 64, 32)))
+    assert dx.data.shape == (0, 64)
+    np.testing.assert_array_equal(dw, np.zeros((3, 64, 32)))
+
+
 def test_options_reach_the_quantised_products() -> None:
     """O7, O8: existing_out has its gradient; dtype, tiling and offset are what they are without a recipe."""
     case = cases.make("forward", g=4, kind="even", capacity=40, uniform=(0, 9, 5), fill=0.0)

@@ -24,7 +24,7 @@ import ragged
 from ragged import GroupedTensor, _autotune, _products
 from ragged._products import Bound, products_of
 from ragged.backends import cache
-from ragged.backends.base import Launch
+from ragged.backends.base import DEFAULT_TPU, Launch, Target
 from ragged.backends.config import RECORDS, from_json, to_json
 from ragged.product import lowering
 from ragged.tuning import Config, Configs, Found, GpuConfig, TpuConfig, XlaConfig, autotune, candidates, using
@@ -331,8 +331,37 @@ def test_what_a_key_tells_apart() -> None:
         key(*of(), existing_out=jnp.ones((96, 8))),
         key(ragged.quantize(of()[0], jnp.float8_e4m3fn, "row"), of()[1]),
         key(ragged.quantize(of()[0], jnp.float8_e4m3fn, "group"), of()[1]),
+        key(ragged.quantize(of()[0], jnp.float8_e4m3fn, (1, 32)), of()[1]),
+        key(ragged.quantize(of()[0], jnp.float8_e4m3fn, "mx"), of()[1]),
     ]
     assert len({base, *others}) == 1 + len(others)
+    with jax.default_matmul_precision("highest"):
+        assert key(*of()) == key(*of(), precision=jax.lax.Precision.HIGHEST) == others[5]
+
+
+@pytest.mark.parametrize("what", ["gathered rows", "blocks of tokens"])
+def test_what_is_measured_is_what_is_looked_up(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """O5: a key is of the operands as the backend takes them: rows dispatched, groups moved apart to whole blocks."""
+    asked: list[str] = []
+    lookup = cache.lookup
+
+    def noted(call: Any, x: Any, device: Any, backend: str) -> Any:
+        asked.append(cache.product_key(call, x, backend))
+        return lookup(call, x, device, backend)
+
+    monkeypatch.setattr(cache, "lookup", noted)
+    if what == "gathered rows":
+        rows = ragged.route(jnp.zeros((48, 2), jnp.int32), 4).gathered(jnp.ones((48, 16)))
+        found, platform = products_of(forward, (rows, W), sizes=False), "cpu"
+    else:
+        x = GroupedTensor(jnp.ones((96, 64)), jnp.array([3, 0, 61], jnp.int32))
+        loss = jax.grad(lambda w: jnp.sum(ragged.matmul(x, w, recipe="mxfp8").data))
+        found, platform = products_of(loss, (jnp.ones((3, 64, 32)),), sizes=False), "tpu"
+    for equation, _ in found:
+        bound, call = Bound(equation), equation.params["call"]
+        asked.clear()
+        launch = lowering.launch_of(platform, bound.operands, call, Target(device=DEFAULT_TPU))
+        assert bound.key(launch) in asked
 
 
 def test_what_is_illegal_now_is_not_taken() -> None:

@@ -43,7 +43,7 @@ import numpy as np
 from jax import Array
 
 from ragged.backends import cache, schedule
-from ragged.product.operands import Call, Operands, Term
+from ragged.product.operands import Call, Operands, Term, precision_name
 from ragged.quant.formats import Units, accumulator_dtype
 
 
@@ -298,10 +298,3 @@ def kernel_metadata(
         "num_actual_groups": num_actual_groups,
     }
     return {"xprof_metadata": json.dumps(shown)}
-
-
-def precision_name(precision: Any) -> str | None:
-    """The one precision of both operands, JAX's default if it is None, in lower case; None if there are two."""
-    precision = jax.config.jax_default_matmul_precision if precision is None else precision
-    both = precision if isinstance(precision, tuple) else (precision, precision)
-    return str(both[0]).lower() if both[0] == both[1] else None

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from ragged._errors import Site
 from ragged._version import __version__
 from ragged.backends.config import Config, from_json, to_json
-from ragged.product.operands import Call, Operands
+from ragged.product.operands import Call, Operands, precision_name
 
 VARIABLE = "RAGGED_TUNING_CACHE"
 FORMAT = 1
@@ -65,10 +65,12 @@ _adding = threading.Lock()  # to it
 
 def product_key(call: Call, x: Operands, backend: str) -> str:
     """What a configuration is chosen by: backend, letters, dtypes, scales, extents; ragged ones in powers of two."""
-    p, sizes = call.product, x.sizes
+    p, sizes, precision = call.product, x.sizes, precision_name(call.options.precision) or call.options.precision
 
     def operand(term: Any, letters: str) -> str:
-        block = "" if term.scales is None else f"/{term.scales.block[0]},{term.scales.block[1]}"
+        s = term.scales
+        levels = "" if s is None else "/e8m0" * s.e8m0 + "/tensor" * (s.tensor is not None)
+        block = "" if s is None else f"/{s.block[0]},{s.block[1]}{levels}"
         return f"{letters}:{jnp.dtype(term.data.dtype).name}{block}"
 
     extents = {}
@@ -85,7 +87,7 @@ def product_key(call: Call, x: Operands, backend: str) -> str:
         f"{p.out}:{jnp.dtype(call.dtype).name}",
         *(f"{z}~{_bucket(n)}/{_bucket(mean[z])}" if z in mean else f"{z}={n}" for z, n in sorted(extents.items())),
         f"held={call.held(x)}" if len(sizes) < 2 else "",
-        f"precision={call.options.precision}" if call.options.precision is not None else "",
+        f"precision={precision}" if precision != "none" else "",
         "existing" if x.epilogue.existing is not None else "",
         "offset" if x.offset is not None else "",
         f"ending={call.ending.activation}/{call.num_products}/{call.num_stored}" if call.ending is not None else "",

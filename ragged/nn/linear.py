@@ -9,7 +9,6 @@ from jaxtyping import Float, PRNGKeyArray
 from ragged._errors import Site, is_count
 from ragged._matmul import matmul
 from ragged.quant.recipe import Recipe
-from ragged.tensor.arithmetic import per_group
 from ragged.tensor.route import Gathered
 from ragged.tensor.tensor import GroupedTensor
 
@@ -56,5 +55,4 @@ class GroupedLinear(eqx.Module):
 
         **Raises:** as `ragged.matmul` does.
         """
-        y = matmul(x, self.weight, recipe=self.recipe)
-        return y if self.bias is None else y + per_group(self.bias.astype(y.dtype))
+        return matmul(x, self.weight, bias=self.bias, recipe=self.recipe)

@@ -152,6 +152,8 @@ def estimate(
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
             site.fail(ValueError, f"`{name}` is {value!r}.", "It must be a positive number, a second.")
     tokens, d, hidden, experts, top_k, n, chunks = map(int, (*asked.values(), chunks))
+    if top_k > experts:
+        site.fail(ValueError, f"`top_k` is {top_k} of {experts} experts.", "A token goes to no expert twice.")
     if experts % n:
         site.fail(ValueError, f"{n} devices don't divide {experts} experts.", "Each device holds as many.")
     if chunks > tokens:

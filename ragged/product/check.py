@@ -32,6 +32,8 @@ def result_dtype(site: Site, lhs: Any, rhs: Any, preferred: Any, existing: Any) 
             site.fail(NotImplementedError, f"`{name}` is complex.", "Multiply the real and imaginary parts apart.")
         if not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
             site.fail(TypeError, f"`{name}` has dtype {dtype}.", "Cast it to a float or an integer dtype.")
+        if dtype == jnp.float8_e8m0fnu:
+            site.fail(TypeError, f"`{name}` has dtype {dtype}, which has no zero.", "It is for scales: cast it.")
     lhs, rhs = jax.dtypes.canonicalize_dtype(lhs), jax.dtypes.canonicalize_dtype(rhs)
     floats = [d for d in (lhs, rhs) if jnp.issubdtype(d, jnp.floating)]
     asked = preferred is not None
@@ -41,6 +43,7 @@ def result_dtype(site: Site, lhs: Any, rhs: Any, preferred: Any, existing: Any) 
         try:
             preferred = jax.dtypes.canonicalize_dtype(preferred)
             numeric = jnp.issubdtype(preferred, jnp.floating) or jnp.issubdtype(preferred, jnp.integer)
+            numeric = numeric and preferred != jnp.float8_e8m0fnu  # it has no zero for the tail
         except TypeError:
             numeric = False
         if not numeric or (floats and jnp.issubdtype(preferred, jnp.integer)):

@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from ragged._errors import Site
+from ragged._errors import MOST_ROWS, Site
 from ragged.backends import schedule
 from ragged.backends.base import DEFAULT_TPU, Launch, Refusal, Target, Work
 from ragged.backends.config import Configs
@@ -34,7 +34,7 @@ class Backend(NamedTuple):
     two_levels: bool = False  # whether it takes the tensor's scale apart from those of blocks
 
     def load(self) -> ModuleType:
-        """The module, with its `plan`, `run` and `work`."""
+        """The module, with its `plan`, `run`, `candidates` and `work`."""
         return importlib.import_module(self.module)
 
     @property
@@ -73,6 +73,7 @@ def plan(platform: str, x: Operands, call: Call, target: Target) -> Launch:
     **Raises:** an error where the caller asked for what can't be.
     """
     x = jax.tree.map(_aval, x)
+    _check_batch(x, call)
     own, passed_over = PLATFORMS.get(platform, "xla"), ()
     name = call.options.backend or own
     found = ask(name, x, call, target)
@@ -89,10 +90,20 @@ def plan(platform: str, x: Operands, call: Call, target: Target) -> Launch:
     return replace(found, passed_over=passed_over)
 
 
+def _check_batch(x: Operands, call: Call) -> None:
+    """Raises if the packed rows of all mapped elements, one buffer to a kernel, are more than int32 counts."""
+    p, batch = call.product, call.batch(x)
+    for letters, shape in ((p.lhs, x.lhs_shape), (p.rhs, x.rhs.data.shape), (p.out, call.shape)):
+        rows = shape[-2]
+        if letters[0] in p.ragged and isinstance(batch, int) and isinstance(rows, int) and batch * rows > MOST_ROWS:
+            problem = f"{batch} elements of {rows} packed rows (or columns) are more than {MOST_ROWS}."
+            Site("ragged.matmul").fail(ValueError, problem, "They are counted in int32: map with `jax.lax.map`.")
+
+
 def ask(name: str, x: Operands, call: Call, target: Target) -> Launch | Refusal:
     """What one backend plans for a product."""
     return BACKENDS[name].refusal or BACKENDS[name].load().plan(
-        call, jax.eval_shape(partial(_taken, name, call), x), target
+        call, jax.eval_shape(partial(taken_by, name, call), x), target
     )
 
 
@@ -106,7 +117,7 @@ def compute(platform: str, x: Operands, call: Call, target: Target, composed: Ca
     if composed is not None and launch.backend == "xla":
         configs = call.options.configs if launch.source != "cache" else Configs(*[(launch.config,)] * 3)
         return composed(given, call._replace(options=call.options._replace(configs=configs)))
-    out = BACKENDS[launch.backend].load().run(launch, _taken(launch.backend, call, x))
+    out = BACKENDS[launch.backend].load().run(launch, taken_by(launch.backend, call, x))
     return out if inner is call else jnp.sum(out, axis=0).astype(call.dtype)
 
 
@@ -121,7 +132,7 @@ def work_of(launch: Launch, x: Operands) -> Work:
         return Work()
     sizes = {z: jax.ShapeDtypeStruct(size.shape, jnp.int32) for z, size in x.sizes.items()}
     given, p = jax.tree.map(_aval, x._replace(sizes=sizes, offset=None)), launch.call.product
-    taken = jax.eval_shape(partial(_taken, launch.backend, launch.call), given)
+    taken = jax.eval_shape(partial(taken_by, launch.backend, launch.call), given)
     work, z = BACKENDS[launch.backend].load().work, p.contracted
     if launch.backend == "xla" or (apart := rows.known_sizes(given, p, x.sizes)) is x.sizes:
         return work(launch, taken._replace(sizes=x.sizes, offset=x.offset))
@@ -131,7 +142,7 @@ def work_of(launch: Launch, x: Operands) -> Work:
     return found._replace(tiles=tuple((group, int(at + shift[group]), extent) for group, at, extent in found.tiles))
 
 
-def _taken(backend: str, call: Call, x: Operands) -> Operands:
+def taken_by(backend: str, call: Call, x: Operands) -> Operands:
     """The operands as a backend takes them: with groups that begin at multiples of blocks of scales, and scales of one
     level, if it doesn't take two; with the rows of `lhs` copied, if its kernel doesn't read them by index."""
     p, own = call.product, BACKENDS[backend]

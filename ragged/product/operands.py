@@ -121,6 +121,13 @@ class Options(NamedTuple):
         return None if self.tiling is None else dict(zip("mkn", self.tiling, strict=True))
 
 
+def precision_name(precision: Any) -> str | None:
+    """The one precision of both operands, JAX's default if it is None, in lower case; None if there are two."""
+    precision = jax.config.jax_default_matmul_precision if precision is None else precision
+    both = precision if isinstance(precision, tuple) else (precision, precision)
+    return str(both[0]).lower() if both[0] == both[1] else None
+
+
 class Ending(NamedTuple):
     """What a kernel makes of accumulators `z`: `activation(z[0])`, or `activation(z[0]) * z[1]`."""
 

@@ -305,7 +305,7 @@ class Arithmetic(eqx.Module):
         if axis is not None and axis not in own:
             between = "".join(f", {each}" for each in own[1:-1])
             mend = f"It must be None, {own[0]} (the groups' first dim){between} or -1 (the last)."
-            Site("GroupedTensor").fail(ValueError, f"`axis` of a reduction is {axis!r}.", mend)
+            Site("GroupedTensor", {"x": x}).fail(ValueError, f"`axis` of a reduction is {axis!r}.", mend)
         if x.packed_axis is None:
             axes = tuple(own) if axis is None else (axis,)
             out = dense_fn(x.data, axis=axes, initial=neutral)
@@ -481,7 +481,9 @@ def _stretched(x: "GroupedTensor", other: "GroupedTensor") -> Wrapped | None:
         value, shape = jnp.squeeze(data, axis), (x.num_groups, *_others(x))
         alone = all(n == 1 for n in value.shape[1:])
         return per_group(value.reshape(-1) if alone else broadcast_wide(value, value.dtype, shape))
-    if axis is None or other.kind == "ragged both" or (other.packed_axis, other.capacity) != (axis, x.capacity):
+    if axis is None or (other.packed_axis, other.capacity) != (axis, x.capacity):
+        return None
+    if other.kind == "ragged both" and not (x.kind == other.kind and _may_be_equal(x.last_dims, other.last_dims)):
         return None
     if not _may_be_equal(x.packed_dims, other.packed_dims):
         return None
@@ -519,8 +521,11 @@ def _along(x: "GroupedTensor", wrapped: Wrapped) -> Array:
     elif isinstance(wrapped, per_column):
         want, mend = x.shape[-1:], "One value a column of the buffer."
     else:
-        columns = () if axis is None or value.ndim == 1 else _others(x)
-        want = (x.num_groups, *(value.shape[1 : x.ndim] if axis is None else columns))
+        columns = () if value.ndim == 1 else _others(x)
+        if axis is None:  # what broadcasts along the last axes
+            last = x.shape[max(1, x.ndim - value.ndim + 1) :]
+            columns = tuple(1 if own == 1 else n for own, n in zip(value.shape[1:], last, strict=False))
+        want = (x.num_groups, *columns)
         mend = "One value a group, or one row a group."
     if value.shape != want:
         if value.shape == x.shape[-1:]:
@@ -645,7 +650,7 @@ def _limits(dtype: Any) -> tuple[Any, Any]:
     if jnp.issubdtype(dtype, jnp.bool_):
         return False, True
     if jnp.issubdtype(dtype, jnp.integer):
-        return jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
+        return np.array(jnp.iinfo(dtype).min, dtype), np.array(jnp.iinfo(dtype).max, dtype)
     if np.isinf(np.asarray(np.inf).astype(dtype)):
         return -jnp.inf, jnp.inf
     return float(jnp.finfo(dtype).min), float(jnp.finfo(dtype).max)  # float8_e4m3fn has no infinity

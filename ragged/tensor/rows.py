@@ -101,6 +101,8 @@ rows_p = Primitive("ragged_rows")
 
 def _take(x: Array, index: Array) -> Array:
     """`x[index]`, zeros past the end; the index is never negative."""
+    if isinstance(x.shape[0], int) and not x.shape[0]:
+        return jnp.zeros((*index.shape, *x.shape[1:]), x.dtype)
     return x.at[index].get(mode="fill", fill_value=0)
 
 

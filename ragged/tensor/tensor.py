@@ -331,9 +331,9 @@ class GroupedTensor(Arithmetic):
             Site("GroupedTensor.mT", {"x": self}).fail(ValueError, problem, mend)
         by_block = self.is_quantized and self.scaling.block not in (None, (None, None))
         return self._with(
-            scales=self.scales.mT if by_block else self.scales,
+            scales=_mT(self.scales) if by_block else self.scales,
             scaling=self.scaling and self.scaling.mT,
-            data=self.data.mT,
+            data=_mT(self.data),
             first_dims=self.last_dims,
             last_dims=self.first_dims,
             transposed=not self.transposed,
@@ -485,8 +485,9 @@ class GroupedTensor(Arithmetic):
             problem = "the group's shape depends on sizes that are not known while tracing."
             mend = "Under `jit` work on the whole tensor: `ragged.matmul`, `map`, `sum`, `to_padded`."
             Site(f"GroupedTensor[{index}]", {"x": self}).fail(ValueError, problem, mend)
-        with jax.ensure_compile_time_eval():  # the dims are known, also where the buffer is traced
-            start, end = np.asarray(self.offsets)[index : index + 2]
+        dims = self.last_dims if self.packed_axis == -1 else self.first_dims
+        schedule.check_integers(dims)
+        start, end = map(int, schedule.known_offsets(dims, self.capacity)[index : index + 2])
         first, last = slice(start, end), slice(None)
         if self.kind == "ragged both":
             last = slice(0, max(0, int(np.asarray(self.first_dims if self.transposed else self.last_dims)[index])))
@@ -552,3 +553,8 @@ def _dequantized(x: GroupedTensor) -> GroupedTensor:
     wide = jnp.asarray(x.data).astype(jnp.float32) * scales
     out = x._with(data=wide, scales=None, scaling=None, tensor_scale=None)
     return out._replace_data(out._filled(0))
+
+
+def _mT(x: Any) -> Any:
+    """Of an array, or of the shape of one."""
+    return jax.eval_shape(lambda x: x.mT, x) if isinstance(x, jax.ShapeDtypeStruct) else x.mT

@@ -25,6 +25,9 @@ _SAME = "What is combined with it must have the same groups."
 
 def validated(x: "GroupedTensor", like: Any) -> "GroupedTensor":
     """`x`, once its sizes are checked; if they are traced, with dims that the check depends on."""
+    for each in (x, like):
+        if isinstance(each, type(x)):
+            each._require_groups()
     site = _SITE if like is None else _SITE.also(x=x, like=like)
     if like is not None and (getattr(like, "ragged", None), getattr(like, "num_groups", None)) != (
         x.ragged,

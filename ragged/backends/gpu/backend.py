@@ -25,7 +25,6 @@ from ragged.backends.base import (
     choice,
     cost,
     kernel_metadata,
-    precision_name,
     refuse,
     scale_ways,
     spans,
@@ -36,7 +35,7 @@ from ragged.backends.gpu import call as triton_call
 from ragged.backends.gpu import tiles
 from ragged.backends.gpu.tiles import Chip, Problem
 from ragged.product.layout import Product
-from ragged.product.operands import Call, Operands, Scales, Term
+from ragged.product.operands import Call, Operands, Scales, Term, precision_name
 from ragged.quant.formats import FORMATS, accumulator_dtype, compute_dtype
 
 _FP8, _FP4 = ("float8_e4m3fn", "float8_e5m2"), "float4_e2m1fn"

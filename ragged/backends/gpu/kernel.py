@@ -92,7 +92,7 @@ def grouped_product(
     ACTIVATION: tl.constexpr,  # its name, "" for none; None without an ending
     BIAS_STRIDES: tl.constexpr,  # group axis of `bias` and `up_bias`
     SLICE: tl.constexpr,  # columns of a tile that the ending is computed of at a time
-    VARIANT: tl.constexpr,  # of `tiles.Config`
+    VARIANT: tl.constexpr,  # of `GpuConfig`
 ):
     R: tl.constexpr = OUT_EXTENTS[0]
     C: tl.constexpr = OUT_EXTENTS[1]

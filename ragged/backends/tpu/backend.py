@@ -6,7 +6,7 @@ and the accumulator to the result. They differ in what a step of the grid is.
     grouped_matmul              columns n × visits × tiles of k     a visit: a tile of rows, for one group
     transposed_grouped_matmul   tiles of a × tiles of b × visits    consecutive visits of a group add up
     batched_matmul              groups × rows × columns × tiles of k
-    tiled_matmul                visits of all ragged letters: see `pallas_tpu_tiled`
+    tiled_matmul                visits of all ragged letters: see `tiled`
 
 The visits are listed by `schedule`: the scalar unit reads them, and there are as many as the run-time sizes need. A
 visit's rows that are not the group's are never multiplied, a chunk at a time, or are masked.

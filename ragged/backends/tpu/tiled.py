@@ -108,7 +108,7 @@ class _Tables(NamedTuple):
     that has nothing of any letter.
     """
 
-    visit: Any  # (v,) a word that `_Geometry.unpack` reads
+    visit: Any  # (v,) a word that `_Geometry.place` reads
     tile: Any  # (p,) tile of rows of each piece
     group: Any  # (p,) group of each piece
     begin: dict[str, Any]  # (g+1,) by ragged letter: where the group begins, in the coordinates of the tiles
@@ -278,7 +278,7 @@ def run(launch: Launch, x: Operands) -> Array:
     """
     call, problem, existing, batch = launch.call, launch.details, x.epilogue.existing, launch.call.batch(x)
     p, shapes = call.product, (x.lhs.data.shape, x.rhs.data.shape, call.shape)
-    operands, scales = _inputs(x, call)
+    operands, scales = _inputs(x)
     out = jax.ShapeDtypeStruct((batch or 1, *call.shape), problem.dtype, manual_axis_type=ManualAxisType())
     with jax.named_scope("ragged_tiled_matmul"):
         tables, visits = _tables(problem, x.sizes, (p.lhs, p.rhs, p.out), shapes)
@@ -288,7 +288,7 @@ def run(launch: Launch, x: Operands) -> Array:
     return product if batch is not None else product[0]
 
 
-def _inputs(x: Operands, call: Call) -> tuple[dict[str, Array], dict[str, Scales]]:
+def _inputs(x: Operands) -> tuple[dict[str, Array], dict[str, Scales]]:
     """The operands as they are fetched, `[e, packed, other]`, and their scales; by name."""
     common = compute_dtype(x.lhs.data.dtype, x.rhs.data.dtype)
     operands, scales = {}, {}
@@ -313,7 +313,7 @@ def _arranged(scales: Scales, columns: int) -> Scales:
 
 def _room(call: Call, x: Operands, on: Chip) -> "_Room":
     """What there is to be tiled."""
-    operands, scales = jax.eval_shape(partial(_inputs, call=call), x)
+    operands, scales = jax.eval_shape(_inputs, x)
     product, shape, sizes, precision = call.product, call.shape, x.sizes, call.options.precision
     axes, (row, column), contracted = (product.lhs, product.rhs, product.out), product.out, product.contracted
     in_tile = [
