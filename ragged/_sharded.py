@@ -68,9 +68,7 @@ def sharded_matmul(
         site.fail(ValueError, f"`mesh` is {mesh!r}.", "Pass a mesh, or set one: `with jax.set_mesh(mesh):`.")
     if not isinstance(in_specs, tuple | list) or len(in_specs) != 2:
         site.fail(TypeError, f"`in_specs` is {in_specs!r}.", "Pass two `PartitionSpec`s, of `lhs` and `rhs`.")
-    if out_shard_callback is not None and not callable(out_shard_callback):
-        problem = f"`out_shard_callback` is {describe(out_shard_callback)}."
-        site.fail(TypeError, problem, "Pass a function of a device's part of the result.")
+    _check_callback(site, out_shard_callback)
     product = product_of(lhs, rhs, site=site, **options)
     product = product._replace(operands=dispatched(product.operands))
     x, call = product.operands, product.call
@@ -110,6 +108,12 @@ def sharded_matmul(
     if shape != product.call.shape:
         buffer = buffer[tuple(slice(n) for n in product.call.shape)]
     return product.tensor(buffer)
+
+
+def _check_callback(site: Site, callback: Any) -> None:
+    if callback is not None and not callable(callback):
+        problem = f"`out_shard_callback` is {describe(callback)}."
+        site.fail(TypeError, problem, "Pass a function of a device's part of the result.")
 
 
 def _is_turned(x: Any) -> bool:

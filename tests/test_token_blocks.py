@@ -301,6 +301,6 @@ def test_a_kernel_reads_groups_apart() -> None:
     (equation,) = [each for each in jaxpr.eqns if each.primitive.name == "ragged_matmul"]
     x = equation.params["tree"].unflatten([each.aval for each in equation.invars])
     avals = jax.tree.map(lambda each: Aval(each.shape, each.dtype), x)
-    taken = jax.eval_shape(lambda x: lowering._taken("pallas_tpu", equation.params["call"], x), avals)
+    taken = jax.eval_shape(lambda x: lowering.taken_by("pallas_tpu", equation.params["call"], x), avals)
     assert taken.lhs.data.shape == ((ROWS + 31 * len(SIZES)) // 32 * 32, K)
     assert taken.lhs.scales.values.shape == ((ROWS + 31 * len(SIZES)) // 32, K)

@@ -587,7 +587,7 @@ def _accumulator(call: Call, x: Operands) -> Any:
     return jnp.float64 if jnp.float64 in (x.lhs.data.dtype, x.rhs.data.dtype, call.dtype) else jnp.float32
 
 
-def _slice(x: Array, at: Any, size: int) -> Array:
+def _slice(x: Array | Any, at: Any, size: int) -> Array:
     rows = lax.dynamic_slice_in_dim(_to_carry(x), at, size, allow_negative_indices=False)
     return _from_carry(rows, x.dtype)
 
