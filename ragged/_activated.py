@@ -11,6 +11,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from ragged import _fused
 from ragged._epilogue import How, Inputs, combined, composed, products, with_biases
+from ragged._mesh import vary_together
 from ragged.quant.formats import accumulator_dtype
 from ragged.quant.training import made_of_lhs
 from ragged.tensor.rows import spread_rows
@@ -111,7 +112,11 @@ def _derivative(how: How, primals: tuple[Inputs], tangents: tuple[Inputs]) -> tu
 
     _, dproducts = jax.jvp(its_products, ({i: leaves[i] for i in moving},), (moving,))
     dbiases = {i: each for i, each in enumerate(tangents[0].biases) if not isinstance(each, (type(None), SymbolicZero))}
-    return (out, z), elementwise(z, dproducts, dbiases)
+    # One kernel's results vary over all mesh axes that any operand varies over; so must their tangents.
+    dproducts = tuple(vary_together(dproducts, like=z))
+    dout, dz = elementwise(z, dproducts, dbiases)
+    dout, *dz = vary_together([dout, *dz], like=[out, *z])
+    return (out, z), (dout, tuple(dz))
 
 
 _activated.defjvp(_derivative, symbolic_zeros=True)

@@ -67,13 +67,16 @@ def with_biases(x: Inputs, products: tuple[Array, ...]) -> tuple[Array, ...]:
         if bias is not None:
             wide = accumulator_dtype(out.dtype)  # in which the gradient of the bias is summed, too
             z, rows = GroupedTensor(out.astype(wide), x.first_dims), bias.astype(wide)
-            if rows.ndim == 1:
+            if rows.ndim == 1 and operands.offset is None:
                 z = z.map(lambda data, rows=rows: data + jnp.broadcast_to(rows, data.shape))
             elif operands.offset is None:
                 z = z + per_group(rows)
             else:
                 index, is_held = _index_of_held(z, operands)
-                rows = schedule.of_groups(rows, jnp.where(is_held, index, rows.shape[0]), 0)
+                if rows.ndim == 1:
+                    rows = jnp.where(is_held[:, None], rows[None], 0)
+                else:
+                    rows = schedule.of_groups(rows, jnp.where(is_held, index, rows.shape[0]), 0)
                 z = z + per_group(rows)
             out = z.data.astype(out.dtype)
         found.append(out)
@@ -89,7 +92,8 @@ def _index_of_held(z: GroupedTensor, x: Operands) -> tuple[Array, Array]:
 def combined(how: How, x: Inputs, z: tuple[Array, ...]) -> Array:
     """The result, of pre-activations in float32."""
     out, operands = activated(how.activation, z, x.first_dims), x.operands[0]
-    if operands.offset is not None:  # rows of groups that aren't held
+    # Rows of groups that aren't held. Without a function of them they are zero, or `existing_out`'s, already.
+    if operands.offset is not None and (how.activation is not None or len(z) > 1):
         is_held = per_group(_index_of_held(out, operands)[1].astype(jnp.int32))
         out = out._combine(is_held, lambda data, held: jnp.where(held == 1, data, 0), "where")
     return jnp.asarray(out.data)

@@ -165,7 +165,8 @@ class Einsum(NamedTuple):
 
     def _checked(self, site: Site, existing: Any) -> Array:
         """The buffer of `existing_out`."""
-        site, data = site.also(existing_out=existing), getattr(existing, "data", existing)
+        site = site.also(existing_out=existing)
+        data = existing.data if isinstance(existing, GroupedTensor) else existing
         mend = "It must be a tensor like the result, or its buffer."
         if not is_arraylike(data) or getattr(existing, "is_quantized", False):
             site.fail(TypeError, "`existing_out` holds no array of values.", mend)

@@ -84,7 +84,8 @@ def matmul(
     - `precision`: as in `jax.lax.dot_general`.
     - `existing_out`: added to the product before it is rounded. A tensor like the result, or its buffer.
     - `group_offset`: `()` int array. The uniform operand (in a wgrad, the result) holds only the groups `group_offset`,
-      `group_offset + 1`, ... of the ragged one's. Rows of other groups come out zero.
+      `group_offset + 1`, ... of the ragged one's. Rows of other groups come out zero, or, without an activation, as
+      `existing_out` has them.
     - `num_actual_groups`: in a wgrad, how many groups the result holds, a static int; all by default. Those past the
       last group are zero.
     - `max_last`: for a result that is ragged in both dims, the columns of its buffer, a static int. By default as many

@@ -291,6 +291,14 @@ def test_per_group_vectors(kind: str) -> None:
     check(e, e.tensor / per_group(jnp.asarray(v)), want)
 
 
+@pytest.mark.parametrize("dtype", [jnp.int4, jnp.uint4])
+def test_sums_of_four_bits(dtype: Any) -> None:
+    """In int32, like those of other small integers."""
+    x = GroupedTensor(jnp.full((12, 2), 7, dtype), jnp.array([2, 9], jnp.int32))
+    assert x.sum().dtype == jnp.int32 and x.sum().tolist() == [28, 126]
+    assert GroupedTensor(jnp.full((2, 3, 4), 7, dtype)).sum(-1).tolist() == [[28] * 3] * 2
+
+
 def test_reductions_of_uint32() -> None:
     """Its largest value is no int of JAX's."""
     x = GroupedTensor(jnp.asarray([[3], [2**32 - 1], [7]], jnp.uint32), jnp.array([2, 0], jnp.int32))
@@ -565,6 +573,8 @@ def test_no_nan_on_the_way(kind: str) -> None:
             jax.grad(lambda data, fn=fn: jnp.sum(fn(e.with_data(data)).data))(e.tensor.data)
         for axis in (None, -1, -2):
             jax.grad(lambda data, axis=axis: jnp.sum(e.with_data(data).mean(axis)))(e.tensor.data)
+        for name in ("max", "min"):
+            jax.grad(lambda data, name=name: jnp.sum(getattr(e.with_data(data), name)(empty=0)))(e.tensor.data)
 
 
 @pytest.mark.parametrize("axis", [0, 1, -3])

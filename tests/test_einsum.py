@@ -440,9 +440,10 @@ def test_options() -> None:
     assert out.dtype == jnp.bfloat16
     np.testing.assert_allclose(out.data.astype(jnp.float32), want, atol=0.05)
     existing = jnp.asarray(floats(12, 2, 4, seed=3))
-    out = ragged.einsum(SPEC, X, W, existing_out=GroupedTensor(existing, X.first_dims))
     inside = (np.arange(12) < 10)[:, None, None]
-    np.testing.assert_allclose(out.data, want + np.where(inside, existing, 0), atol=1e-5)
+    for given in (GroupedTensor(existing, X.first_dims), np.asarray(existing)):
+        out = ragged.einsum(SPEC, X, W, existing_out=given)
+        np.testing.assert_allclose(out.data, want + np.where(inside, existing, 0), atol=1e-5)
     out = ragged.einsum(SPEC, X, W[1:], group_offset=1, activation="relu")
     np.testing.assert_allclose(out.data, np.where(np.arange(12)[:, None, None] >= 4, np.maximum(want, 0), 0), atol=1e-5)
     keys = GroupedTensor(jnp.asarray(floats(8, 2, 5)), jnp.array([3, 2, 3], jnp.int32))

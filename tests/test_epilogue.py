@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
+from jax.sharding import PartitionSpec as P
 from numpy import ndarray as NpArray
 
 import ragged
 from ragged import GroupedTensor
+from ragged.backends.base import ACTIVATIONS
 
 from . import oracle, ran
 
@@ -308,6 +310,66 @@ def test_a_group_keeps_its_nan() -> None:
         assert not np.asarray(rows)[SIZES.sum() :].any()
     for matrices in (dw_gate, dw_up, dbias):
         assert [bool(np.isfinite(each).all()) for each in np.asarray(matrices)] == [i != 2 for i in range(5)]
+
+
+def test_what_is_added_to_is_kept_next_to_a_bias() -> None:
+    """O7, K14: rows of groups that aren't held are those of `existing_out`, with a bias as without."""
+    x, w, _, bias = operands()
+    tensor = GroupedTensor(x, jnp.asarray(SIZES, jnp.int32))
+    existing = GroupedTensor(jnp.full((24, w.shape[-1]), 5.0), tensor.first_dims)
+    group = np.repeat(np.arange(6), [*SIZES, 24 - SIZES.sum()])
+    for each in (bias[1:4], bias[0]):
+        options = {"group_offset": 1, "existing_out": existing}
+        got = ragged.matmul(tensor, w[1:4], bias=each, **options).data
+        rows = bias[np.clip(group, 0, 4)] if each.ndim == 2 else bias[np.zeros(24, int)]
+        added = np.where(np.isin(group, (1, 2, 3))[:, None], rows, 0)
+        np.testing.assert_allclose(got, ragged.matmul(tensor, w[1:4], **options).data + added, rtol=1e-6, atol=1e-6)
+
+
+SPECS = {"x": (24, 8), "gate": (5, 8, 16), "up": (5, 8, 16), "bias": (5, 16)}
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("varies", SPECS)
+@pytest.mark.parametrize("activation", ["relu", "silu", "gelu", "gelu_tanh", "sigmoid", "tanh"])
+def test_derivatives_in_a_map_over_one_operand(activation: str, varies: str) -> None:
+    """D3: each device has another of one operand, and the same of the others."""
+    keys = jax.random.split(jax.random.key(0), len(SPECS))
+    whole = {name: jax.random.normal(key, shape) for key, (name, shape) in zip(keys, SPECS.items(), strict=True)}
+    whole[varies] = jnp.stack([whole[varies], -whole[varies]])
+    sizes = jnp.array([4, 0, 9, 3, 5], jnp.int32)
+
+    def of_one(x: Array, gate: Array, up: Array, bias: Array) -> Array:
+        rows = GroupedTensor(x, sizes)
+        return ragged.gated_matmul(rows, gate, up, activation=activation, bias=(bias, None)).data
+
+    def of_device(args: dict[str, Array]) -> Array:
+        return of_one(**{name: x[0] if name == varies else x for name, x in args.items()})[None]
+
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    in_specs = {name: P("d") if name == varies else P() for name in SPECS}
+    mapped = jax.shard_map(of_device, mesh=mesh, in_specs=(in_specs,), out_specs=P("d"))
+    got = jax.jit(jax.grad(lambda args: jnp.sum(jnp.sin(mapped(args)))))(whole)
+
+    def one_by_one(args: dict[str, Array]) -> Array:
+        each = (of_one(**(args | {varies: args[varies][i]})) for i in (0, 1))
+        return sum((jnp.sum(jnp.sin(y)) for y in each), jnp.zeros(()))
+
+    want = jax.jit(jax.grad(one_by_one))(whole)
+    for name in SPECS:
+        np.testing.assert_allclose(got[name], want[name], rtol=2e-5, atol=2e-5)
+
+
+def test_gelu_is_that_of_jax() -> None:
+    """With both derivatives; ours has a rule of its own."""
+    z = jnp.linspace(-12, 12, 2001)
+    for own, theirs in zip(*(derivatives(each) for each in (ACTIVATIONS["gelu"], jax.nn.gelu)), strict=True):
+        np.testing.assert_allclose(own(z), theirs(z), rtol=1e-5, atol=1e-6)
+
+
+def derivatives(function: Callable[..., Any]) -> list[Callable[[Array], Array]]:
+    exact = partial(function, approximate=False) if function is jax.nn.gelu else function
+    return [jax.vmap(each) for each in (exact, jax.grad(exact), jax.grad(jax.grad(exact)))]
 
 
 @pytest.mark.long

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
 import ragged
-from ragged import Route, route
+from ragged import GroupedTensor, Route, route
 from ragged.tensor.route import _by_count, _by_sort
 
 pytestmark = pytest.mark.sampled
@@ -533,3 +534,19 @@ def test_errors(case):
     call, error, text = case
     with pytest.raises(error, match=f"^{re.escape(text)}$"):
         call()
+
+
+def test_no_rows_and_no_columns() -> None:
+    """Maps over tokens without rows, or without columns; without `jit`; derivatives of a slice without rows."""
+    route = ragged.route(jnp.zeros((0, 2), jnp.int32), 3)
+    assert jax.vmap(lambda x: route.dispatch(x).data)(jnp.ones((2, 0, 4))).shape == (2, 0, 4)
+
+    def there_and_back(ids: Array, x: Array) -> Array:
+        route = ragged.route(ids, 3)
+        return route.combine(route.dispatch(x))
+
+    assert jax.vmap(there_and_back)(jnp.zeros((2, 5, 1), jnp.int32), jnp.ones((2, 5, 0))).shape == (2, 5, 0)
+    with jax.disable_jit():
+        assert ragged.route(jnp.zeros(0, jnp.int32), 2).first_dims.tolist() == [0, 0]
+    nothing = jax.grad(lambda data: jnp.sum(GroupedTensor(data, jnp.zeros(2, jnp.int32)).rows(1, 0).data))
+    np.testing.assert_array_equal(nothing(jnp.ones((3, 2))), np.zeros((3, 2)))

@@ -244,7 +244,10 @@ class Arithmetic(eqx.Module):
 
         Small floats are summed in float32, small integers in int32.
         """
-        return self._kept(self._reduce(axis, _sum_groups, jnp.sum, 0, empty), axis, keepdims)
+        x = _tensor(self)
+        if x.dtype in (jnp.int4, jnp.uint4, jnp.int2, jnp.uint2):  # `jnp.sum` has no dtype for their sums
+            x = x.astype(jnp.int32)
+        return x._kept(x._reduce(axis, _sum_groups, jnp.sum, 0, empty), axis, keepdims)
 
     @over_explicit_axes
     def mean(self, axis: int | None = None, *, keepdims: bool = False, empty: Any = 0) -> Shaped[Array, "..."] | Any:
@@ -635,14 +638,19 @@ def _sum_groups(x: "GroupedTensor", data: Shaped[Array, "rows *last"]) -> Shaped
     return data[:-1]
 
 
+def _with_tail(function: Any, x: "GroupedTensor", data: Array) -> Array:
+    """By group, with the tail as one more: the derivative by a row of no group would be 0 / 0, and then dropped."""
+    return function(data, x.group_ids, x.num_groups + 1, indices_are_sorted=True)[:-1]
+
+
 def _max_groups(x: "GroupedTensor", data: Shaped[Array, "rows *last"]) -> Shaped[Array, "g *last"]:
     """The largest of each group's rows."""
-    return jax.ops.segment_max(data, x.group_ids, x.num_groups, indices_are_sorted=True)
+    return _with_tail(jax.ops.segment_max, x, data)
 
 
 def _min_groups(x: "GroupedTensor", data: Shaped[Array, "rows *last"]) -> Shaped[Array, "g *last"]:
     """The smallest of each group's rows."""
-    return jax.ops.segment_min(data, x.group_ids, x.num_groups, indices_are_sorted=True)
+    return _with_tail(jax.ops.segment_min, x, data)
 
 
 def _limits(dtype: Any) -> tuple[Any, Any]:

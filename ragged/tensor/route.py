@@ -276,6 +276,8 @@ def _sorted(group_ids: Int[Array, "tokens *top_k"], num_groups: int) -> Route:
 def _placed(ids: Int[Array, " rows"], groups: int) -> tuple[Array, Array, Array]:
     """Which of `ids` (0 .. groups) stands in each row, the row of each, and where the groups begin: `(groups + 1,)`."""
     by_count, by_sort = (partial(f, groups=groups) for f in (_by_count, _by_sort))
+    if isinstance(ids.shape[0], int) and not ids.shape[0]:  # `jax.disable_jit` has no scan of nothing
+        return by_sort(ids)
     by_count = sequential_vmap(by_count)  # of scalars: a loop of small arrays is slower than to sort
     return lax.platform_dependent(ids, cpu=by_count, default=by_sort)
 

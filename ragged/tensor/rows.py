@@ -142,7 +142,7 @@ def _batch(args: Sequence[Any], axes: Sequence[Any], **how: Any) -> tuple[Array,
     (x, source, places), size = args, next(a.shape[d] for a, d in zip(args, axes, strict=True) if d is not None)
     if list(axes[1:]) == [None, None]:
         x = jnp.moveaxis(x, axes[0], 1)  # [n, b, d]
-        out = rows_p.bind(x.reshape(x.shape[0], -1), source, places, **how)
+        out = rows_p.bind(x.reshape(x.shape[0], math.prod(x.shape[1:])), source, places, **how)
         return out.reshape(out.shape[0], size, x.shape[2]), 1
     x, source, places = (
         jnp.broadcast_to(a, (size, *a.shape)) if d is None else jnp.moveaxis(a, d, 0)
@@ -151,9 +151,9 @@ def _batch(args: Sequence[Any], axes: Sequence[Any], **how: Any) -> tuple[Array,
     n, p, k = places.shape[1], source.shape[1], places.shape[2]
     first = jnp.arange(size, dtype=jnp.int32)
     source = jnp.where(source < n, source + first[:, None] * n, size * n).reshape(-1)
-    places = jnp.where(places < p, places + first[:, None, None] * p, size * p).reshape(-1, k)
-    out = rows_p.bind(x.reshape(-1, x.shape[-1]), source, places, **how)
-    return out.reshape(size, -1, x.shape[-1]), 0
+    places = jnp.where(places < p, places + first[:, None, None] * p, size * p).reshape(size * n, k)
+    out = rows_p.bind(x.reshape(size * x.shape[1], x.shape[2]), source, places, **how)
+    return out.reshape(size, n if how["collect"] else p, x.shape[2]), 0
 
 
 ad.primitive_jvps[rows_p] = _jvp
