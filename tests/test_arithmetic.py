@@ -584,6 +584,7 @@ def test_reduction_axes(axis: int) -> None:
         example("ragged rows").tensor.sum(axis)
     assert str(error.value) == (
         f"`GroupedTensor`: `axis` of a reduction is {axis}.\n"
+        "Got x=GroupedTensor(f32[11,3], first_dims=[3, 0, 4, 1] (8 of 11 rows)).\n"
         "It must be None, -2 (the groups' first dim) or -1 (the last)."
     )
 
