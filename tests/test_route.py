@@ -469,7 +469,8 @@ ERRORS = {
     "dispatch another rank": (
         lambda: ROUTE.dispatch(jnp.ones(4)),
         ValueError,
-        "`Route.dispatch(x)`: `x` must be [4, *d], one row a token.\nGot x=f32[4].\nThe route was made for 4 tokens.",
+        "`Route.dispatch(x)`: `x` must be [4, *d], one row a token.\nGot x=f32[4].\n"
+        "One value a token is a row of one: `x[:, None]`.",
     ),
     "combine an array": (
         lambda: ROUTE.combine(Y.data),
