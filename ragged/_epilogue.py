@@ -84,9 +84,9 @@ def with_biases(x: Inputs, products: tuple[Array, ...]) -> tuple[Array, ...]:
 
 
 def _index_of_held(z: GroupedTensor, x: Operands) -> tuple[Array, Array]:
-    """Of each group, which of the held ones it is, or any if it isn't one; and whether it is. Both `(g,)`."""
+    """Of each group, which of the held ones it is, or out of range; and whether it is one. Both `(g,)`."""
     index, count = jnp.arange(z.num_groups, dtype=jnp.int32) - x.offset, x.rhs.data.shape[-3]
-    return jnp.clip(index, 0, max(count - 1, 0)), (index >= 0) & (index < count)
+    return index, (index >= 0) & (index < count)
 
 
 def combined(how: How, x: Inputs, z: tuple[Array, ...]) -> Array:

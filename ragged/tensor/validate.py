@@ -39,8 +39,7 @@ def validated(x: "GroupedTensor", like: Any) -> "GroupedTensor":
         dims = checked[name]
         if dims is None:
             continue
-        if dims.dtype != jax.dtypes.float0:
-            check_integers(dims)
+        check_integers(dims)
         extent, packed = x.data.shape[axis], (axis == -1) == (x.packed_axis == -1)
         if is_concrete(dims):
             sizes = np.asarray(dims).astype(np.int64)
