@@ -1,11 +1,11 @@
-"""The mixture of `moe_layer.py` with its experts on eight devices, in one process or several, and five more lines.
+"""Expert parallelism: the layer of `moe_layer.py` on eight devices, in one process or several, with five more lines.
 
     uv run --with optax examples/expert_parallel.py                  about twenty seconds on two CPU cores
     uv run --with optax examples/expert_parallel.py --processes 2    two processes with four devices each
 
-Each device has two of the 16 experts and an eighth of the tokens. A token's row goes to the devices that have its
-experts, and what they make of it comes back; no matrix moves. The eight devices are parts of this CPU, and train what
-one device trains.
+Each device has two of the 16 experts and an eighth of the tokens. The row of a token is sent to the devices that have
+its experts, and the results are sent back. Matrices are never sent. The eight devices are simulated on this CPU. The
+script checks that they train the same model as one device.
 """
 
 import argparse
@@ -36,10 +36,10 @@ CUT = P("expert")
 
 
 class ParallelMoE(MoE):
-    """What a device does: `x` are its tokens, `up` and `down` its experts'."""
+    """The layer on one device: `x` has its tokens, `up` and `down` the matrices of its experts."""
 
     def __call__(self, x: Float[Array, "tokens d"]) -> tuple[Array, Array, Int[Array, " experts"]]:
-        """`[tokens, d]`; and of all devices the load-balance loss, and the rows that each expert got."""
+        """The result, `[tokens, d]`; the load-balance loss and the number of rows per expert, over all devices."""
         probabilities = jax.nn.softmax(x @ self.router)  # [tokens, experts]
         weights, chosen = jax.lax.top_k(probabilities, self.top_k)  # both [tokens, top_k]
         route = ragged.route(chosen, num_groups=self.router.shape[1])
@@ -50,20 +50,20 @@ class ParallelMoE(MoE):
         return y, rows.size * jnp.sum(rows / jnp.sum(rows) * mean), rows
 
 
-def specs(model: PyTree) -> Any:  # the experts' matrices are cut, all else is everywhere
+def specs(model: PyTree) -> Any:  # the experts' matrices are sharded, everything else is replicated
     return jax.tree.map(lambda leaf: CUT if leaf.ndim == 3 else P(), model)
 
 
-def over_devices(model: MoE, x: Float[Array, "tokens d"]) -> tuple[Array, Array, Array]:
+def over_devices(model: PyTree, x: Float[Array, "tokens d"]) -> tuple[Array, Array, Array]:
     return jax.shard_map(ParallelMoE.__call__, in_specs=(specs(model), CUT), out_specs=(CUT, P(), P()))(model, x)
 
 
 def train(mesh: Mesh, layer: Callable[..., Any]) -> tuple[Float[Array, " steps"], Float[Array, "tokens d"], Array]:
-    """The losses, the result for new points, and the rows of each expert."""
+    """`(losses, y, rows)`: losses of the steps, results for new points, rows per expert."""
     optimiser, losses = optax.adam(1e-2), []
 
     def made(function: Callable[..., Any], specs: Any, *args: Any) -> Any:
-        """The same numbers on any mesh, each device with its part."""
+        """`function(*args)` with the shardings `specs`: the same values on any mesh."""
         return jax.jit(function, out_shardings=jax.tree.map(partial(NamedSharding, mesh), specs))(*args)
 
     def objective(model: MoE, x: Array, target: Array) -> Float[Array, ""]:
@@ -77,7 +77,7 @@ def train(mesh: Mesh, layer: Callable[..., Any]) -> tuple[Float[Array, " steps"]
         return eqx.apply_updates(model, updates), state, loss
 
     def new() -> tuple[MoE, PyTree]:
-        model = ParallelMoE(D, HIDDEN, EXPERTS, TOP_K, jax.random.key(0))
+        model: PyTree = ParallelMoE(D, HIDDEN, EXPERTS, TOP_K, jax.random.key(0))  # pyright: ignore[reportCallIssue]: Equinox inherits `__init__`
         return model, optimiser.init(model)
 
     with jax.set_mesh(mesh):
@@ -92,25 +92,25 @@ def train(mesh: Mesh, layer: Callable[..., Any]) -> tuple[Float[Array, " steps"]
 
 
 def compare() -> None:
-    """Trains over all devices, and over one of this process."""
+    """Trains on all devices and on one device of this process, and prints the differences."""
     all_of_them, one = (Mesh(devices, ("expert",)) for devices in (jax.devices(), jax.local_devices()[:1]))
     began = time.perf_counter()
     losses, y, rows = (process_allgather(each, tiled=True) for each in train(all_of_them, over_devices))
     took = time.perf_counter() - began
     losses_of_one, y_of_one, rows_of_one = map(np.asarray, train(one, MoE.__call__))
     if jax.process_index() == 0:
-        print(f"{jax.device_count()} devices in {jax.process_count()} processes: {took:.1f} s with compilation")
+        print(f"{jax.device_count()} devices in {jax.process_count()} processes: {took:.1f} s, including compilation")
         print(f"loss after {STEPS} steps: {losses[-1]:.4f}; on one device: {losses_of_one[-1]:.4f}")
         print(f"largest difference of losses: {np.max(np.abs(losses - losses_of_one)):.1e}")
-        print(f"largest difference of results: {np.max(np.abs(y - y_of_one)):.1e}, of {np.max(np.abs(y)):.2f}")
-        print(f"rows of each expert: {rows.tolist()}, {np.sum(rows != rows_of_one)} of them others than on one device")
+        print(f"largest difference of results: {np.max(np.abs(y - y_of_one)):.1e}; largest: {np.max(np.abs(y)):.2f}")
+        print(f"rows per expert: {rows.tolist()}, {np.sum(rows != rows_of_one)} different from one device")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=1, choices=(1, 2, 4, 8))
-    parser.add_argument("--process", type=int, help=argparse.SUPPRESS)  # which one this is
-    parser.add_argument("--address", help=argparse.SUPPRESS)  # of the first one
+    parser.add_argument("--process", type=int, help=argparse.SUPPRESS)  # index of this process
+    parser.add_argument("--address", help=argparse.SUPPRESS)  # address of the first process
     given = parser.parse_args()
     if given.processes > 1 and given.process is None:
         with socket.socket() as free:

@@ -1,12 +1,12 @@
-"""Trains the quickstart's model in float32, in bfloat16 and under each recipe, on the same data from the same seed.
+"""Compares recipes: trains the model of `quickstart.py` in float32, in bfloat16 and with each recipe.
 
-Its experts are gated here: `gelu(x @ gate) * (x @ up)`, in one kernel where there is one.
+All runs have the same data and the same seed. The experts are gated: `gelu(x @ gate) * (x @ up)`.
 
     python examples/fp8_recipes.py               about five minutes on two CPU cores
     python examples/fp8_recipes.py --steps 40    a quick look
 
-With a recipe, `matmul` quantises what it multiplies: in the forward pass, and again in each of its two derivatives. On
-a CPU that is arithmetic to experiment with, not speed.
+With a recipe, `matmul` quantises its operands, in the forward pass and in both derivatives. On a CPU this shows the
+loss of accuracy, not a gain in speed.
 """
 
 import argparse
@@ -27,7 +27,7 @@ RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4", "delayed")
 
 
 class QuantizedExperts(eqx.Module):
-    """Gated experts, each of whose three products has a recipe: delayed scaling's holds its own history."""
+    """Gated experts with a recipe for each of the three products. With delayed scaling, each recipe has a history."""
 
     gate: Float[Array, "experts d hidden"]
     up: Float[Array, "experts d hidden"]
@@ -51,7 +51,7 @@ def each_recipe(change: Callable[[Recipe], Recipe], model: Model) -> Model:
 @partial(jax.jit, donate_argnums=(0, 1, 2))
 def train_step(model: Model, mean: Model, square: Model, step: Array, steps: Array, text: Array) -> tuple:
     grads, loss = gradient(each_recipe(Recipe.unsealed, model), step, text)
-    # The "gradient" of a recipe is the next recipe. Sealed, it is no parameter: Adam gets the rest.
+    # The "gradient" of a recipe is its next state. Sealed recipes aren't parameters, so Adam doesn't update them.
     grads, recipes = eqx.partition(each_recipe(Recipe.sealed, grads), eqx.is_inexact_array)
     params, mean, square = adam(eqx.filter(model, eqx.is_inexact_array), mean, square, grads, step, steps)
     return eqx.combine(params, recipes), mean, square, loss
@@ -63,11 +63,11 @@ def train(name: str, steps: int, text: Array, vocabulary: int) -> Model:
     model = Model(vocabulary, jax.random.key(0))
     gates = (normal(key, *model.layers[0].experts.up.shape) for key in jax.random.split(jax.random.key(2)))
     experts = [
-        QuantizedExperts(gate, layer.experts.up, layer.experts.down, (recipe,) * 3, dtype)
+        QuantizedExperts(gate, layer.experts.up, layer.experts.down, (recipe, recipe, recipe), dtype)
         for gate, layer in zip(gates, model.layers, strict=True)
     ]
     model = eqx.tree_at(lambda m: [layer.experts for layer in m.layers], model, experts)
-    model = jax.tree.map(jnp.copy, model)  # recipes of a layer have arrays of their own, which steps may reuse
+    model = jax.tree.map(jnp.copy, model)  # one array per recipe, so that `train_step` can donate them
     mean, square = (jax.tree.map(jnp.zeros_like, eqx.filter(model, eqx.is_inexact_array)) for _ in range(2))
     for step in range(steps):
         model, mean, square, _ = train_step(model, mean, square, step, steps, text)
@@ -94,7 +94,7 @@ def main() -> None:
     inputs = normalize(model.embedding[held_out[windows]].reshape(BATCH, -1) @ model.mix)
     layer = model.layers[0]
     _, to_experts, _ = layer(inputs)
-    print(f"\nerrors of layer 0's first product, [{D} -> hidden], on held-out text\n")
+    print(f"\nerrors of the first product of layer 0, [{D} -> hidden], on held-out text\n")
     print(error_table(to_experts.dispatch(inputs), layer.experts.up, RECIPES))
 
 

@@ -1,10 +1,11 @@
-"""Serves many LoRA adapters of different ranks at once: one base matrix for all tokens, and `x @ A[i] @ B[i]` for each.
+"""Serves LoRA adapters of different ranks in one batch: one base matrix, plus `x @ A[i] @ B[i]` for each adapter `i`.
 
     uv run examples/lora_serving.py    about ten seconds on two CPU cores
 
-The ranks are ragged, as the tokens are. The rows of adapter `i` meet an `A[i]` of `ranks[i]` columns; the result,
-ragged in both dims, meets a `B[i]` of `ranks[i]` rows. Beside it runs the usual way, which pads each adapter to the
-largest rank. Ranks are data: other adapters take the places of these without a new compilation.
+Tokens and ranks are both ragged. The rows of adapter `i` are multiplied by `A[i]`, which has `ranks[i]` columns. The
+result is ragged in both dims, and is multiplied by `B[i]`, which has `ranks[i]` rows. The script compares this with the
+usual method, which pads each adapter to the largest rank. Ranks are data: adapters with different ranks run without a
+recompilation.
 """
 
 import time
@@ -22,20 +23,20 @@ import ragged
 from ragged import GroupedTensor
 
 D, D_OUT, TOKENS = 1024, 1024, 1024
-RANKS = (*[8] * 20, *[16] * 8, *[64] * 3, 256)  # many small adapters, a large one
-MAX_RANK, ROOM = 256, 1024  # the ranks of all adapters together have room for ROOM
+RANKS = (*[8] * 20, *[16] * 8, *[64] * 3, 256)  # many small adapters and a large one
+MAX_RANK, ROOM = 256, 1024  # capacity: the sum of all ranks is at most ROOM
 
 
 class Adapters(eqx.Module):
-    """Adapter `i` adds `x @ at[i].T @ b[i]`. LoRA's factor, alpha over the rank, is in `b` already."""
+    """Adapter `i` adds `x @ at[i].T @ b[i]`. `b` includes LoRA's factor, alpha / rank."""
 
-    at: Float[GroupedTensor, "room d"]  # ragged rows: [ranks[i], d] each
-    b: Float[GroupedTensor, "room d_out"]  # ragged rows: [ranks[i], d_out] each
+    at: Float[GroupedTensor, "room d"]  # ragged rows, [ranks[i], d] in group i
+    b: Float[GroupedTensor, "room d_out"]  # ragged rows, [ranks[i], d_out] in group i
 
     def __call__(
         self, x: Float[Array, "tokens d"], adapter: Int[Array, " tokens"], max_rank: int = MAX_RANK
     ) -> Float[Array, "tokens d_out"]:
-        """What each token's adapter adds. A token with the adapter -1 has none, and gets zero."""
+        """The term that each token's adapter adds. The adapter -1 means none, and adds zero."""
         route = ragged.route(adapter, num_groups=self.b.num_groups)
         rows = route.dispatch(x)  # ragged rows [tokens, d]
         low = ragged.matmul(rows, self.at.mT, max_last=max_rank)  # ragged both [tokens, max_rank]
@@ -43,7 +44,7 @@ class Adapters(eqx.Module):
 
 
 class PaddedAdapters(eqx.Module):
-    """The same, with zeros up to the largest rank."""
+    """Adapters that are padded with zeros to the largest rank."""
 
     a: Float[Array, "adapters d max_rank"]
     b: Float[Array, "adapters max_rank d_out"]
@@ -75,7 +76,7 @@ def padded(adapters: Adapters, max_rank: int) -> PaddedAdapters:
 
 
 def median_seconds(calls: dict[str, Callable[[], Array]], runs: int = 30) -> dict[str, float]:
-    """Of each call; they take turns."""
+    """Median seconds of each call. The calls take turns."""
     seconds = {name: [] for name in calls}
     for _ in range(runs + 1):
         for name, call in calls.items():
@@ -89,27 +90,27 @@ def main() -> None:
     rng = np.random.default_rng(0)
     base = jnp.asarray(rng.normal(size=(D, D_OUT), scale=D**-0.5), jnp.float32)
     x = jnp.asarray(rng.normal(size=(TOKENS, D)), jnp.float32)
-    popularity = 1 / np.arange(1, len(RANKS) + 2)  # the most popular has a quarter of the tokens
+    popularity = 1 / np.arange(1, len(RANKS) + 2)  # the most popular adapter has a quarter of the tokens
     chosen = rng.choice([*rng.permutation(len(RANKS)), -1], size=TOKENS, p=popularity / popularity.sum())
     adapter = jnp.asarray(chosen, jnp.int32)
     packed = random_adapters(RANKS, D, D_OUT, ROOM, rng)
     ways = {"base alone": None, "padded ranks": padded(packed, MAX_RANK), "ragged ranks": packed}
     seconds = median_seconds({name: partial(serve, base, way, x, adapter) for name, way in ways.items()})
 
-    ranks = np.array(RANKS)[chosen[chosen >= 0]]  # of the tokens that have an adapter
+    ranks = np.array(RANKS)[chosen[chosen >= 0]]  # ranks of the tokens that have an adapter
     work = {"base alone": 0, "padded ranks": len(ranks) * MAX_RANK, "ragged ranks": sum(ranks)}
-    print(f"{TOKENS} tokens, {len(RANKS)} adapters of ranks {min(RANKS)} to {max(RANKS)}, {ranks.mean():.0f} a token")
+    print(f"{TOKENS} tokens, {len(RANKS)} adapters of ranks {min(RANKS)} to {max(RANKS)}, {ranks.mean():.0f} per token")
     print(f"{'':14}{'ms':>6}{'GFLOP of adapters':>20}{'MiB of adapters':>18}")
     for name, way in ways.items():
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(way)) / 2**20
         print(f"{name:14}{1e3 * seconds[name]:6.1f}{2e-9 * (D + D_OUT) * work[name]:20.3f}{size:18.1f}")
     outs = [serve(base, ways[name], x, adapter) for name in ("padded ranks", "ragged ranks")]
-    print(f"largest difference of the two: {jnp.max(jnp.abs(outs[0] - outs[1])):.1e}")
+    print(f"largest difference between padded and ragged: {jnp.max(jnp.abs(outs[0] - outs[1])):.1e}")
 
-    others = random_adapters(rng.permutation(RANKS), D, D_OUT, ROOM, rng)
+    others = random_adapters(rng.permutation(RANKS).tolist(), D, D_OUT, ROOM, rng)
     began = time.perf_counter()
     jax.block_until_ready(serve(base, others, x, adapter))
-    print(f"other ranks in the same buffers, the first call: {1e3 * (time.perf_counter() - began):.1f} ms")
+    print(f"first call with different ranks in the same buffers: {1e3 * (time.perf_counter() - began):.1f} ms")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""A mixture-of-experts layer in 25 lines: router, SwiGLU experts, load balancing. No token is padded or dropped.
+"""A mixture-of-experts layer in 24 lines: router, SwiGLU experts, load balancing. No token is padded or dropped.
 
     uv run --with optax examples/moe_layer.py    about twenty seconds on two CPU cores
 
-The layer learns a function that has another linear map in each of 16 regions. Beside it learns one dense SwiGLU layer
-that does the same FLOPs for a token, but for the router's: the mixture only has more parameters to choose from.
+The layer learns a function that is a different linear map in each of 16 regions. For comparison, a dense SwiGLU layer
+learns the same function with the same FLOPs per token, except for the router. The mixture has more parameters.
 """
 
 import time
@@ -25,10 +25,10 @@ def swiglu(rows: Float[Array, "rows two_hidden"]) -> Float[Array, "rows hidden"]
 
 
 class MoE(eqx.Module):
-    """Each token goes to the `top_k` experts that its router likes best; their results are summed, weighted."""
+    """Each token goes to the `top_k` most probable experts. The result is the weighted sum of their results."""
 
     router: Float[Array, "d experts"]
-    up: Float[Array, "experts d two_hidden"]  # the gate's columns, then the values'
+    up: Float[Array, "experts d two_hidden"]  # the gate's columns, then the value's
     down: Float[Array, "experts hidden d"]
     top_k: int = eqx.field(static=True)
 
@@ -40,18 +40,18 @@ class MoE(eqx.Module):
         self.top_k = top_k
 
     def __call__(self, x: Float[Array, "tokens d"]) -> tuple[Array, Array, Int[Array, " experts"]]:
-        """`[tokens, d]`, the load-balance loss (1 where all experts got the same), and the rows that each got."""
+        """`(y, balance, rows)`: result `[tokens, d]`, load-balance loss (1 for equal shares), rows per expert."""
         probabilities = jax.nn.softmax(x @ self.router)  # [tokens, experts]
         weights, chosen = jax.lax.top_k(probabilities, self.top_k)  # both [tokens, top_k]
         route = ragged.route(chosen, num_groups=len(self.up))
         hidden = ragged.matmul(route.dispatch(x), self.up).map(swiglu)  # ragged rows [tokens * top_k, hidden]
         y = route.combine(ragged.matmul(hidden, self.down), weights / jnp.sum(weights, axis=-1, keepdims=True))
-        share = route.first_dims / chosen.size  # of the rows; has no gradient
+        share = route.first_dims / chosen.size  # share of the rows; it has no gradient
         return y, len(self.up) * jnp.sum(share * jnp.mean(probabilities, axis=0)), route.first_dims
 
 
 class Dense(eqx.Module):
-    """One SwiGLU layer for all tokens, with the mixture's signature."""
+    """One SwiGLU layer for all tokens, with the signature of `MoE`."""
 
     up: Float[Array, "d two_hidden"]
     down: Float[Array, "hidden d"]
@@ -66,7 +66,7 @@ class Dense(eqx.Module):
 
 
 def batch(key: PRNGKeyArray, tokens: int = BATCH) -> tuple[Float[Array, "tokens d"], Float[Array, "tokens d"]]:
-    """Points about 16 centres, the last ones rarer, and what the linear map of each one's centre makes of it."""
+    """`(x, target)`: points around 16 centres, the last centres rarer, times the matrix of their centre."""
     centres, maps = (jax.random.normal(jax.random.key(i), (16, D, n)) for i, n in ((100, 1), (101, D)))
     keys = jax.random.split(key)
     region = jax.random.categorical(keys[0], -0.15 * jnp.arange(16.0), shape=(tokens,))  # (tokens,)
@@ -75,7 +75,7 @@ def batch(key: PRNGKeyArray, tokens: int = BATCH) -> tuple[Float[Array, "tokens 
 
 
 def losses(model: MoE | Dense, x: Float[Array, "tokens d"], target: Float[Array, "tokens d"]) -> tuple:
-    """The squared error as a part of the target's variance, the load-balance loss, and the rows of each expert."""
+    """`(error, balance, rows)`: squared error / variance of the target, load-balance loss, rows per expert."""
     y, balance, rows = model(x)
     return jnp.mean((y - target) ** 2) / jnp.var(target), balance, rows
 
@@ -101,16 +101,16 @@ def train(model: MoE | Dense, steps: int) -> MoE | Dense:
 
 def main() -> None:
     key = jax.random.key(0)
-    x, target = batch(jax.random.key(2), 4 * BATCH)  # not seen in training
-    print(f"error on new points after {STEPS} steps, as a part of the variance")
+    x, target = batch(jax.random.key(2), 4 * BATCH)  # points that training doesn't use
+    print(f"squared error / variance on new points after {STEPS} steps")
     for model in (Dense(D, TOP_K * HIDDEN, key), MoE(D, HIDDEN, EXPERTS, TOP_K, key)):
         began = time.perf_counter()
         model = train(model, STEPS)
         error, balance, rows = eqx.filter_jit(losses)(model, x, target)
         size = sum(leaf.size for leaf in jax.tree.leaves(model))
         name, seconds = type(model).__name__, time.perf_counter() - began
-        print(f"    {name:<7}{error:7.4f}   {size:6,} parameters   {seconds:5.1f} s with compilation")
-    print(f"rows of each expert: {rows.tolist()}; load-balance loss {balance:.3f}")
+        print(f"    {name:<7}{error:7.4f}   {size:6,} parameters   {seconds:5.1f} s, including compilation")
+    print(f"rows per expert: {rows.tolist()}; load-balance loss {balance:.3f}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Trains a mixture-of-experts character model on the English text that ships with Python.
+"""Trains a mixture-of-experts character model on the help texts that ship with Python.
 
     python examples/quickstart.py               about a minute on two CPU cores
     python examples/quickstart.py --steps 100   a quick look
 
-The last 16 characters go through two layers of 16 experts each. A router sends every position to its two best
-experts, so each expert gets another number of rows in every batch: that is a `GroupedTensor`. `matmul` multiplies each
-expert's rows by that expert's matrix. No row is padded, none is dropped.
+The model predicts the next character from the last 16, with two layers of 16 experts each. A router sends each token to
+its two best experts, so the number of rows per expert changes from batch to batch: the rows are a `GroupedTensor`.
+`matmul` multiplies the rows of each expert by the matrix of that expert. No row is padded, and none is dropped.
 """
 
 import argparse
@@ -27,7 +27,7 @@ CONTEXT, BATCH, EXPERTS, TOP_K, D, HIDDEN = 16, 1024, 16, 2, 128, 256
 
 
 class Experts(eqx.Module):
-    """A perceptron with one hidden layer for each expert: group `i` of the rows meets matrix `i`."""
+    """An MLP with one hidden layer per expert: group `i` of the rows is multiplied by matrix `i`."""
 
     up: Float[Array, "experts d hidden"]
     down: Float[Array, "experts hidden d"]
@@ -38,7 +38,7 @@ class Experts(eqx.Module):
 
 
 class MoE(eqx.Module):
-    """Sends each token to the experts that its router likes best, and adds what they make of it."""
+    """Sends each token to its most probable experts, and adds their weighted results to the token."""
 
     router: Float[Array, "d experts"]
     experts: Experts
@@ -54,13 +54,13 @@ class MoE(eqx.Module):
         weights, chosen = jax.lax.top_k(probabilities, TOP_K)  # both [tokens, TOP_K]
         to_experts = route(chosen, num_groups=EXPERTS)
         y = to_experts.combine(self.experts(to_experts.dispatch(inputs)), weights)
-        share = to_experts.first_dims / chosen.size  # of the rows that each expert got
-        balance = EXPERTS * jnp.sum(share * jnp.mean(probabilities, axis=0))  # 1 where all got the same
+        share = to_experts.first_dims / chosen.size  # share of the rows per expert
+        balance = EXPERTS * jnp.sum(share * jnp.mean(probabilities, axis=0))  # 1 if all experts get equal shares
         return x + y, to_experts, balance
 
 
 class Model(eqx.Module):
-    """Logits of the next character from the last `CONTEXT` ones."""
+    """Logits of the next character, from the last `CONTEXT` characters."""
 
     embedding: Float[Array, "vocabulary e"]
     mix: Float[Array, "context*e d"]
@@ -93,7 +93,7 @@ def normalize(x: Float[Array, "tokens d"]) -> Float[Array, "tokens d"]:
 
 
 def windows(text: Int[Array, " characters"], starts: Int[Array, " tokens"]) -> tuple[Array, Array]:
-    """The `CONTEXT` characters from each start on, and the one that follows them."""
+    """`(context, next)`: `CONTEXT` characters from each start on, and the character after them."""
     window = text[starts[:, None] + jnp.arange(CONTEXT + 1)]
     return window[:, :-1], window[:, -1]
 
@@ -103,7 +103,7 @@ def cross_entropy(logits: Float[Array, "tokens vocabulary"], target: Int[Array, 
 
 
 def gradient(model: Model, step: Array, text: Array) -> tuple[Model, Array]:
-    """The gradient and the loss on `BATCH` random windows."""
+    """`(gradient, loss)` on `BATCH` random windows."""
     key = jax.random.fold_in(jax.random.key(1), step)
     context, target = windows(text, jax.random.randint(key, (BATCH,), 0, len(text) - CONTEXT))
 
@@ -116,7 +116,7 @@ def gradient(model: Model, step: Array, text: Array) -> tuple[Model, Array]:
 
 
 def adam(model: Model, mean: Model, square: Model, grads: Model, step: Array, steps: Array) -> tuple:
-    """`mean` and `square` are the gradient's running averages."""
+    """One Adam step. `mean` and `square` are running averages of the gradient and its square."""
     mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, mean, grads)
     square = jax.tree.map(lambda s, g: 0.99 * s + 0.01 * g**2, square, grads)
     rate = 3e-3 * jnp.minimum((step + 1) / 50, 1 - step / steps)
@@ -135,7 +135,7 @@ def train_step(model: Model, mean: Model, square: Model, step: Array, steps: Arr
 
 
 def read_text() -> tuple[np.ndarray, np.ndarray, int]:
-    """Characters as numbers: nine in ten topics to train on, the tenth held out; and how many characters there are."""
+    """`(train, held_out, vocabulary size)`: characters as numbers. Every tenth topic is held out."""
     names = sorted(topics)
     held_names = names[::10]
     alphabet = {c: i for i, c in enumerate(sorted(set("".join(topics.values()))))}
@@ -156,7 +156,7 @@ def evaluate(model: Model, text: Array, starts: Array) -> tuple[Array, list[Rout
 
 
 def held_out_loss(model: Model, held_out: np.ndarray) -> tuple[float, list[Route], int]:
-    """The mean loss, the last batch's routes, and how many characters were predicted."""
+    """`(loss, routes, count)`: mean loss, routes of the last batch, number of predicted characters."""
     text = jnp.asarray(held_out, jnp.int32)
     batches = [np.arange(i, i + BATCH) for i in range(0, len(held_out) - CONTEXT - BATCH + 1, BATCH)]
     results = [evaluate(model, text, starts) for starts in batches]
@@ -164,7 +164,7 @@ def held_out_loss(model: Model, held_out: np.ndarray) -> tuple[float, list[Route
 
 
 def counting_losses(train: np.ndarray, held_out: np.ndarray, vocabulary: int) -> tuple[float, float]:
-    """Held-out losses of a unigram (each count plus 1) and a bigram (each row plus 100 characters of the unigram)."""
+    """Held-out losses of a unigram model (each count plus 1) and a bigram model (plus 100 times the unigram)."""
     unigram = np.bincount(train, minlength=vocabulary) + 1.0
     unigram /= unigram.sum()
     pairs = np.bincount(train[:-1] * vocabulary + train[1:], minlength=vocabulary**2)
@@ -175,13 +175,13 @@ def counting_losses(train: np.ndarray, held_out: np.ndarray, vocabulary: int) ->
 
 
 def ragged_dot_experts(experts: Experts, x: GroupedTensor) -> GroupedTensor:
-    """What `Experts` does, with `jax.lax.ragged_dot`."""
-    hidden = jax.nn.gelu(jax.lax.ragged_dot(x.data, experts.up, x.first_dims))
-    return GroupedTensor(jax.lax.ragged_dot(hidden, experts.down, x.first_dims), x.first_dims)
+    """`experts(x)`, computed with `jax.lax.ragged_dot`."""
+    hidden = jax.nn.gelu(jax.lax.ragged_dot(x.data, experts.up, x.packed_dims))
+    return GroupedTensor(jax.lax.ragged_dot(hidden, experts.down, x.packed_dims), x.packed_dims)
 
 
 def compare_speed(experts: Experts, x: GroupedTensor, runs: int = 15) -> tuple[float, float]:
-    """Median seconds of a forward and backward pass with `matmul` and with `jax.lax.ragged_dot`. The two take turns."""
+    """Median seconds of a forward and backward pass with `matmul` and `jax.lax.ragged_dot`. The two take turns."""
 
     def passes(layer: Callable[[Experts, GroupedTensor], GroupedTensor]) -> Callable:
         return eqx.filter_jit(eqx.filter_grad(lambda both: jnp.sum(layer(*both).data ** 2)))
@@ -205,7 +205,7 @@ def main() -> None:
     train, held_out, vocabulary = read_text()
     model = Model(vocabulary, jax.random.key(0))
     size = sum(leaf.size for leaf in jax.tree.leaves(model))
-    print(f"model: {len(model.layers)} layers of {EXPERTS} experts, {TOP_K} for each character; {size:,} parameters\n")
+    print(f"model: {len(model.layers)} layers of {EXPERTS} experts, {TOP_K} per token; {size:,} parameters\n")
 
     mean, square = (jax.tree.map(jnp.zeros_like, model) for _ in range(2))
     text = jnp.asarray(train, jnp.int32)
@@ -220,20 +220,20 @@ def main() -> None:
 
     mixture, routes, count = held_out_loss(model, held_out)
     unigram, bigram = counting_losses(train, held_out[: count + CONTEXT], vocabulary)
-    print("\nheld-out loss            nats  bits a character")
+    print("\nheld-out loss            nats  bits / character")
     for name, loss in (("unigram", unigram), ("bigram", bigram), ("mixture of experts", mixture)):
         print(f"    {name:<19}{loss:6.3f}{loss / np.log(2):18.3f}")
 
-    print("\nrows of each expert in the last held-out batch")
+    print("\nrows per expert in the last held-out batch")
     for i, to_experts in enumerate(routes):
         print(f"    layer {i}  {to_experts.first_dims.tolist()}")
 
     x = routes[0].dispatch(jax.random.normal(jax.random.key(2), (BATCH, D)))
     ours, theirs = compare_speed(model.layers[0].experts, x)
-    print("\nspeed of layer 0's experts on that batch, forward and backward")
+    print("\nspeed of the experts of layer 0 on this batch, forward and backward")
     print(f"    ragged.matmul       {ours * 1e3:6.1f} ms")
-    print(f"    jax.lax.ragged_dot  {theirs * 1e3:6.1f} ms   {theirs / ours:.1f} times as long")
-    print(f"\n{time.perf_counter() - began:.0f} s in all")
+    print(f"    jax.lax.ragged_dot  {theirs * 1e3:6.1f} ms   {theirs / ours:.1f} times the time")
+    print(f"\n{time.perf_counter() - began:.0f} s in total")
 
 
 if __name__ == "__main__":

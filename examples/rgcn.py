@@ -1,12 +1,14 @@
-"""Learns what Python's modules import, by relational graph convolutions over the standard library's import graph.
+"""Predicts imports between Python's modules, with a relational graph convolutional network (RGCN).
 
     uv run --with optax examples/rgcn.py    about twenty seconds on two CPU cores
 
-An edge is an import: at the top of a module, inside a function, or of a module of the same package; each has its
-reverse. That makes six relations with a matrix each, and an edge's message is its source's features times its
-relation's matrix: edges grouped by relation are ragged rows. One import in ten is held out, and the model ranks all
-modules by how likely a module imports them (Schlichtkrull et al., "Modeling Relational Data with Graph Convolutional
-Networks", 2018). It has no features but the graph: a module is known by what it imports and what imports it.
+The graph is the standard library: nodes are modules, edges are imports. There are three kinds of imports: at the top
+level, inside a function, and from the same package. Each kind is a relation, and so is its reverse: six relations, each
+with its own matrix. The message of an edge is the features of its source times the matrix of its relation. Edges
+grouped by relation are ragged rows.
+
+One import in ten is held out. For each module, the model ranks all other modules by the probability of an import
+(Schlichtkrull et al., "Modeling Relational Data with Graph Convolutional Networks", 2018). The graph is its only input.
 """
 
 import ast
@@ -29,7 +31,7 @@ KINDS = ("top level", "in a function", "own package")
 
 
 def sources() -> dict[str, Path]:
-    """The files of the standard library's modules, tests left out."""
+    """Files of the standard library's modules, without tests."""
     folder, modules = Path(sysconfig.get_paths()["stdlib"]), {}
     for name in sorted(sys.stdlib_module_names):
         for path in [folder / f"{name}.py", *sorted((folder / name).rglob("*.py"))]:
@@ -40,7 +42,7 @@ def sources() -> dict[str, Path]:
 
 
 def imported(node: ast.Import | ast.ImportFrom, package: str, known: set[str]) -> set[str]:
-    """The known modules that an import statement of a module of `package` names."""
+    """The known modules that an import statement names. `package` is the package of the importing module."""
     if isinstance(node, ast.Import):
         return {alias.name for alias in node.names} & known
     ancestors = package.split(".")
@@ -50,7 +52,7 @@ def imported(node: ast.Import | ast.ImportFrom, package: str, known: set[str]) -
 
 
 def import_graph(files: dict[str, Path]) -> tuple[list[str], Int[np.ndarray, "edges 3"]]:
-    """The names of modules, those without a source too, and a row `(importer, kind, imported)` for each import."""
+    """`(names, edges)`: names of all modules, and a row `(importer, kind, imported)` for each import."""
     names = sorted({*files, *sys.stdlib_module_names})
     known, edges = set(names), {}
     for name, path in files.items():
@@ -70,7 +72,7 @@ def import_graph(files: dict[str, Path]) -> tuple[list[str], Int[np.ndarray, "ed
 
 
 class RGCNLayer(eqx.Module):
-    """`out[i] = x[i] @ own + sum over relations r of the mean of x[j] @ relations[r] over the edges j -> i of r`."""
+    """`out[i] = x[i] @ own + sum_r mean_j x[j] @ relations[r]`, over the edges `j -> i` of each relation `r`."""
 
     own: Float[Array, "d d_out"]
     relations: Float[Array, "relations d d_out"]
@@ -87,18 +89,18 @@ class RGCNLayer(eqx.Module):
         relation: Int[Array, " edges"],
         target: Int[Array, " edges"],
     ) -> Float[Array, "nodes d_out"]:
-        """An edge whose relation is -1 is none."""
+        """New features of the nodes. Edges with relation -1 are ignored."""
         nodes, relations = len(x), len(self.relations)
         route = ragged.route(relation, num_groups=relations)
         messages = ragged.matmul(route.dispatch(x[source]), self.relations)  # ragged rows [edges, d_out]
-        alike = target * relations + relation  # (edges,): of one target and one relation
+        alike = target * relations + relation  # (edges,), equal for edges with the same target and relation
         count = jnp.zeros(nodes * relations).at[alike].add(jnp.where(relation < 0, 0.0, 1.0))
-        messages = route.combine(messages, 1 / jnp.maximum(count[alike], 1))  # [edges, d_out], as the edges were
+        messages = route.combine(messages, 1 / jnp.maximum(count[alike], 1))  # [edges, d_out], in the edges' order
         return x @ self.own + jnp.zeros((nodes, messages.shape[1])).at[target].add(messages)
 
 
 class Model(eqx.Module):
-    """How likely each module imports each other one, as logits."""
+    """Logits of imports between all pairs of modules."""
 
     embedding: Float[Array, "nodes d"]
     layers: list[RGCNLayer]
@@ -113,7 +115,7 @@ class Model(eqx.Module):
         self.popularity = jnp.zeros(nodes)
 
     def __call__(self, edges: Int[Array, "edges 3"], key: PRNGKeyArray | None = None) -> Float[Array, "nodes nodes"]:
-        """Messages go along `edges`, rows `(source, relation, target)`. With a key there is dropout."""
+        """`edges` has rows `(source, relation, target)`. A key turns on dropout."""
         dropout = eqx.nn.Dropout(DROPOUT, inference=key is None)
         keys = [None] * (len(self.layers) + 1) if key is None else jax.random.split(key, len(self.layers) + 1)
         x = dropout(self.embedding, key=keys[-1])  # [nodes, d]
@@ -128,7 +130,7 @@ def normalize(x: Float[Array, "nodes d"]) -> Float[Array, "nodes d"]:
 
 
 def both_ways(imports: Int[Array, "imports 3"]) -> Int[Array, "edges 3"]:
-    """A message from each module to what it imports, and one back, whose relation is another. Kind -1 stays -1."""
+    """Edges from importer to imported module, and back with a different relation. Kind -1 stays -1."""
     importer, kind, other = imports.T
     back = jnp.where(kind < 0, -1, kind + len(KINDS))
     return jnp.concatenate([imports, jnp.stack([other, back, importer], axis=1)])
@@ -138,7 +140,7 @@ def train(imports: Int[Array, "imports 3"], nodes: int, layers: int, steps: int)
     optimiser = optax.adam(optax.cosine_decay_schedule(1e-2, steps))
 
     def objective(model: Model, key: PRNGKeyArray) -> Float[Array, ""]:
-        """Three imports in ten are hidden, and to be told from the others, along which messages go."""
+        """Loss of predicting a random 30 % of the imports from the rest."""
         keys = jax.random.split(key)
         hidden = jax.random.bernoulli(keys[0], 0.3, (len(imports),))
         seen = imports.at[:, 1].set(jnp.where(hidden, -1, imports[:, 1]))
@@ -152,7 +154,7 @@ def train(imports: Int[Array, "imports 3"], nodes: int, layers: int, steps: int)
         return eqx.apply_updates(model, updates), state
 
     model = Model(nodes, 2 * len(KINDS), layers, jax.random.key(0))
-    state = optimiser.init(model)
+    state = optimiser.init(eqx.filter(model, eqx.is_array))
     for step in range(steps):
         model, state = train_step(model, state, jnp.asarray(step))
     return model
@@ -161,25 +163,25 @@ def train(imports: Int[Array, "imports 3"], nodes: int, layers: int, steps: int)
 def ranks(
     scores: Float[np.ndarray, "nodes nodes"], known: Int[np.ndarray, "known 3"], held_out: Int[np.ndarray, "held_out 3"]
 ) -> Int[np.ndarray, " held_out"]:
-    """The place of each held-out import among all that its module is not known to import: 1 is the first."""
+    """Rank of each held-out import among all modules that its importer isn't known to import. 1 is the best."""
     scores = np.array(scores)
     scores[known[:, 0], known[:, 2]] = -np.inf
     np.fill_diagonal(scores, -np.inf)
     rows, own = scores[held_out[:, 0]], scores[held_out[:, 0], held_out[:, 2]][:, None]
-    return 1 + np.sum(rows > own, axis=1) + np.sum(rows == own, axis=1) // 2  # of equal ones, in the middle
+    return 1 + np.sum(rows > own, axis=1) + np.sum(rows == own, axis=1) // 2  # ties: the middle rank
 
 
 def main() -> None:
     began = time.perf_counter()
     names, imports = import_graph(sources())
     kinds = ", ".join(f"{count} {kind}" for count, kind in zip(np.bincount(imports[:, 1]), KINDS, strict=True))
-    print(f"{len(names)} modules, {len(imports)} imports ({kinds}): {time.perf_counter() - began:.1f} s to read")
+    print(f"{len(names)} modules, {len(imports)} imports ({kinds}), read in {time.perf_counter() - began:.1f} s")
     imports = np.random.default_rng(0).permutation(imports)
     held_out, known = np.split(imports, [round(len(imports) * HELD_OUT)])
 
-    print(f"\n{len(held_out)} held-out imports   mean 1/rank   among the first ten")
+    print(f"\n{len(held_out)} held-out imports   mean 1/rank     in the top 10")
     counts = np.bincount(known[:, 2], minlength=len(names)).astype(np.float32)
-    popularity = np.broadcast_to(counts, (len(names), len(names)))  # the more modules import it, the more likely
+    popularity = np.broadcast_to(counts, (len(names), len(names)))  # a score: the number of modules that import it
     for name, layers in (("popularity", None), ("no messages", 0), ("RGCN", LAYERS)):
         began, scores = time.perf_counter(), popularity
         if layers is not None:

@@ -1,10 +1,10 @@
-"""Causal attention over sequences of different lengths, packed one after another: no sequence is padded.
+"""Causal attention over packed sequences of different lengths, without padding.
 
     uv run examples/varlen_attention.py    about fifteen seconds on two CPU cores
 
-The scores are one product of each sequence's queries with its own keys, ragged in both dims; the weighted sum of the
-values is another; the heads are a letter of both. Beside it runs what one does without ragged products: pad to the
-longest sequence, and attend there. Half of the scores, those of the future, are computed and masked in both.
+One product multiplies the queries of each sequence by its own keys. The scores are ragged in both dims. A second
+product computes the weighted sum of the values. Both are mapped over the heads. The script compares this with padding
+to the longest sequence. Both methods also compute the masked half of the scores.
 """
 
 import time
@@ -30,9 +30,9 @@ def attention(
     lengths: Int[Array, " sequences"],
     longest: int,
 ) -> Float[Array, "rows heads head_dim"]:
-    """Sequence `i` is `lengths[i]` rows; no length is above `longest`. Rows after the last sequence get zeros."""
+    """Sequence `i` has `lengths[i]` rows, at most `longest`. The result is zero after the last sequence."""
     queries, keys, values = (GroupedTensor(x, first_dims=lengths) for x in (q, k, v))
-    # Ragged both: rows of queries, and as many columns as their sequence has keys.
+    # Ragged both: one row per query, one column per key of its sequence.
     scores = ragged.einsum("q head d, k head d -> q head k", queries * q.shape[2] ** -0.5, keys, max_last=longest)
     return ragged.einsum("q head k, k head d -> q head d", scores.softmax(causal=True), values).data
 
@@ -44,7 +44,7 @@ def padded_attention(
     lengths: Int[Array, " sequences"],
     longest: int,
 ) -> Float[Array, "rows heads head_dim"]:
-    """The same, in sequences padded to `longest`. What is behind a sequence is in the future of all of it."""
+    """`attention` of padded sequences. Padding follows the sequence, so the causal mask hides it."""
 
     def padded(x: Array) -> Float[Array, "sequences longest heads head_dim"]:
         return GroupedTensor(x, first_dims=lengths).to_padded(longest)
@@ -54,7 +54,7 @@ def padded_attention(
 
 
 def with_gradients(attend: Callable[..., Array]) -> Callable[..., tuple]:
-    """`attend`'s result, and the gradients by `q`, `k` and `v` of `sum(result * dy)`."""
+    """`(result, gradients)` of `attend`, with respect to `q`, `k` and `v` for the cotangent `dy`."""
 
     def both(dy: Array, q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array, Array]]:
         out, pullback = jax.vjp(attend, q, k, v)
@@ -64,7 +64,7 @@ def with_gradients(attend: Callable[..., Array]) -> Callable[..., tuple]:
 
 
 def median_seconds(calls: dict[str, Callable[[], tuple]], runs: int = 9) -> dict[str, float]:
-    """Of each call; they take turns."""
+    """Median seconds of each call. The calls take turns."""
     seconds = {name: [] for name in calls}
     for _ in range(runs):
         for name, call in calls.items():
@@ -78,9 +78,9 @@ def main() -> None:
     rng = np.random.default_rng(0)
     lengths = np.minimum(rng.lognormal(mean=4.5, sigma=0.8, size=SEQUENCES).astype(np.int32) + 1, LONGEST)
     lengths[0] = LONGEST
-    rows = -(-int(sum(lengths)) // 256) * 256  # room for them, and a tail
+    rows = -(-int(sum(lengths)) // 256) * 256  # rounded up: the last rows are the tail
     q, k, v, dy = jnp.asarray(rng.normal(size=(4, rows, HEADS, HEAD_DIM)), jnp.float32)
-    print(f"{SEQUENCES} sequences of {min(lengths)} to {max(lengths)} rows, {sum(lengths)} rows in all")
+    print(f"{SEQUENCES} sequences of {min(lengths)} to {max(lengths)} rows, {sum(lengths)} rows in total")
     print(f"{HEADS} heads of {HEAD_DIM}; forward and backward\n")
 
     programs, results = {}, {}
@@ -90,16 +90,16 @@ def main() -> None:
         results[name] = programs[name](dy, q, k, v)
     seconds = median_seconds({name: partial(program, dy, q, k, v) for name, program in programs.items()})
 
-    scores = {"padded": SEQUENCES * LONGEST**2, "ragged": sum(n**2 for n in lengths.tolist())}  # of a head
-    held = {"padded": SEQUENCES * LONGEST**2, "ragged": rows * LONGEST}  # the elements of their buffer
-    print(f"{'':8}{'ms':>8}{'GFLOP':>9}{'MiB of scores':>16}{'MiB of buffers in all':>24}")
+    scores = {"padded": SEQUENCES * LONGEST**2, "ragged": sum(n**2 for n in lengths.tolist())}  # of one head
+    held = {"padded": SEQUENCES * LONGEST**2, "ragged": rows * LONGEST}  # elements of the buffer
+    print(f"{'':8}{'ms':>8}{'GFLOP':>9}{'MiB of scores':>16}{'MiB of all buffers':>24}")
     for name, program in programs.items():
         flops = 6 * 2 * HEADS * HEAD_DIM * scores[name]  # two products forward, four backward
         buffers = program.memory_analysis().temp_size_in_bytes
         mib = (4 * HEADS * held[name] / 2**20, buffers / 2**20)
         print(f"{name:8}{1e3 * seconds[name]:8.0f}{flops / 1e9:9.1f}{mib[0]:16.1f}{mib[1]:24.1f}")
     pairs = zip(*map(jax.tree.leaves, results.values()), strict=True)
-    print(f"largest difference, of results and gradients: {max(float(jnp.max(jnp.abs(a - b))) for a, b in pairs):.1e}")
+    print(f"largest difference of results and gradients: {max(float(jnp.max(jnp.abs(a - b))) for a, b in pairs):.1e}")
 
 
 if __name__ == "__main__":

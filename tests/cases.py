@@ -11,8 +11,7 @@ import pytest
 
 from ragged import GroupedTensor
 from ragged.product.layout import LAYOUTS
-
-from . import oracle
+from tests import oracle
 
 NAMES = [layout.name for layout in LAYOUTS.values()]
 LETTERS = {layout.name: layout.ragged for layout in LAYOUTS.values()}
@@ -137,8 +136,22 @@ def make(
     return Case(layout, sizes, lhs_groups, rhs_groups, lhs, rhs)
 
 
+def small(layout: str, dtype: str = "float64", seed: int = 0, **kwargs: Any) -> Case:
+    """A case of few elements, to differentiate and to map."""
+    return make(layout, g=3, kind="zipf", capacity=12, uniform=(4, 3, 2), dtype=dtype, seed=seed, **kwargs)
+
+
+def check(case: Case, out: GroupedTensor) -> None:
+    """That `out` is the product of the case's operands, with zeros in the tail."""
+    assert out.ragged == case.out_ragged
+    worst, rms = TOLERANCE[out.dtype.name]
+    got = case.unpack(np.asarray(out.data).astype(np.float64))
+    oracle.assert_close(got, oracle.matmul(case.lhs_groups, case.rhs_groups), max=worst, rms=rms)
+    case.assert_tail_zero(out)
+
+
 def check_error(call: Callable[[], Any], error: type[Exception] | tuple[type[Exception], ...], text: str) -> None:
-    """That `call` raises `error`, which says `text`, in the one form: the call and the problem; what came; the mend."""
+    """That `call` raises `error`, which says `text`, in the one form: the call and the problem; what came; the hint."""
     with pytest.raises(error) as caught:
         call()
     got = str(caught.value)

@@ -1,13 +1,14 @@
-"""Every test runs with the whole of `ragged` under jaxtyping's import hook, so annotations are checked at run time."""
+"""Options of the test run: platforms, devices, strict promotion, which cases of a test run by default."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from zlib import crc32
 
 import jax
 import pytest
-from jaxtyping import install_import_hook
+
+pytest.register_assert_rewrite("tests.contract")  # its failures show values, as those of test files do
+DEFAULT_CASES, LONG_CASES = (Path(__file__).with_name(f"{name}_cases.txt") for name in ("default", "long"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -19,40 +20,46 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Which cases of a `sampled` test run when: by default one, or none of a `sampled(0)` test; as `long` those that
-    show every other value of each parameter; the other combinations as `slow`. A case that is itself marked `long` is
-    none of the first.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks the cases of each `sampled` test: those of `long_cases.txt` as `long`, those of neither list as `slow`.
+
+    Together, the cases that the two lists name have every value of each parameter. The only case of a test isn't
+    listed: it runs by default, or with `-m long` if the test is `sampled(default=False)`, of which no case runs by
+    default.
     """
-    tests: dict[str, dict[pytest.Item, set[tuple[str, str]]]] = {}
-    most: dict[str, int] = {}
+    tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        sampled, test = item.get_closest_marker("sampled"), item.nodeid.partition("[")[0]
-        if sampled and not item.get_closest_marker("slow"):
-            most[test] = sampled.args[0] if sampled.args else 1
-            values = item.callspec.params if hasattr(item, "callspec") else {"": ""}  # pyright: ignore
-            tests.setdefault(test, {})[item] = {(name, repr(value)) for name, value in values.items()}
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    default, long = (set(path.read_text().splitlines()) for path in (DEFAULT_CASES, LONG_CASES))
+    is_whole = "::" not in "".join(config.args)  # whether all cases of each file are collected
     for test, cases in tests.items():
-        unseen = set[tuple[str, str]]().union(*cases.values())
-        short = [item for item in cases if not item.get_closest_marker("long")]
-        for _ in range(min(most[test], len(short))):
-            chosen = _that_shows_most(short, cases, unseen)
-            short.remove(chosen)
-            unseen -= cases.pop(chosen)
-        while unseen:
-            chosen = _that_shows_most(cases, cases, unseen)
-            unseen -= cases.pop(chosen)
-            chosen.add_marker("long")
+        runs_by_default = next(cases[0].iter_markers("sampled")).kwargs.get("default", True)
+        short = [item for item in cases if runs_by_default and not item.get_closest_marker("long")]
+        if len(cases) == 1:
+            if not runs_by_default:
+                cases[0].add_marker("long")
+            continue
         for item in cases:
             item.own_markers = [mark for mark in item.own_markers if mark.name != "long"]
-            item.add_marker("slow")
+            if item.nodeid not in default:
+                item.add_marker("long" if item.nodeid in long else "slow")
+        if is_whole and short and default.isdisjoint(item.nodeid for item in short):
+            raise pytest.UsageError(f"List in {DEFAULT_CASES} which cases of {test} run by default.")
+        listed = (item for item in cases if item.nodeid in default | long)
+        if is_whole and (unseen := set().union(*map(_values, cases)).difference(*map(_values, listed))):
+            best = max(cases, key=lambda item: len(_values(item) & unseen))
+            raise pytest.UsageError(f"No case of {test} has {sorted(unseen)}. List one in {LONG_CASES}: {best.nodeid}")
+    collected = {item.nodeid for item in items}
+    files = {name.partition("::")[0] for name in collected if is_whole}
+    if unknown := {name for name in (default | long) - collected if name.partition("::")[0] in files}:
+        raise pytest.UsageError(f"{DEFAULT_CASES} or {LONG_CASES} list cases that don't exist: {sorted(unknown)}")
 
 
-def _that_shows_most(
-    items: Iterable[pytest.Item], cases: dict[pytest.Item, set[tuple[str, str]]], unseen: set[tuple[str, str]]
-) -> pytest.Item:
-    """Of those that show the most, any: the layouts of one test are not those of another."""
-    return max(items, key=lambda item: (len(cases[item] & unseen), crc32(item.nodeid.encode())))
+def _values(item: pytest.Item) -> set[tuple[str, str]]:
+    """The name and the value of each parameter."""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}  # pyright: ignore[reportAttributeAccessIssue]
+    return {(name, repr(value)) for name, value in parameters.items()}
 
 
 os.environ["RAGGED_TUNING_CACHE"] = "off"  # whatever was measured on this machine
@@ -60,11 +67,9 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-with install_import_hook("ragged", "beartype.beartype"):
-    import ragged  # noqa: F401
-
-from . import gpu, ran  # noqa: E402
-from .races import no_races  # noqa: E402
+from tests import gpu, ran  # noqa: E402
+from tests.cases import LETTERS  # noqa: E402
+from tests.races import no_races  # noqa: E402
 
 MAPS = Path("/proc/self/maps")
 
@@ -78,8 +83,13 @@ def races() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def drop_programs() -> Iterator[None]:
-    """Each compiled program holds a few memory maps, of which Linux allows a process 65530; then XLA crashes."""
+    """Drops compiled programs after each test, if there are many."""
     yield
+    drop_programs_if_many()
+
+
+def drop_programs_if_many() -> None:
+    """Each compiled program holds a few memory maps, of which Linux allows a process 65530; then XLA crashes."""
     if MAPS.exists() and MAPS.read_text().count("\n") > 30_000:
         jax.clear_caches()
 
@@ -91,3 +101,19 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[tuple[str, ran.Launches]
         gpu.needs_triton()
     with ran.interpreted(request.param) as launches:
         yield request.param, launches
+
+
+@pytest.fixture
+def nothing_but_the_kernels(kernels: tuple[str, ran.Launches], request: pytest.FixtureRequest) -> Iterator[None]:
+    """The test's products run on the backend's kernels alone; or on XLA, if the backend has no kernel for them."""
+    backend, launches = kernels
+    arguments = request.node.callspec.params
+    lacking = {"uint8", "int2", "uint2", *({"float16"} if backend == "pallas_tpu" else {})}
+    dtypes = [argument for argument in arguments.values() if isinstance(argument, str)]
+    wide = arguments.get("dtype") in ("int16", "int32")  # as operands
+    expected = "xla" if wide or lacking.intersection(dtypes) else backend
+    several = len(LETTERS.get(arguments.get("layout", ""), "")) > 1
+    if backend == "pallas_tpu" and several and "dims" in arguments.get("mapped", ()):
+        expected = "pallas_tpu and xla"  # a map over the sizes of several letters, and the loop that it equals
+    with ran.only(expected, launches):
+        yield

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import equinox as eqx
 import jax
 
-from ragged import _errors
+from ragged.core import errors
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "errors.md"
@@ -39,10 +39,13 @@ q = ragged.quantize(x, jnp.int8, "row")
 gradient = eqx.filter_grad(lambda x: jnp.sum(x.data))(x)
 stack = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), x)
 route = ragged.route(jnp.array([2, 0, 2, 0]), num_groups=3)
+pairs = ragged.route(jnp.array([[2, 0], [0, 1], [1, 2], [2, 0]]), num_groups=3)
+tokens = jnp.ones((4, 8))
 ids, rows = jnp.zeros(4, jnp.int32), jnp.ones((2, 8))
 recipe = ragged.Recipe.preset("rowwise")
 delayed = ragged.Recipe.preset("delayed")
 cast = ragged.Cast("int8", "row")
+batched = jax.lax.RaggedDotDimensionNumbers((((2,), (1,)), ((0,), (0,))), [0], [])
 explicit = jax.make_mesh((2,), ("e",), axis_types=(AxisType.Explicit,))
 auto = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,))
 with jax.set_mesh(explicit):
@@ -52,10 +55,12 @@ with jax.set_mesh(explicit):
     unreduced = jax.jit(lambda a, b: jnp.einsum("ik,kj->ij", a, b, out_sharding=P(unreduced={"e"})))
     part = unreduced(jax.device_put(x.data, P(None, "e")), jax.device_put(w[0], P("e")))
 apart = GroupedTensor(jax.device_put(heads.data, NamedSharding(explicit, P(None, "e"))), sizes)
-moe = ragged.nn.MoE(8, 16, 4, 2, key=jax.random.key(0))
-moe_relu = ragged.nn.MoE(8, 16, 4, 2, activation=jax.nn.relu, key=jax.random.key(0))
-moe_over = ragged.nn.MoE(8, 16, 4, 2, axis="a", key=jax.random.key(0))
-moe_two = ragged.nn.MoE(8, 16, 4, 2, axis="a", data_axes=("b",), key=jax.random.key(0))
+key = jax.random.key(0)
+router, experts = ragged.nn.Router(8, 4, 2, key=key), ragged.nn.Experts(8, 16, 4, key=key)
+moe = ragged.nn.MoE(router, experts)
+moe_relu = ragged.nn.MoE(router, ragged.nn.Experts(8, 16, 4, activation=jax.nn.relu, key=key))
+moe_over = ragged.nn.MoE(router, experts, axis="a")
+moe_two = ragged.nn.MoE(router, experts, axis="a", data_axes=("b",))
 two = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
 
 
@@ -94,6 +99,7 @@ GroupedTensor.from_list([jnp.ones((2, 3))], capacity=1)
 GroupedTensor.from_list([jnp.ones((2, 3, 4))], ragged="last")
 GroupedTensor.from_list([jnp.ones((2, 3, 4)), jnp.ones((2, 5, 4))])
 heads.mT
+GroupedTensor(heads.data, sizes, sizes).mT
 ragged.Rows["tokens d", "g"]
 GroupedTensor.from_padded(jnp.ones((2, 3)), jnp.array([2, 1]))
 GroupedTensor.from_padded(jnp.ones((2, 4, 3)), jnp.array([2.0, 1.0]))
@@ -120,6 +126,7 @@ stack.validate()
 jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), x).validate()
 x.map(jnp.add, GroupedTensor(jnp.ones((16, 6)), sizes))
 jnp.exp(u)
+jax.nn.softmax(heads)
 x.validate(like=GroupedTensor(jnp.ones((16, 8)), sizes[::-1]))
 eqx.filter_jit(lambda x, y: (x.validate(like=y) + y).sum())(x, GroupedTensor(jnp.ones((16, 8)), sizes[::-1]))
 """,
@@ -128,18 +135,28 @@ eqx.filter_jit(lambda x, y: (x.validate(like=y) + y).sum())(x, GroupedTensor(jnp
 jnp.exp(x)
 x + jnp.ones(4)
 x * jnp.ones((16, 8))
+jnp.ones(4) - x
+x.map(jnp.add, jnp.ones((4, 8)))
+x * jnp.ones((2, 2))
 x + columns
 x + GroupedTensor(jnp.ones((16, 8)), sizes[::-1])
 x * ragged.per_row(jnp.ones(4))
 x.map(lambda rows: rows[:3])
 x.map(jnp.add, "1")
 bool(x > 0)
+bool(x)
+route.dispatch(tokens).map(jnp.add, route.gathered(tokens))
 x.sum(0)
 both.softmax(window=-1)
+both.softmax(axis=0)
+heads.softmax(sink=jnp.zeros(3))
+x.softmax(-2, sink=ragged.per_group(jnp.zeros(4)))
 q + 1
 """,
     "Products": """
 ragged.matmul(x, jnp.ones((3, 8, 6)))
+ragged.matmul(jnp.ones((2, 4, 8)), w)
+ragged.matmul(x, route.gathered(tokens))
 ragged.matmul(x, jnp.ones((4, 6, 8)))
 ragged.matmul(x, x)
 ragged.matmul(jnp.ones((2, 8)), jnp.ones((8, 2)))
@@ -158,12 +175,9 @@ ragged.matmul(x, w.astype(jnp.float8_e8m0fnu))
 jax.jit(jax.vmap(many)).lower(jax.ShapeDtypeStruct((3, 2**30, 1), jnp.int8))
 ragged.matmul(x, w, preferred_element_type=jnp.float8_e8m0fnu)
 ragged.matmul(x, w, precision="exact")
-ragged.matmul(x, w, interpret="yes")
-ragged.matmul(x, w, tiling=lambda m, k, n: None)
-ragged.matmul(x, w, tiling=(8, 8))
 ragged.matmul(x, w, backend="cutlass")
 ragged.matmul(x, w, backend="pallas_tpu")
-ragged.matmul(x, w, backend="pallas_tpu", tiling=(3, 128, 128))
+ragged.matmul(x, w, backend=tuning.TpuConfig(m=3, k=128, n=128))
 ragged.matmul(x, w, group_offset="first")
 ragged.matmul(x, w, group_offset=jnp.zeros(1, jnp.int32))
 ragged.matmul(x, w, group_offset=jnp.float32(0))
@@ -185,7 +199,6 @@ jax.grad(lambda w: jnp.sum(ragged.matmul(x, w, preferred_element_type=jnp.float8
 jax.linear_transpose(lambda x, w: ragged.grouped_matmul(x, w, sizes), x.data, w)(jnp.ones((16, 6)))
 """,
     "Letters": """
-ragged.einsum("t d, g d e -> t e", x, w, bias=1)
 ragged.einsum("a b, b c -> a c", x.data, w[0])
 ragged.einsum(3, x, w)
 ragged.einsum("t d, g d e", x, w)
@@ -196,11 +209,15 @@ ragged.einsum("t d, g d e -> t e", GroupedTensor(None, sizes), w)
 ragged.einsum("t d, d e -> t e", x, w)
 ragged.einsum("g m k, h k n -> g m n", u, u.mT)
 ragged.einsum("t d, g d e -> t g e", x, u)
+ragged.einsum("t d, g d e -> g t e", x, u)
+ragged.einsum("t g d, g d e -> t e", GroupedTensor(jnp.ones((16, 4, 8)), sizes), u)
 ragged.einsum("g m k, g k n -> m g n", u, u.mT)
+ragged.einsum("g m k, g k n -> m n", u, u.mT)
 ragged.einsum("t d, g d e -> t f", x, w)
 ragged.einsum("t d, g d e -> t d", x, w)
 ragged.einsum("t h d, g d e -> t e", heads, w)
 ragged.einsum("t d, g t e -> t d e", x, jnp.ones((4, 16, 6)))
+ragged.einsum("t d, t e -> g d e", x, jnp.ones((16, 6)))
 ragged.einsum("t d, t e -> t d e", x, x)
 ragged.einsum("t d, t e -> g d e", x, GroupedTensor(x.data, sizes[::-1]))
 ragged.einsum("t h d, s h d -> h t s", heads, heads)
@@ -221,15 +238,29 @@ ragged.explain(x, w, spec="t d, g d e -> t f")
 """,
     "Epilogues and gates": """
 ragged.gated_matmul(heads, w, w)
-ragged.gated_matmul(x, w, w, activation=jax.nn.silu)
+ragged.gated_matmul(x, w)
+ragged.gated_matmul(x, u)
+ragged.gated_matmul(x, w, w, activation="swish")
+ragged.gated_matmul(x, w, columns="thirds")
+ragged.gated_matmul(x, w, w, columns="halves")
+ragged.gated_matmul(x, w[..., :5], columns="halves")
+ragged.gated_matmul(x, w, w, activation=lambda gate, up: gate * jax.nn.softmax(up))
+ragged.gated_matmul(x, w, w, activation=jax.nn.softmax)
+ragged.matmul(x, w, activation=jax.nn.softmax)
+ragged.matmul(x, w, activation=lambda z: z.T)
+ragged.matmul(x, w, activation=lambda z: (z, z))
+ragged.matmul(x, w, activation=lambda z: z > 0)
+ragged.matmul(x, w, activation=lambda z: z * jnp.ones(6))
+ragged.matmul(x, w, activation=lambda z: z * jnp.arange(6.0))
+jax.grad(lambda w: ragged.matmul(x, w, activation=lambda z: z * w[0, 0, 0]).data.sum())(w)
+ragged.matmul(x, w, activation=lambda z: [z, jax.debug.print("z")][0])
+ragged.matmul(x, w, activation=jnp.add)
 ragged.matmul(x, w, activation="swish")
 ragged.matmul(x, w, activation="silu", save="nothing")
 ragged.matmul(x, w, bias=jnp.ones((4, 6), jnp.int32))
 ragged.matmul(x, w, bias=jnp.ones((3, 6)))
 ragged.matmul(columns, x, activation="silu")
 ragged.matmul(x.astype(jnp.int8), w.astype(jnp.int8), activation="relu")
-ragged.gated_matmul(x, w, w, existing_out=w)
-ragged.gated_matmul(x, w, w, group_sizes=sizes)
 ragged.gated_matmul(x, w, w[:, :, :2])
 ragged.gated_matmul(x, w, w, recipe=delayed)
 ragged.gated_matmul(x, w, w, bias=jnp.ones((4, 6)))
@@ -237,25 +268,54 @@ ragged.gated_matmul(x, w, w, bias=jnp.ones((4, 6)))
     "Plain arrays": """
 ragged.grouped_matmul(x, w, sizes)
 ragged.grouped_matmul(w, w, sizes)
+ragged.grouped_matmul(x.data, w[0], sizes)
 ragged.grouped_matmul(x.data, w, sizes.astype(jnp.int8))
 ragged.grouped_matmul(x.data, w, sizes, transpose_rhs=True)
 ragged.grouped_matmul(x.data, jnp.ones((5, 8, 6)), sizes)
 ragged.grouped_matmul(x.data, w, sizes, input_buffer_count=0)
+ragged.grouped_matmul(x.data, w, sizes, interpret="yes")
+ragged.grouped_matmul(x.data, w, sizes, tiling=lambda m, k, n: None)
+ragged.grouped_matmul(x.data, w, sizes, tiling=(8, 8))
+ragged.grouped_matmul(x.data, w, sizes, tiling=(8, 8, 8), backend=tuning.XlaConfig(m=(8,)))
 ragged.grouped_matmul(x.data, w, sizes, existing_out="here")
 ragged.transposed_grouped_matmul(x.data, x.data, sizes)
+ragged.lax.ragged_dot(x, w, sizes)
+ragged.lax.ragged_dot(x.data, w, [3, 5, 0, 4])
+ragged.lax.ragged_dot(x.data, w[:3], sizes)
+ragged.lax.ragged_dot(x.data, w, sizes, "most")
+ragged.lax.ragged_dot_general(x.data, w, sizes, (((1,), (1,)), ((), ())))
+ragged.lax.ragged_dot_general(x.data, w, sizes, jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], []))
+ragged.lax.ragged_dot_general(w, w.mT, sizes, batched, group_offset=1)
 """,
     "Routes": """
 ragged.route(jnp.array([0.0, 1.0]), 2)
 ragged.route(jnp.zeros((2, 2, 2), jnp.int32), 2)
+ragged.route(jnp.int32(0), 2)
 ragged.route(jnp.array([0, 1]), 0)
 route.dispatch([1.0, 2.0])
 route.dispatch(jnp.ones((3, 8)))
+route.dispatch(jnp.ones(4))
+route.dispatch(jnp.ones((2, 2, 8)))
+route.gathered(jnp.ones((4, 2, 8)))
+pairs.gathered(tokens) * ragged.per_row(jnp.ones(8))
+1 / route.gathered(tokens) + route.dispatch(tokens)
+jnp.ones((4, 8)) - route.gathered(tokens)
+route.gathered(tokens).map(jnp.add, route.gathered(tokens))
+route.gathered(tokens).map(deeper)
+route.gathered(tokens).sum(-1)
+route.gathered(tokens)[0]
+len(route.gathered(tokens))
+list(route.gathered(tokens))
+1.0 in route.gathered(tokens)
+bool(route.gathered(tokens) > 0)
+jnp.exp(route.gathered(tokens))
 route.combine(jnp.ones((4, 8)))
 route.combine(x)
 route.combine(GroupedTensor(jnp.ones((4, 8)), jnp.array([1, 1, 2], jnp.int32)))
 route.combine(GroupedTensor(jnp.ones((4, 8), jnp.int32), route.first_dims), jnp.ones(4))
 route.combine(route.dispatch(jnp.ones((4, 8))), jnp.ones(4, jnp.int32))
 route.combine(route.dispatch(jnp.ones((4, 8))), jnp.ones((4, 2)))
+pairs.combine(pairs.dispatch(tokens), jnp.ones((2, 2, 2)))
 """,
     "Quantised numbers": """
 ragged.quantize(x, jnp.float16, "row")
@@ -302,10 +362,12 @@ ragged.error_table(x, w, ["rowwise"]).plot("backward")
 """,
     "Configurations and tuning": """
 tuning.XlaConfig(m=0)
-ragged.matmul(x, w, config=tuning.XlaConfig(m=(8,)), tiling=(8, 8, 8))
-ragged.matmul(x, w, config=tuning.XlaConfig(m=(8,)), backend="pallas_tpu", interpret=True)
-ragged.matmul(x, w, config="fast")
-ragged.matmul(x, w, config=(tuning.XlaConfig(m=(8,)), tuning.XlaConfig(m=(16,))))
+tuning.TpuConfig(interpret="yes")
+ragged.matmul(x, w, backend=tuning.Configs(tuning.XlaConfig(m=(8,)), tuning.TpuConfig(m=8, k=128, n=128)))
+ragged.matmul(x, w, backend=tuning.Configs("fast"))
+tuning.using("fast")
+tuning.using(tuning.XlaConfig(m=(8,)), tuning.XlaConfig(m=(16,)))
+tuning.using(tuning.TpuConfig(interpret=True))
 tuning.using(tuning.Configs(tuning.XlaConfig(m=(8,))), tuning.XlaConfig(m=(8,)))
 tuning.using(cached="no")
 tuning.sample_sizes("skewed", 4, 16)
@@ -313,8 +375,8 @@ tuning.sample_sizes("even", 0, 16)
 tuning.candidates(x, w, most=0)
 tuning.candidates(xs, ws)
 tuning.autotune(x, w, seconds=0)
-tuning.autotune(x, w, tiling=(8, 8, 8))
-tuning.autotune(x, w, backend="pallas_tpu", interpret=True)
+tuning.autotune(x, w, backend=tuning.XlaConfig(m=(8,)))
+tuning.autotune(x, w, backend=tuning.TpuConfig(interpret=True))
 tuning.autotune(lambda x: x.sum(), x)
 tuning.autotune(lambda x: x @ w, x, backend="xla")
 tuning.autotune(x, w, w)
@@ -350,6 +412,7 @@ ragged.matmul(xs, w, out_sharding=P(unreduced={"e"}))
 ragged.sharded_matmul(x, w, mesh=auto, in_specs=(P("a"), P()), out_specs=P("a"), recipe=recipe)
 ragged.sharded_matmul(x, w, mesh="auto", in_specs=(P("a"), P()), out_specs=P("a"))
 ragged.sharded_matmul(x, w, mesh=auto, in_specs=P("a"), out_specs=P("a"))
+ragged.sharded_matmul(x, w, mesh=auto, in_specs=(P("a"), P()), out_specs=P("a"), alpha=2.0)
 ragged.sharded_matmul(x, w, mesh=auto, in_specs=("a", P()), out_specs=P("a"))
 ragged.sharded_matmul(x, w, mesh=auto, in_specs=(P("a"), P()), out_specs=P(unreduced={"a"}))
 ragged.sharded_matmul(x, w, mesh=auto, in_specs=(P("a", "a"), P()), out_specs=P("a"))
@@ -381,15 +444,33 @@ ragged.parallel.estimate(tokens=8, d=8, hidden=8, experts=4, top_k=2, devices=2,
 """,
     "Layers": """
 ragged.nn.GroupedLinear(0, 8, 4, key=jax.random.key(0))
-ragged.nn.MoE(8, 16, 4, top_k=5, key=jax.random.key(0))
-ragged.nn.MoE(8, 16, 4, 2, activation="swish", key=jax.random.key(0))
-ragged.nn.MoE(8, 16, 4, 2, save="all", key=jax.random.key(0))
-ragged.nn.MoE(8, 16, 4, 2, choose=2, key=jax.random.key(0))
-ragged.nn.MoE(8, 16, 4, 2, choose=lambda logits: jax.lax.top_k(logits, 3), key=jax.random.key(0))(rows)
-ragged.nn.MoE(8, 16, 4, 2, axis="a", tensor_axis="a", key=jax.random.key(0))
+ragged.nn.Router(8, 4, top_k=5, key=key)
+ragged.nn.Router(8, 4, 2, score="relu", key=key)
+ragged.nn.Router(8, 4, 2, groups=(3, 1), key=key)
+router.with_selection_bias(jnp.zeros(3))
+ragged.nn.Experts(8, 16, 4, activation="swish", key=key)
+ragged.nn.Experts(8, 16, 4, gated=False, activation=lambda gate, up: gate * up, key=key)
+ragged.nn.Experts(8, 16, 4, save="all", key=key)
+ragged.nn.MoE(2, experts)
+ragged.nn.MoE(router, 4)
+ragged.nn.MoE(router, ragged.nn.Experts(8, 16, 3, key=key))
+ragged.nn.MoE(router, experts, experts)
+ragged.nn.MoE(router, experts, shared_gate=jnp.zeros(8))
+ragged.nn.MoE(lambda x: jax.lax.top_k(x[1:], 3), experts)(x.data)
+ragged.nn.MoE(lambda x: jax.lax.top_k(x, 2)[::-1], experts)(x.data)
+ragged.nn.MoE(lambda x: x, experts)(x.data)
+ragged.nn.MoE(lambda x: (x, jnp.full(x.shape, 4)), experts)(x.data)
+ragged.nn.MoE(router, experts, axis="a", tensor_axis="a")
 jax.export.export(jax.jit(lambda m: m.router))(moe_relu).serialize()
 moe(jnp.ones((4, 8), jnp.int32))
 moe(jnp.ones((2, 4, 8)))
+moe(heads)
+moe(x, mask=jnp.arange(16) < 12)
+moe(x.data, mask=jnp.arange(12) < 12)
+moe(x.data, jnp.arange(16))
+ragged.nn.MoE(lambda x, ids: jax.lax.top_k(x, 2), experts)(x.data, jnp.arange(15))
+moe(x.data, routing=(jnp.ones((15, 2)), jnp.zeros((15, 2), jnp.int32)))
+moe(x.data, routing=(jnp.ones((16, 2)), jnp.full((16, 2), 4)))
 moe_over(jnp.ones((4, 8)))
 with jax.set_mesh(auto): moe_over(jnp.ones((5, 8)))
 with jax.set_mesh(two): over(lambda t: moe_two(t)[0], jnp.ones((4, 8)), axis_names={"a"}, mesh=two)
@@ -397,9 +478,9 @@ with jax.set_mesh(two): over(lambda t: moe_two(t)[0], jnp.ones((4, 8)), axis_nam
 }
 
 UNREACHED = {
-    "_autotune.py:autotune": "one needs a program of several processes",
-    "_explanation.py:plot": "one needs a machine without matplotlib",
-    "quant/error_table.py:plot": "one needs a machine without matplotlib",
+    "tuning/search.py:autotune": "one needs a program of several processes",
+    "tools/explanation.py:plot": "one needs a machine without matplotlib",
+    "tools/error_table.py:plot": "one needs a machine without matplotlib",
 }
 """Where `fail` is called and the page shows no call, and why."""
 
@@ -412,7 +493,7 @@ def places() -> dict[Place, str]:
     found: dict[Place, str] = {}
     for path in sorted((ROOT / "ragged").rglob("*.py")):
         file = str(path.relative_to(ROOT / "ragged"))
-        if file in ("_errors.py", "__main__.py", "conformance.py"):
+        if file in ("core/errors.py", "__main__.py", "conformance/__init__.py"):
             continue
 
         def visit(node: ast.AST, function: str, file: str = file) -> None:
@@ -432,19 +513,19 @@ def places() -> dict[Place, str]:
 def seen() -> Iterator[set[tuple[str, int]]]:
     """The lines from which errors were made."""
     lines: set[tuple[str, int]] = set()
-    text = _errors.Site.text
+    text = errors.Site.text
 
-    def noted(self: Any, problem: str, mend: str) -> str:
+    def noted(self: Any, problem: str, hint: str) -> str:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:  # past `fail`, and what checks annotations
             file = Path(frame.f_code.co_filename)
-            if file.is_relative_to(ROOT / "ragged") and file.name != "_errors.py":
+            if file.is_relative_to(ROOT / "ragged") and file.name != "errors.py":
                 lines.add((str(file.relative_to(ROOT / "ragged")), frame.f_lineno))
                 break
             frame = frame.f_back
-        return text(self, problem, mend)
+        return text(self, problem, hint)
 
-    with patch.object(_errors.Site, "text", noted):
+    with patch.object(errors.Site, "text", noted):
         yield lines
 
 
@@ -457,11 +538,11 @@ def raised(code: str, names: dict[str, Any]) -> Exception | None:
 
 
 def told(error: Exception) -> str:
-    """The error as a page shows it: of one at run time, what is ours of the text."""
+    """The error as a page shows it; of a run-time error only the message, which Equinox prints after a stack."""
     text = str(error)
     name = type(error).__name__
     if isinstance(error, eqx.EquinoxRuntimeError):
-        text = text[text.index("`GroupedTensor") :].split("\n\n")[0].split("\n---")[0]
+        text = text.split("equinox.EquinoxRuntimeError: ")[-1].split("\n\n")[0].split("\n---")[0]
     return f"{name}: {text}".strip()
 
 
@@ -485,12 +566,16 @@ def page() -> tuple[str, set[tuple[str, int]]]:
 
 HEAD = """# Errors
 
-What is raised, and by which call. The form is always the same: the call and what is wrong; what came; the mend.
-`TypeError` is for a wrong kind or dtype, `ValueError` for shapes, sizes and options, `NotImplementedError` for a sound
-request that isn't supported.
+This page lists the errors of the library, with calls that raise them. To find the cause of an error, search the page
+for a part of its text.
 
-`python -m tests.errors` writes this page, and a test compares: each call raises what is shown, and every place in the
-package that raises such an error is reached, but for those that `tests/errors.py` names with a reason. All calls follow
+Every error has three parts: the call and the problem, the arguments that it received, and a hint. A `TypeError` means a
+wrong kind or dtype. A `ValueError` means wrong shapes, sizes or options. A `NotImplementedError` means a valid request
+that the library doesn't support.
+
+`python -m tests.errors` writes this page. A test checks that each call raises the error shown, and that the page covers
+every place in the package that raises such an error, except those that `tests/errors.py` lists with a reason. All calls
+run after
 
 ```text
 {setup}

@@ -87,8 +87,7 @@ def compile_for(chip: str, function: Callable[..., Any], *avals: Any) -> list[Ke
     Fails for what couldn't be launched: PTX too new for XLA, too much shared memory, another number of threads than
     the code is for; and for `ragged`'s kernel if XLA couldn't launch it twice, as a part of a CUDA graph.
     """
-    payloads = _payloads(lower_for(chip, function, *avals).compiler_ir("stablehlo"))
-    return [_kernel(chip, payload) for payload in payloads]
+    return [_kernel(chip, payload) for payload in payloads(lower_for(chip, function, *avals))]
 
 
 def lower_for(chip: str, function: Callable[..., Any], *avals: Any) -> Any:
@@ -166,8 +165,8 @@ def _without_gpu() -> Any:
     return mock.patch.object(library, "get_compute_capability", side_effect=RuntimeError("no GPU"))
 
 
-def _payloads(module: Any) -> list[bytes]:
-    """The protos of jax-triton's custom calls."""
+def payloads(lowered: Any) -> list[bytes]:
+    """The protos of the custom calls by which a lowered program launches kernels."""
     target = triton_call.load().CUSTOM_CALL_TARGET_NAME
     found = []
 
@@ -176,7 +175,7 @@ def _payloads(module: Any) -> list[bytes]:
             found.append(zlib.decompress(operation.attributes["mhlo.backend_config"]["opaque"].value_bytes))
         return ir.WalkResult.ADVANCE
 
-    module.operation.walk(visit)
+    lowered.compiler_ir("stablehlo").operation.walk(visit)
     return found
 
 
@@ -203,8 +202,8 @@ def _kernel(chip: str, payload: bytes) -> Kernel:
     shared = kernel.get(3, 0)
     assert shared <= SHARED_BYTES[chip], f"`{name}` takes {shared} bytes of shared memory: too many for {chip}"
     done = _assemble(ptx, architecture)
-    scratch, is_variant = kernel.get(12, 0), done.sass_counts["UTMASTG"] or "setmaxnreg" in ptx
-    assert name != "grouped_product" or not scratch or is_variant, f"`{name}` takes scratch: no CUDA graph can have it"
+    scratch = kernel.get(12, 0)
+    assert name != "grouped_product" or not scratch, f"`{name}` takes scratch: no CUDA graph can have it"
     return Kernel(name, ptx, done.registers, done.spill_bytes, shared, threads, done.remarks, done.sass_counts)
 
 

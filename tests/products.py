@@ -7,10 +7,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from ragged.backends.base import Launch, Target
-from ragged.backends.config import in_context
+from ragged.core.errors import Site
+from ragged.core.scales import Scales
+from ragged.primitive.lowering import BACKENDS, prepared
+from ragged.product.config import in_context
+from ragged.product.function import function_of
 from ragged.product.layout import Product
-from ragged.product.lowering import BACKENDS, prepared
-from ragged.product.operands import Call, Ending, Epilogue, Operand, Operands, Options, Scales
+from ragged.product.operands import Call, Epilogue, EpilogueSpec, Operand, Operands, Options
 
 ANY_TARGET = Target()
 
@@ -39,7 +42,7 @@ def product(
     existing_out: Any = None,
     lhs_scales: Scales | None = None,
     rhs_scales: Scales | None = None,
-    ending: Ending | None = None,
+    epilogue: EpilogueSpec | None = None,
     bias: Array | None = None,
     up: Operand | None = None,
     up_bias: Array | None = None,
@@ -49,16 +52,15 @@ def product(
 ) -> Any:
     """`axes` are the letters of `lhs`, `rhs` and the result, whose shape is `shape` without a batch axis.
 
-    With an `ending`, a list of what it says is stored.
+    With an `epilogue`, a list of the arrays that it stores.
     """
     ragged = "".join(letter for letter in "mkn" if letter in sizes)
-    options = Options(
-        precision, backend, tiling, target.interpret, input_buffer_count, configs=in_context().configs, source="using"
-    )
+    options = Options(precision, backend, target.interpret, in_context().configs, "using", tiling=tiling)
+    options = options._replace(buffers=input_buffer_count)
     dtype, keeps = jnp.dtype(preferred_element_type), not sum_batch
-    call = Call(Product(*axes, ragged), shape, dtype, options, out_batch=keeps, ending=ending)
-    operands, epilogue = (Operand(lhs, lhs_scales), Operand(rhs, rhs_scales)), Epilogue(existing_out, bias, up, up_bias)
-    return run(backend, Operands(*operands, sizes, group_offset, epilogue), call, target)
+    call = Call(Product(*axes, ragged), shape, dtype, options, out_batch=keeps, epilogue=epilogue)
+    operands, arrays = (Operand(lhs, lhs_scales), Operand(rhs, rhs_scales)), Epilogue(existing_out, bias, up, up_bias)
+    return run(backend, Operands(*operands, sizes, group_offset, arrays), call, target)
 
 
 def grouped_matmul(
@@ -90,3 +92,8 @@ def tiled_matmul(
 ) -> Array:
     """Two or three letters ragged."""
     return product(backend, lhs, rhs, sizes, axes, options.pop("shape"), **options)
+
+
+def epilogue_spec(activation: Any, stored: tuple[bool, ...]) -> EpilogueSpec:
+    """What a kernel stores of float32 sums: of the result, and of each of the one or two products."""
+    return EpilogueSpec(function_of(Site("test"), activation, len(stored) - 1, jnp.float32), stored)

@@ -12,10 +12,9 @@ from jax.experimental import pallas
 from ragged.backends.base import Launch, Target
 from ragged.backends.gpu import call as triton_call
 from ragged.backends.xla import backend as xla
-from ragged.product import lowering
+from ragged.primitive import lowering
 from ragged.product.operands import Call, Operands
-
-from . import gpu
+from tests import gpu
 
 Launches = list[tuple[str, str]]
 

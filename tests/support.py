@@ -1,9 +1,9 @@
-"""What runs where: layout × backend × dtype × transformation, as `docs/support.md` has it.
+"""Writes `docs/support.md`: which backend computes each layout, dtype and transformation, on each device.
 
     python -m tests.support          writes the page, or the file that is named
 
-Each combination is traced, and each product that it comes to is planned for each device, as its lowering does.
-`tests/test_support.py` compares the page, and computes some of each beside the oracle.
+Each combination is traced, and each of its products is planned for each device, as its lowering does.
+`tests/docs/test_support.py` compares the page with a new one, and some of the combinations with the oracle.
 """
 
 import itertools
@@ -22,10 +22,10 @@ from jax.sharding import AbstractDevice
 import ragged
 from ragged import GroupedTensor
 from ragged.backends.base import Target
-from ragged.product import lowering
+from ragged.primitive import lowering
 from ragged.product.operands import Call, Operands
-
-from .cases import LETTERS, NAMES
+from ragged.tensor.base import with_fields
+from tests.cases import LETTERS, NAMES
 
 PAGE = Path(__file__).parent.parent / "docs" / "support.md"
 GROUPS, CAPACITY, EXTENT = 4, 1024, 256
@@ -86,7 +86,7 @@ class Like(NamedTuple):
 
 
 def on_buffers(product: Product, lhs: GroupedTensor, rhs: GroupedTensor) -> Callable[[Array, Array], Array]:
-    return lambda a, b: product(lhs._replace_data(a), rhs._replace_data(b)).data
+    return lambda a, b: product(lhs.with_data(a), rhs.with_data(b)).data
 
 
 def value(product: Product, lhs: GroupedTensor, rhs: GroupedTensor, like: Like) -> Any:
@@ -115,7 +115,7 @@ def vmap(product: Product, lhs: GroupedTensor, rhs: GroupedTensor, like: Like, *
 
     def with_sizes(x: GroupedTensor, leaves: GroupedTensor, sizes: Callable[[Any], Any]) -> GroupedTensor:
         names = [name for name in ("first_dims", "last_dims") if getattr(x, name) is not None]
-        return leaves._with(**{name: sizes(getattr(x, name)) for name in names})
+        return with_fields(leaves, **{name: sizes(getattr(x, name)) for name in names})
 
     axes = [with_sizes(x, jax.tree.map(lambda _: 0, x), lambda _: of_sizes) for x in (lhs, rhs)]
     stacked = [jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), x) for x in (lhs, rhs)]
@@ -143,7 +143,7 @@ def shapes(layout: str) -> tuple[GroupedTensor, GroupedTensor]:
         shape = [CAPACITY if each else EXTENT for each in is_ragged]
         shape = [CAPACITY, EXTENT] if all(is_ragged) else shape if any(is_ragged) else [GROUPS, *shape]
         sizes = [jax.ShapeDtypeStruct((GROUPS,), jnp.int32) if each else None for each in is_ragged]
-        return GroupedTensor(jax.ShapeDtypeStruct(tuple(shape), jnp.float32), *sizes)
+        return GroupedTensor(jax.ShapeDtypeStruct(tuple(shape), jnp.float32), sizes[0], sizes[1])
 
     return tensor("mk"), tensor("kn")
 
@@ -204,18 +204,39 @@ def found() -> dict[tuple[str, str], Cell]:
 
 HEAD = """# What is supported
 
-Which combinations of layout, backend, dtype and transformation there are, and what computes them. Written by
-`python -m tests.support`, which lowers each combination, and plans each of its products for each device.
-`tests/test_support.py` compares this page, and computes some of the combinations, with the kernels interpreted, beside
-a loop over groups in NumPy and float64.
+This page shows where `ragged.matmul` runs kernels made for the platform, and where XLA computes the product instead.
+There is one table for each platform.
 
-- ●: the backend's own kernels, in all eight layouts. ◐: in some, and XLA's in others. ○: XLA's in all. –: an error, or
-  nothing: integers have no derivatives.
-- Both operands have one format. Those with scales are quantised along what is contracted; a recipe quantises operands
-  of bfloat16.
-- `jvp` and `grad` are by both operands. `vmap` maps both, with the same sizes for each element or, with "sizes too",
-  sizes of its own.
-- `jit`, `scan` and `remat` run the same products.
+| mark | meaning |
+|---|---|
+| ● | the backend named in the heading computes all eight layouts |
+| ◐ | this backend computes some layouts, and XLA computes the layouts in the note |
+| ○ | XLA computes all eight layouts |
+| – | not supported. The note has the error. Without a note: JAX doesn't differentiate integers |
+
+A number in brackets is the number of a note at the end of the page. [Layouts](layouts.md) are the eight products. Each
+row is a format of both operands:
+
+- a dtype without scales, such as `bfloat16`;
+- a dtype with scales: [`ragged.quantize`](quantisation.md) quantised both operands along the contracted dim;
+- a recipe: the operands are bfloat16, and the [recipe](training.md) quantises them in the product.
+
+Operands of different formats, and other limits, are on the pages [TPU](tpu.md) and [GPU](gpu.md).
+
+The column "on" names the devices; "all" is v5e and tpu7x in the table of TPUs, and A100, H200 and B200 in the table of
+GPUs. The other columns are transformations:
+
+| column | what is computed |
+|---|---|
+| value | the product; `jit`, `scan` and `remat` run the same kernels |
+| `jvp`, `grad` | derivatives with respect to both operands |
+| `grad` of `grad` | second derivatives |
+| `vmap` | products of a batch whose elements share the group sizes |
+| `vmap`, sizes too | products of a batch whose elements have different group sizes |
+
+`python -m tests.support` writes this page: it plans each combination as JAX's lowering does, and reads which backend
+computes each of its products. `tests/docs/test_support.py` checks that the page is up to date, and compares a sample of
+the combinations with a NumPy reference.
 """
 
 
@@ -232,9 +253,10 @@ def page(cells: dict[tuple[str, str], Cell]) -> str:
             return "●"
         if not errors and len(others) == len(NAMES) and set(others.values()) == {"xla"}:
             return "○"
-        words = {"xla": "XLA's kernels", f"{backend} and xla": "XLA's kernels for some of the products"}
+        shared = "XLA computes some of a call's products (`grad` has two), and the backend the others, for"
+        words = {"xla": "XLA computes", f"{backend} and xla": shared}
         said = (
-            f"{words[text]}: {', '.join(f'`{layout}`' for layout in others if others[layout] == text)}."
+            f"{words[text]} {', '.join(f'`{layout}`' for layout in others if others[layout] == text)}."
             for text in sorted(set(others.values()) - errors)
         )
         text = " ".join(errors or said)

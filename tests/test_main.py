@@ -13,8 +13,7 @@ import pytest
 
 import ragged
 from ragged.__main__ import main
-
-from .cases import LETTERS, NAMES
+from tests.cases import LETTERS, NAMES
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--m", "96", "--k", "64", "--n", "48", "--groups", "4"]
@@ -58,7 +57,7 @@ def bare(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str
 
 
 def test_info_on_a_bare_machine(tmp_path: Path) -> None:
-    """T10: without TPU, GPU, Triton and matplotlib; what isn't there, and why."""
+    """Without TPU, GPU, Triton and matplotlib; what isn't there, and why."""
     found = bare("info", RAGGED_TUNING_CACHE=str(tmp_path / "none.json"))
     assert (found.returncode, found.stderr) == (0, "")
     lines = [" ".join(line.split()) for line in found.stdout.splitlines()]
@@ -70,8 +69,8 @@ def test_info_on_a_bare_machine(tmp_path: Path) -> None:
         "matplotlib not installed",
         "device cpu: cpu × 1",
         "xla runs here",
-        "pallas_tpu lowers for tpu, which isn't here; runs interpreted, with `interpret=True`",
-        "triton_gpu not available: there is no Triton here: `pip install 'jax[cuda13]' jax-triton triton`",
+        "pallas_tpu lowers for tpu, which isn't here; runs interpreted, with `interpret=True` in its configuration",
+        "triton_gpu not available: Triton is not installed: `pip install 'jax-ragged[cuda]'`",
         f"tuning cache {tmp_path / 'none.json'}",
         "0 configurations",
     ):
@@ -79,14 +78,14 @@ def test_info_on_a_bare_machine(tmp_path: Path) -> None:
 
 
 def test_a_bare_machine_draws_nothing() -> None:
-    """T10: a plot names what to install."""
+    """A plot names what to install."""
     failed = bare("explain", *SMALL, "--plot", "/nowhere/plot.png")
     assert (failed.returncode, failed.stdout) == (1, "")
     assert "it needs matplotlib.\nInstall it: `pip install matplotlib`." in failed.stderr
 
 
 def test_info(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """T10, O5: what is there; the cache's entries, and why one is not read."""
+    """What is there; the cache's entries, and why one is not read."""
     file = tmp_path / "tuning.json"
     monkeypatch.setenv("RAGGED_TUNING_CACHE", str(file))
     found = json.loads(run(capsys, "info", "--json"))
@@ -103,13 +102,13 @@ def test_info(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: p
     file.write_text("no cache at all")
     assert f"the tuning cache {file} is ignored: it is not a tuning cache." in run(capsys, "info")
     monkeypatch.setenv("RAGGED_TUNING_CACHE", "off")
-    assert "none: `RAGGED_TUNING_CACHE` says so" in run(capsys, "info")
+    assert "none: `RAGGED_TUNING_CACHE` disables it" in run(capsys, "info")
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("layout", NAMES)
 def test_explain_of_each_layout(layout: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """T10: shapes and sizes on the command line, as JSON."""
+    """Shapes and sizes on the command line, as JSON."""
     found = json.loads(run(capsys, "explain", "--layout", layout, *SMALL, "--sizes", "zipf", "--json"))
     assert found["layout"] == layout and found["num_groups"] == 4
     extent = {"m": 96, "k": 64, "n": 48}
@@ -124,7 +123,7 @@ def test_explain_of_each_layout(layout: str, capsys: pytest.CaptureFixture[str])
 
 
 def test_explain(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """T10: as `ragged.explain` has it; a list of sizes, a recipe, a device, a plot."""
+    """As `ragged.explain` has it; a list of sizes, a recipe, a device, a plot."""
     product = ["explain", *SMALL, "--sizes", "30,0,50,7", "--recipe", "rowwise", "--device", "TPU v6 lite"]
     said = run(capsys, *product, "--dtype", "float32", "--plot", str(tmp_path / "plot.svg"))
     x = ragged.GroupedTensor(jnp.ones((96, 64)), jnp.array([30, 0, 50, 7], jnp.int32))
@@ -140,16 +139,16 @@ def test_explain(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     [
         ([], "the following arguments are required: command"),
         (["explain", "--m", "8"], "the following arguments are required: --k, --n, --groups"),
-        (["explain", *SMALL, "--m", "0"], "argument --m: '0' is no int, 1 or more"),
-        (["explain", *SMALL, "--seed", "-1"], "argument --seed: '-1' is no int, 0 or more"),
+        (["explain", *SMALL, "--m", "0"], "argument --m: '0' is not an int of at least 1"),
+        (["explain", *SMALL, "--seed", "-1"], "argument --seed: '-1' is not an int of at least 0"),
         (["explain", *SMALL, "--layout", "gmm"], "argument --layout: invalid choice: 'gmm'"),
-        (["explain", *SMALL, "--sizes", "pareto"], "'pareto' is neither of even, random, zipf, one nor a list of ints"),
-        (["explain", *SMALL, "--sizes", "1,2,3"], "--sizes must be 4 sizes, of 96 in all at most, for --m"),
-        (["explain", *SMALL, "--sizes", "90,2,3,4"], "--sizes must be 4 sizes, of 96 in all at most, for --m"),
-        (["explain", *SMALL, "--sizes", "90,-2,3,4"], "--sizes must be 4 sizes, of 96 in all at most, for --m"),
-        (["explain", *SMALL, "--dtype", "float3"], "--dtype 'float3' is no dtype"),
-        (["bench", *SMALL, "--seconds", "nan"], "argument --seconds: 'nan' is no positive number"),
-        (["tune", *SMALL, "--seconds", "-3"], "argument --seconds: '-3' is no positive number"),
+        (["explain", *SMALL, "--sizes", "pareto"], "'pareto' is not a list of ints or one of even, random, zipf, one"),
+        (["explain", *SMALL, "--sizes", "1,2,3"], "--sizes must list 4 sizes, at most 96 in total, for --m"),
+        (["explain", *SMALL, "--sizes", "90,2,3,4"], "--sizes must list 4 sizes, at most 96 in total, for --m"),
+        (["explain", *SMALL, "--sizes", "90,-2,3,4"], "--sizes must list 4 sizes, at most 96 in total, for --m"),
+        (["explain", *SMALL, "--dtype", "float3"], "--dtype 'float3' is not a dtype"),
+        (["bench", *SMALL, "--seconds", "nan"], "argument --seconds: 'nan' is not a positive number"),
+        (["tune", *SMALL, "--seconds", "-3"], "argument --seconds: '-3' is not a positive number"),
     ],
 )
 def test_usage(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,9 +161,9 @@ def test_failures(capsys: pytest.CaptureFixture[str]) -> None:
     assert "ragged bench: ValueError: " in said and "backend 'pallas_tpu' does not run on cpu." in said
     assert "Traceback" not in said
     said = run(capsys, "explain", *SMALL, "--device", "abacus", code=1)
-    assert "`device` is 'abacus', of no kind that kernels are for." in said
+    assert "`device` is 'abacus', neither a TPU nor an NVIDIA GPU." in said
     said = run(capsys, "explain", *SMALL, "--dtype", "int8", "--recipe", "rowwise", code=1)
-    assert "TypeError" in said and "It quantises floats of 16 bits or more." in said
+    assert "TypeError" in said and "A recipe quantises floats of 16 bits or more." in said
 
 
 def test_bench(capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,7 +192,7 @@ def test_bench_of_each_layout(layout: str, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_tune(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """O5: what the command line hands to `autotune`, and what it prints of it."""
+    """What the command line hands to `autotune`, and what it prints of it."""
     given: list[Any] = []
 
     class Found:
@@ -222,7 +221,7 @@ def test_tune(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.long
 def test_tune_measures(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """O5: what is found is in the cache, of which `info` tells."""
+    """What is found is in the cache, of which `info` tells."""
     monkeypatch.setenv("RAGGED_TUNING_CACHE", str(tmp_path / "tuning.json"))
     before = json.loads(run(capsys, "info", "--json"))["tuning_cache"]["entries"]
     found = json.loads(run(capsys, "tune", *SMALL, "--dtype", "float32", "--seconds", "0.05", "--json"))

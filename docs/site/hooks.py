@@ -17,9 +17,9 @@ REFERENCE = re.findall(
 # As they are in the repository, and where they are on the site.
 LINKS = [
     (r"\]\((?:\.\./)?examples/(\w+)\.py\)", r"](examples/\1.md)"),
-    (r"\]\((?:\.\./)?CHANGELOG\.md\)", "](changelog.md)"),
-    (r"\]\((?:\.\./)?CONTRIBUTING\.md\)", "](contributing.md)"),
-    (r"\]\(\.\./README\.md\)", "](index.md)"),
+    (r"\]\((?:\.\./)?CHANGELOG\.md", "](changelog.md"),
+    (r"\]\((?:\.\./)?CONTRIBUTING\.md", "](contributing.md"),
+    (r"\]\(\.\./README\.md", "](index.md"),
     (r"\]\(docs/", "]("),
     (r"\]\(([\w./-]+)\.ipynb", r"](\1.md"),
 ]

@@ -1,5 +1,4 @@
-"""What computes products, a folder for each. `base` is the contract.
+"""The backends, a folder each. `base` is their contract.
 
-A backend imports `base`, `schedule`, a product's `operands`, and number formats; nothing of another backend, and
-nothing that knows of `GroupedTensor`. Only `product.lowering` imports a backend.
+Backends don't import each other. `primitive.lowering` imports a backend when it first plans a product for it.
 """

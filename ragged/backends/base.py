@@ -1,164 +1,154 @@
-"""What a backend is: a module with four functions, found by its line in `product.lowering.BACKENDS`.
+"""The contract of a backend: a module with these four functions, listed in `primitive.lowering.BACKENDS`.
 
-    plan(call, x, target) -> Launch | Refusal       decides, from shapes and dtypes alone, what runs
-    run(launch, x) -> Array                         runs it; if the call has an `Ending`, all that this stores
-    candidates(launch, x) -> Iterable[Config]       configurations to try in place of the launch's, the best first
-    work(launch, x) -> Work                         counts what `run` multiplies, where sizes are known
+    plan(call, x, target) -> Launch | Refusal       chooses a kernel from shapes and dtypes alone, or refuses
+    run(launch, x) -> Array                         computes the product; a list of arrays if there is an `EpilogueSpec`
+    candidates(launch, x) -> Iterable[Config]       other configurations to measure, best first; may be empty
+    work(launch, x) -> Work                         counts tiles and FLOPs of `run`, for known sizes
 
-`x` are a product's `Operands`, for `plan` as avals; the product is `call.product`, an einsum of letters. After `plan`
-nothing refuses any more. XLA plans every product there is. `work` is for people, not for `run`: its `x` are avals, but
-for sizes and offset, NumPy's, and there is no batch axis.
+`x` is the product's `Operands`, with avals in `plan`. `call.product` is an einsum of letters. Only `plan` may refuse a
+product; XLA's refuses only illegal configurations. `work` serves `ragged.explain`: its `x` has no batch axis; sizes and
+offset are NumPy arrays, the others avals.
 
-**The contract.** All backends:
+Every backend, for the products that its `plan` accepts:
 
-- take any extents, any group sizes, and a batch axis in front of any operand (an operand without one is the same for
-  all batch elements; the result has one if any operand has, or with `call.out_batch` false is the sum over it);
-- read sizes on the device: nothing depends on their values at trace time;
-- never read or write outside the buffers, whatever the sizes are: a negative one counts as 0, and what would reach past
-  the capacity is cut off (`schedule.group_offsets`);
-- neither read the tail in any way that matters, nor leave anything but zeros in it;
-- let no group's values, NaN and infinity included, reach another group's part of the result: masks select, they never
-  multiply;
-- accumulate in float32 (int32 for integers, exactly; float64 for float64) and round once, to `call.dtype`;
-- give the same bits for the same inputs.
+- reads group sizes on the device: nothing depends on their values at trace time;
+- lets batch elements share operands without a batch axis. If any operand has one, so has the result, unless it is
+  summed over the batch (`call.out_batch` is false);
+- never reads or writes outside the buffers: negative sizes count as 0, and rows past the capacity are cut off
+  (`group_offsets`);
+- ignores the values in the tail of its operands, and writes zeros to the tail of the result;
+- keeps groups apart: no value of a group, not even NaN, reaches another group's part of the result. Masks select; they
+  never multiply;
+- accumulates in float32, or int32 for integers (in the operands' dtype if it has 32 or more bits), and rounds once, to
+  `call.dtype`;
+- returns the same bits for the same inputs.
 
-With one ragged letter, the uniform term, operand or result, holds the groups `x.offset, x.offset + 1, ...` of those
-that have sizes: rows of other groups come out zero, and a matrix of no group is zero.
+**Operands.** The value of a quantised operand is its data times its scales (see `scale_modes`). A packed buffer packs
+its first letter. Before `run`, `lowering.taken_by` copies gathered rows, merges levels of scales, and moves groups to
+whole blocks, unless the backend's entry in `BACKENDS` says otherwise (`gathers`, `two_levels`, `whole_blocks`).
 
-XLA's backend knows no endings: they are composed of its products, in `ragged._epilogue`.
+**Local groups.** With one ragged letter, the uniform operand or result holds the groups `x.offset, x.offset + 1, ...`.
+Rows of other groups are zero in the result. A matrix of the result is zero if the index of its group is negative, or
+not below `x.num_groups`.
 
-`x.epilogue.existing` is added to in the accumulator, before rounding. Its tail is zero already; its other elements that
-no product reaches stay as they are.
+**Epilogues.** If `call.epilogue`, an `EpilogueSpec`, isn't None, the product has biases, an activation or a gate; the
+arrays are in `x.epilogue`. If a backend has `has_epilogues=False`, as XLA's has, its `run` never gets a spec:
+`primitive.fused` computes the epilogue instead.
+
+**Existing values.** `x.epilogue.existing` is added to the accumulator before rounding. Callers of `run` have set its
+tail to zero. The result has it unchanged where there is no product, as in rows of other groups.
 """
 
 import json
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
-from ragged.backends import cache, schedule
-from ragged.product.operands import Call, Operands, Term, precision_name
-from ragged.quant.formats import Units, accumulator_dtype
+from ragged.backends import cache
+from ragged.core.formats import Units, accumulator_dtype
+from ragged.core.offsets import known_offsets
+from ragged.product.operands import Call, KernelOperand, Operands, precision_name
 
 
 class Target(NamedTuple):
-    """What a kernel is compiled for, and how. Backends ignore what means nothing to them."""
+    """The target that a kernel is compiled for."""
 
-    portable: bool = False  # it goes into an export, which refuses most custom calls
-    interpret: Any = False  # as in `pl.pallas_call`: run a Pallas or Triton kernel's body on the CPU
-    automatic: bool = False  # the program is for several devices, over which XLA partitions it
-    device: tuple[str, int] | None = None  # kind and number of cores (a GPU's: 0 for its kind's own), if known
+    portable: bool = False  # whether to avoid custom calls, because the program is exported
+    interpret: Any = False  # as in `pl.pallas_call`: run a kernel's body on the CPU
+    automatic: bool = False  # XLA partitions the program over several devices
+    device: tuple[str, int] | None = None  # kind and cores, or None if unknown; for a GPU, 0 means the kind's default
 
 
 DEFAULT_TPU = ("TPU v5 lite", 1)
-"""Kind and number of cores to tell Pallas where nothing says which TPU is lowered for."""
+"""Kind and number of cores for Pallas if the TPU isn't known at lowering."""
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a backend doesn't run a product. With a `mend`, it is for the caller to mend: an error. Without, XLA runs."""
+    """The reason not to run a product. With a hint, it is raised as an error; without one, XLA runs the product."""
 
     reason: str
-    mend: str = ""
+    hint: str = ""
     error: type[Exception] = ValueError
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What runs for a product on a target."""
+    """The plan of a product on a target: backend, kernel and configuration."""
 
     backend: str
     kernel: str
     call: Call
     target: Target
-    config: Any = None  # the backend's record: see `backends.config`
-    source: str = ""  # of the configuration: "tiling", "config", "using", "cache" or "model"
-    flops: int | None = None  # None where an extent is symbolic
-    bytes_accessed: int | None = None
-    visits: int | None = None  # products of two tiles, or tiles that get zeros, at most; None where nothing says
-    details: Any = None  # what else `run` has to know, as the backend puts it
-    passed_over: tuple[tuple[str, str], ...] = ()  # backends that would have come first, and why they don't run
+    config: Any = None  # see `product.config`
+    source: str = ""  # source of `config`: "tiling", "backend", "using", "cache" or "model"
+    flops: int | None = None  # None if an extent is symbolic
+    bytes_accessed: int | None = None  # likewise
+    visits: int | None = None  # upper bound on `visits + idle` of `Work`; None if unknown
+    details: Any = None  # private to the backend: `plan` sets it for `run`
+    passed_over: tuple[tuple[str, str], ...] = ()  # (backend, reason) of each preferred backend that refused
+    is_composed: bool = False  # whether separate products and XLA operations compute the `EpilogueSpec`
 
     def __str__(self) -> str:
         if self.kernel == "zeros":
             return "no product (an extent is 0)"
         why = [reason for _, reason in self.passed_over]
-        why += ["interpreted"] * bool(self.target.interpret and self.backend != "xla")
+        # `XlaConfig` has no field `interpret`.
+        why += ["interpreted"] * bool(self.target.interpret and hasattr(self.config, "interpret"))
         runs = f"{self.kernel} of {self.backend}"
-        if self.call.ending is not None:
-            what = self.call.ending.activation or "bias"
-            runs += f", then {what}" if self.backend == "xla" else f" with {what}"
+        if self.call.epilogue is not None:
+            epilogue = self.call.epilogue.function or "bias"
+            runs += f", then {epilogue}" if self.is_composed else f" with {epilogue}"
         return runs + (f" ({why[0]})" if why else "")
 
 
 class Work(NamedTuple):
-    """What a kernel does for known sizes."""
+    """Tiles and FLOPs of a kernel, for known sizes."""
 
-    visits: int = 0  # products of a tile of one operand with a tile of the other
+    visits: int = 0  # products of two tiles
     idle: int = 0  # tiles of the result that a kernel only writes zeros to
-    flops: int = 0  # of all visits: whole tiles, with what is masked in them
-    letter: str = ""  # along which `tiles` lie: the ragged one, the result's packed one if there are several
-    tiles: Any = ()  # (group, first element, extent) of those that are multiplied, each once
+    flops: int = 0  # of all visits, including masked elements
+    letter: str = ""  # the letter that `tiles` divide: the ragged one; if there are several, the result's packed one
+    tiles: tuple[tuple[int, int, int], ...] = ()  # (group, first element, extent) of each multiplied tile
 
 
 def spans(call: Call, x: Operands) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """The first and the end element of each group that a product computes, along each of its letters; known sizes.
+    """`(first, end)` of each local group, keyed by letter, for known sizes, clipped to all buffers.
 
-    Counted in the buffers that pack the letter, else from 0. What any buffer cuts off isn't counted.
+    They are positions in the buffers that pack the letter; if no buffer does, groups begin at 0.
     """
-    p, shapes = call.product, {}
+    p, extents = call.product, {}  # keyed by letter: extents of the buffers that don't pack it, and of those that do
     for letters, shape in ((p.lhs, x.lhs_shape), (p.rhs, x.rhs.data.shape), (p.out, call.shape)):
         for place, letter in enumerate(letters):
             is_packed = letter in p.ragged and place == 0
-            shapes.setdefault(letter, ([], []))[is_packed].append(shape[place - 2])
-    held, first = call.held(x), int(x.offset or 0)
-    found = {}
-    for letter, (others, packed) in shapes.items():
+            extents.setdefault(letter, ([], []))[is_packed].append(shape[place - 2])
+    num_local, first = call.num_local_groups(x), int(x.offset or 0)
+    groups = {}
+    for letter, (others, packed) in extents.items():
         if letter not in p.ragged:
-            found[letter] = np.zeros(held, np.int64), np.full(held, min(others), np.int64)
+            groups[letter] = np.zeros(num_local, np.int64), np.full(num_local, min(others), np.int64)
             continue
-        group = np.clip(first + np.arange(held + 1), 0, x.num_groups)
+        # Clipping makes local groups that don't exist empty.
+        group = np.clip(first + np.arange(num_local + 1), 0, x.num_groups)
         if packed:
-            offsets = schedule.known_offsets(x.sizes[letter], min(packed))
+            offsets = known_offsets(x.sizes[letter], min(packed))
             begin, size = offsets[group[:-1]], np.diff(offsets[group])
-        else:
-            begin, size = np.zeros(held, np.int64), np.clip(x.sizes[letter], 0, None)
-        found[letter] = begin, begin + np.minimum(size, min(others, default=np.iinfo(np.int64).max))
-    return found
+        else:  # only with several ragged letters, so all groups are local
+            begin, size = np.zeros(num_local, np.int64), np.clip(x.sizes[letter], 0, None)
+        groups[letter] = begin, begin + np.minimum(size, min(others, default=np.iinfo(np.int64).max))
+    return groups
 
-
-@jax.custom_jvp
-def _normal_cdf(z: Array) -> Array:
-    """With a derivative of its own: in jax 0.12, that of `lax.erfc` fails in a `shard_map` that checks `vma`."""
-    return 0.5 * lax.erfc(-z * np.sqrt(0.5).astype(z.dtype))
-
-
-@_normal_cdf.defjvp
-def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    (z,), (dz,) = primals, tangents
-    return _normal_cdf(z), dz * jnp.exp(-0.5 * z * z) * np.sqrt(0.5 / np.pi).astype(z.dtype)
-
-
-ACTIVATIONS = {
-    "relu": jax.nn.relu,
-    "silu": jax.nn.silu,
-    "gelu": lambda z: z * _normal_cdf(z),
-    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
-    "sigmoid": jax.nn.sigmoid,
-    "tanh": jnp.tanh,
-}
 
 KERNELS = ("batched_matmul", "grouped_matmul", "transposed_grouped_matmul", "tiled_matmul")
 
 
 def is_empty(call: Call, x: Operands) -> bool:
-    """Whether there is nothing to multiply, or no result."""
+    """Whether the result or an array in `x` has an extent of 0."""
     return any(0 in shape for shape in (call.shape, *(array.shape for array in jax.tree.leaves(x))))
 
 
@@ -167,23 +157,28 @@ def choice(
     x: Operands,
     target: Target,
     backend: str,
-    legal: Callable[[Any], Refusal | None],
+    illegal: Callable[[Any], Refusal | None],
     tiled: Callable[[dict[str, int]], Any],
     model: Callable[[], Any],
 ) -> tuple[Any, str] | Refusal:
-    """A backend's configuration of a product and its source, in the order of `backends.config`.
+    """`(configuration, source)` of a product on a backend: from the call, `tuning.using`, the cache or the model.
 
-    `legal` says why there can't be such a one, `tiled` makes one of a tiling, and `model` chooses.
+    `Refusal` if the call or `tuning.using` requests an illegal configuration. The cache's is ignored if it is illegal.
+
+    - `illegal(config)`: `Refusal` if the backend can't use the configuration, else None.
+    - `tiled(tiles)`: the configuration with these tiles, keyed by letter.
+    - `model()`: the fastest configuration by the backend's model.
     """
     options = call.options
     if options.tiles is not None:
         return tiled(options.tiles), "tiling"
-    if asked := options.configs.of(call.product.out, backend):
-        return legal(asked) or (asked, options.source)
+    if requested := options.configs.of(call.product.out, backend):
+        requested = requested.completed(lambda tiles: tiled(tiles) if tiles else model())
+        return illegal(requested) or (requested, options.source)
     if options.cached and not target.interpret:
-        found = cache.lookup(call, x, target.device, backend)
-        if found is not None and legal(found) is None:
-            return found, "cache"
+        cached = cache.lookup(call, x, target.device, backend)
+        if cached is not None and illegal(cached) is None:
+            return cached, "cache"
     return model(), "model"
 
 
@@ -195,11 +190,15 @@ def refuse(
     call: Call,
     x: Operands,
     target: Target,
+    primitives: Container[str] = (),
 ) -> Refusal | None:
-    """What any backend but XLA's leaves to it.
+    """`Refusal` if a backend must leave the product to XLA, else None.
 
-    By its units, the names of what it `takes` (kernels; "scales", "offset", "batch", and parts of the epilogue), and of
-    the precisions.
+    - `units`: support for each dtype, keyed by its name.
+    - `takes`: supported features: kernels, "... with an epilogue" for kernels that apply an `EpilogueSpec`, "scales",
+      "offset", "batch", and fields of `Epilogue`.
+    - `precisions`: names of supported precisions.
+    - `primitives`: names of JAX primitives that an activation may use.
     """
     arrays = {"lhs": x.lhs.data, "rhs": x.rhs.data, "the result": jax.ShapeDtypeStruct(call.shape, call.dtype)}
     scaled = x.lhs.scales is not None or x.rhs.scales is not None
@@ -209,19 +208,24 @@ def refuse(
         return Refusal("an extent is 0")
     if not x.sizes and call.shape[0] == 1 and not scaled and call.options.backend is None:
         return Refusal("one group: a dense product")
-    given = {call.product.kernel: True, "scales": scaled or None, "offset": x.offset, "batch": call.batch(x)}
-    given |= {f"{call.product.kernel} with an ending": call.ending}
-    for name, value in (given | x.epilogue._asdict()).items():
+    # The product needs the features that aren't None.
+    features = {call.product.kernel: True, "scales": scaled or None, "offset": x.offset, "batch": call.batch(x)}
+    features |= {f"{call.product.kernel} with an epilogue": call.epilogue}
+    for name, value in (features | x.epilogue._asdict()).items():
         if value is not None and name not in takes:
             return Refusal(f"{backend} has no kernels for {name}")
+    function = call.epilogue and call.epilogue.function
+    if function and (missing := function.missing(primitives)):
+        return Refusal(f"{backend} has no formula for {missing}, in the activation {function.name}")
     if target.automatic:
         return Refusal(
-            f"XLA partitions no {backend} kernels over devices; inside a `jax.shard_map` over all mesh axes there are"
+            f"XLA can't partition {backend} kernels over devices; inside a `jax.shard_map` over all mesh axes they run"
         )
     for name, array in arrays.items():
         dtype = jnp.dtype(array.dtype).name
         unit = units.get(dtype, Units(None, False))
-        if not unit.result if name == "the result" else unit.operand is None:
+        is_supported = unit.result if name == "the result" else unit.operand is not None
+        if not is_supported:
             return Refusal(f"{backend} has no kernels for {name} in {dtype}")
     precision = call.options.precision
     if precision_name(precision) not in precisions:
@@ -231,49 +235,52 @@ def refuse(
 
 
 def too_old(units: dict[str, Units], x: Operands, generation: int) -> str:
-    """The dtype of the first operand that a device of this generation can't multiply; "" if it can all."""
+    """Name of the first operand dtype that a device of this generation can't multiply, or ""."""
     names = [jnp.dtype(operand.data.dtype).name for operand in (x.lhs, x.rhs)]
     return next((name for name in names if generation < (units[name].operand or 0)), "")
 
 
-def scale_ways(call: Call, x: Operands, step: int | None) -> tuple[str, str]:
-    """How the scales of each term are applied:
+def scale_modes(call: Call, x: Operands, step: int | None) -> tuple[str, str]:
+    """Scale modes of both kernel operands: where the kernel multiplies by an operand's scales.
 
-    - `""`: there are none;
-    - `"total"`: to the accumulator, as they are the same all along the contracted letter;
-    - `"step"`: to the product of each step along it, as they change in multiples of `step` elements of the group (None:
-      a kernel can't), or with each of the batch elements that are summed; where a buffer packs it, its groups begin at
-      such multiples too;
-    - `"tile"`: to the operand's tile, which becomes float32.
+    - `""`: the operand has no scales;
+    - `"total"`: the accumulator is multiplied, because the scales are constant along the contracted letter;
+    - `"step"`: the product of each step along this letter is multiplied. Scales are constant within a step: blocks are
+      multiples of `step`, the kernel's smallest step, and packed groups begin at multiples of a block. Scales that are
+      constant along the letter have this mode if they differ between batch elements that are summed;
+    - `"tile"`: the operand's tile is multiplied. With `step=None`, all scales that change along the contracted
+      letter have this mode.
     """
     p = call.product
 
-    def way(term: Term) -> str:
-        if term.scales is None:
+    def mode(operand: KernelOperand) -> str:
+        if operand.scales is None:
             return ""
-        along = term.block(p.contracted)
-        if along is None:
-            return "step" if not call.out_batch and term.data.ndim > p.ndim(term.letters) else "total"
-        return "step" if step and along % step == 0 else "tile"
+        block = operand.block(p.contracted)
+        if block is None:
+            return "step" if not call.out_batch and operand.data.ndim > p.ndim(operand.letters) else "total"
+        return "step" if step and block % step == 0 else "tile"
 
-    a, b = call.terms(x)
-    return way(a), way(b)
+    a, b = call.kernel_operands(x)
+    return mode(a), mode(b)
 
 
 def cost(call: Call, x: Operands) -> dict[str, Any]:
-    """FLOPs and bytes of a product, by the names that `Launch` has for them. None where an extent is symbolic.
+    """`flops` and `bytes_accessed` of a product, as in `Launch`.
 
-    Of several ragged letters, groups have their share of each.
+    If several letters are ragged, the FLOPs assume that all groups have equal shares of each letter.
     """
-    a, b = call.terms(x)
+    a, b = call.kernel_operands(x)
     p, batch = call.product, call.batch(x) or 1
     groups = x.num_groups if x.sizes else call.shape[0]
     out = jax.ShapeDtypeStruct((batch if call.out_batch else 1, *call.shape), call.dtype)
+    # Kernels read only this field of an index.
     read = x._replace(gather=None if x.gather is None else x.gather.source)
     arrays = [*jax.tree.leaves(read), *[out] * call.num_stored]
     if not all(isinstance(n, int) for array in arrays for n in array.shape):
         return {"flops": None, "bytes_accessed": None}
     contracted = min(a.extent(p.contracted), b.extent(p.contracted))
+    # All groups together have the whole extent of one ragged letter. Of each further one, a group has an equal share.
     products = batch * call.shape[-2] * call.shape[-1] * contracted * (1 if x.sizes else groups) * call.num_products
     return {
         "flops": 2 * products // max(groups, 1) ** max(len(p.ragged) - 1, 0),
@@ -281,23 +288,36 @@ def cost(call: Call, x: Operands) -> dict[str, Any]:
     }
 
 
-def finish(total: Array, existing: Any, call: Call) -> Array:
-    """What becomes of an accumulator before it is rounded to `call.dtype`: see `product.operands.Epilogue`."""
-    if existing is None:
-        return total
-    # It may be a float where the accumulator is an integer.
+def apply_epilogue(total: Array, existing: Array | None) -> Array:
+    """The linear part of the epilogue: an accumulator plus `existing`, unrounded.
+
+    XLA's and the TPU's kernels call it. The GPU's kernel has the function `_apply_epilogue` instead.
+    """
+    return total if existing is None else plus_existing(total, existing)
+
+
+def changes_sums(existing: Array | None) -> bool:
+    """Whether `apply_epilogue` changes a sum. If not, a dot may round its sums to the result's dtype itself."""
+    return existing is not None
+
+
+def plus_existing(total: Array, existing: Array) -> Array:
+    """`total + existing`, unrounded."""
+    # `existing` may be a float although the accumulator is an integer.
     floats = jnp.issubdtype(existing.dtype, jnp.floating) and jnp.issubdtype(total.dtype, jnp.integer)
-    wide = accumulator_dtype(existing.dtype) if floats else total.dtype
-    return total.astype(wide) + existing.astype(wide)
+    dtype = accumulator_dtype(existing.dtype) if floats else total.dtype
+    return total.astype(dtype) + existing.astype(dtype)
 
 
 def kernel_metadata(
     axes: tuple[str, str, str], tile: Mapping[str, int], dtypes: tuple[Any, Any, Any], num_actual_groups: int
 ) -> dict[str, str]:
-    """What XLA's profiler shows beside a kernel: it reads this one key, a string of JSON.
+    """Metadata that XLA's profiler shows for a kernel: one key, whose value is a string of JSON.
 
-    `axes` are the letters as they are stored, of the operand that has the result's rows, of the other one, and of the
-    result; `tile` is by letter.
+    - `axes`: the stored letters of the operand with the result's rows, of the other operand, and of the result.
+    - `tile`: the tile size of each letter.
+    - `dtypes`: the dtypes of the arrays in `axes`.
+    - `num_actual_groups`: the number of local groups.
     """
     lhs, rhs, out = axes
     (contracted,) = {*lhs, *rhs} - {*out}

@@ -6,8 +6,8 @@ import equinox as eqx
 import jax
 from jaxtyping import Float, PRNGKeyArray
 
-from ragged._errors import Site, is_count
-from ragged._matmul import matmul
+from ragged.core.errors import Site, is_count
+from ragged.ops.matmul import matmul
 from ragged.quant.recipe import Recipe
 from ragged.tensor.route import Gathered
 from ragged.tensor.tensor import GroupedTensor
@@ -18,26 +18,27 @@ class GroupedLinear(eqx.Module):
 
     - `weight`: `[num_groups, in_features, out_features]`.
     - `bias`: `[num_groups, out_features]`, or None.
-    - `recipe`: a `ragged.Recipe` by which the product and its derivatives are quantised, or None. One with a history
-      belongs to this product alone.
+    - `recipe`: a `ragged.Recipe` for the product and its derivatives, or None. One with a history belongs to this layer
+      alone.
     """
 
-    weight: Float[jax.Array, "g d_in d_out"] | Any
-    bias: Float[jax.Array, "g d_out"] | Any
-    recipe: Recipe | Any
+    weight: Float[jax.Array, "g d_in d_out"]
+    bias: Float[jax.Array, "g d_out"] | None
+    recipe: Recipe | None
 
     def __init__(
         self,
-        in_features: int | Any,
-        out_features: int | Any,
-        num_groups: int | Any,
+        in_features: int,
+        out_features: int,
+        num_groups: int,
         use_bias: bool = True,
-        recipe: Recipe | str | Any = None,
+        recipe: Recipe | str | None = None,
         dtype: Any = None,
         *,
         key: PRNGKeyArray,
     ) -> None:
-        """Uniform random values within `in_features ** -0.5`, as in `eqx.nn.Linear`, of `dtype` (default float32)."""
+        """Initialises the parameters uniformly in `±in_features ** -0.5`, as `eqx.nn.Linear` does, in `dtype` (default
+        float32)."""
         site = Site("ragged.nn.GroupedLinear(in_features, out_features, num_groups)")
         for name, n in (("in_features", in_features), ("out_features", out_features), ("num_groups", num_groups)):
             if not is_count(n):
@@ -47,11 +48,11 @@ class GroupedLinear(eqx.Module):
         shapes = (num_groups, in_features, out_features), (num_groups, out_features)
         weight, bias = (jax.random.uniform(k, s, dtype, -limit, limit) for k, s in zip(keys, shapes, strict=True))
         self.weight, self.bias = weight, bias if use_bias else None
-        # Of its own, in memory too: a history in two layers can't be donated.
+        # A copy for each layer: a history that two layers share can't be donated.
         self.recipe = None if recipe is None else jax.tree.map(jax.numpy.copy, Recipe.of(recipe, site))
 
     def __call__(self, x: GroupedTensor | Gathered) -> GroupedTensor:
-        """Ragged rows `[rows, out_features]` of the dtype of `x` and `weight`, zeros in the tail.
+        """Ragged rows `[rows, out_features]` in the common dtype of `x` and `weight`, zeros in the tail.
 
         **Raises:** as `ragged.matmul` does.
         """

@@ -2,169 +2,278 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast, overload
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
+from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Float, Int, PRNGKeyArray
+from jaxtyping import Bool, Float, Int, PRNGKeyArray, Shaped
 
-from ragged._activated import finished, with_pre_activations
-from ragged._epilogue import activated
-from ragged._errors import Site, describe, is_arraylike, is_count
-from ragged._gated import gated_products
-from ragged._matmul import MatmulProduct, matmul, product_of
-from ragged._mesh import resharded, vary_together
-from ragged.backends.base import ACTIVATIONS
+from ragged.core.errors import Site, describe, is_arraylike, is_concrete
+from ragged.core.formats import accumulator_dtype, promote
+from ragged.core.mesh import resharded, vary_together
+from ragged.core.offsets import as_int32
+from ragged.core.rows import tangent_of
 from ragged.nn.linear import GroupedLinear
+from ragged.nn.router import Router, Routing
+from ragged.ops.activated import with_epilogue, with_pre_activations
+from ragged.ops.gated import gated_requests
+from ragged.ops.matmul import matmul, request_of
+from ragged.ops.request import Arguments, Request
 from ragged.parallel.exchange import exchange
-from ragged.quant.formats import accumulator_dtype
+from ragged.primitive.epilogue import activated
+from ragged.product.function import Function, check_activation, takes_two
 from ragged.quant.recipe import Cast, Recipe
 from ragged.tensor.arithmetic import per_row
-from ragged.tensor.route import Gathered, Route, route
-from ragged.tensor.rows import tangent_of
+from ragged.tensor.base import require_plain
+from ragged.tensor.route import Gathered, Route, route, weights_of_rows
 from ragged.tensor.tensor import GroupedTensor
 
 
 class Experts(eqx.Module):
-    """An MLP for each group: `down(activation(gate(x)) * up(x))`, or `down(activation(up(x)))` without a gate.
+    """An MLP for each group: `down(activation(gate(x), up(x)))`, or `down(activation(up(x)))` without a gate."""
 
-    `activation`: a name that `ragged.matmul` knows, or an elementwise function. `save`: see `MoE`.
-    """
-
-    gate: GroupedLinear | Any
+    gate: GroupedLinear | None
     up: GroupedLinear
     down: GroupedLinear
-    activation: str | Callable[[Array], Array] = eqx.field(static=True)
+    activation: str | Callable[..., Array] = eqx.field(static=True)
     save: str = eqx.field(static=True)
 
     def __init__(
         self,
         d: int,
         hidden: int,
-        num_experts: int,
-        gated: bool,
-        activation: Any,
-        save: str,
+        num_experts: int = 1,
         *,
+        gated: bool = True,
+        activation: str | Callable[[Array], Array] | Callable[[Array, Array], Array] = "silu",
+        use_bias: bool = False,
+        save: str = "pre",
+        recipe: Recipe | str | None = None,
+        dtype: Any = None,
         key: PRNGKeyArray,
-        **options: Any,
     ) -> None:
-        keys = jax.random.split(key, 3)
-        self.up, gate = (GroupedLinear(d, hidden, num_experts, False, key=k, **options) for k in keys[:2])
+        """Initialises the three layers, as `GroupedLinear` does.
+
+        **Arguments:**
+
+        - `activation`: as in `ragged.gated_matmul`, or without a gate as in `ragged.matmul`: a name or an elementwise
+          function, computed in float32 before the hidden rows are rounded.
+        - `save`: the arrays that are saved for the derivative, besides `x`. `"pre"`: pre-activations, and with a recipe
+          or an `axis` also hidden rows. `"out"`: hidden rows. `"nothing"`: none, they are recomputed. With a recipe, a
+          bias of `down` or an `axis`, all three also save the experts' results.
+        - `use_bias`, `recipe`, `dtype`: as for `GroupedLinear`, in all three layers.
+
+        **Raises:** `ValueError` or `TypeError` for an invalid activation or an unknown `save`, and as `GroupedLinear`.
+        """
+        site = Site("ragged.nn.Experts(d, hidden, num_experts)")
+        check_activation(site, activation)
+        if not gated and takes_two(activation):
+            hint = "Pass a function of one argument, or `gated=True`."
+            site.fail(TypeError, "`activation` needs two arguments, but there is no gate.", hint)
+        if save not in ("pre", "out", "nothing"):
+            site.fail(ValueError, f"unknown `save` {save!r}.", "Pass 'pre', 'out' or 'nothing'.")
+        keys, options = jax.random.split(key, 3), {"use_bias": use_bias, "recipe": recipe, "dtype": dtype}
+        self.up, gate = (GroupedLinear(d, hidden, num_experts, key=k, **options) for k in keys[:2])
         self.gate = gate if gated else None
-        self.down = GroupedLinear(hidden, d, num_experts, False, key=keys[2], **options)
+        self.down = GroupedLinear(hidden, d, num_experts, key=keys[2], **options)
         self.activation, self.save = activation, save
 
-    def __call__(self, x: GroupedTensor | Gathered) -> GroupedTensor:
-        """Ragged rows `[rows, d]`, as `x`."""
-        run = Experts._run if self.save != "nothing" else eqx.filter_checkpoint(Experts._run)
-        return run(self, x)
+    def __call__(self, x: GroupedTensor | Gathered, tensor_axis: str | None = None) -> GroupedTensor:
+        """Ragged rows `[rows, d]` with the groups of `x`.
 
-    def _run(self, x: GroupedTensor | Gathered) -> GroupedTensor:
-        if isinstance(self.activation, str):
-            return self.down(finished(self._products(x)))  # of [rows, hidden]
-        hidden = (self.up if self.gate is None else self.gate)(x).map(self.activation)
-        return self.down(hidden if self.gate is None else hidden * self.up(x))
+        `tensor_axis`: the mesh axis over which `hidden` is sharded, inside `jax.shard_map`. The result is then this
+        device's summand of a sum over the axis, in the accumulator's dtype.
+        """
+        return self._recomputed(Experts._run)(self, x, tensor_axis)
 
-    def _products(self, x: GroupedTensor | Gathered) -> tuple[MatmulProduct, ...]:
-        """Those that are activated, or gated."""
+    def _run(self, x: GroupedTensor | Gathered, tensor_axis: str | None) -> GroupedTensor:
+        hidden = with_epilogue(self._products(x))  # [rows, hidden]
+        if tensor_axis is None:
+            return self.down(hidden)
+        down = self.down
+        if down.bias is not None:  # only one of the summands has it
+            is_first = lax.axis_index(tensor_axis) == 0
+            down = eqx.tree_at(
+                lambda layer: layer.bias, down, jnp.where(is_first, down.bias, jnp.zeros_like(down.bias))
+            )
+        return _unrounded(down, hidden)
+
+    def _products(self, x: GroupedTensor | Gathered) -> tuple[Request, ...]:
+        # With "nothing", a checkpoint runs this: what the products save lives only in the backward pass.
         gate, up, save = self.gate, self.up, "pre" if self.save == "nothing" else self.save
-        how: dict[str, Any] = {"activation": self.activation, "save": save}
+        arguments = Arguments(activation=self.activation, save=save, bias=up.bias, recipe=up.recipe)
         if gate is None:
-            return (product_of(x, up.weight, bias=up.bias, recipe=up.recipe, **how),)
-        biases, recipes = (gate.bias, up.bias), (gate.recipe, up.recipe)
-        return gated_products(x, gate.weight, up.weight, bias=biases, recipe=recipes, **how)
+            return (request_of(x, up.weight, arguments),)
+        pairs = replace(arguments, bias=(gate.bias, up.bias), recipe=(gate.recipe, up.recipe))
+        return gated_requests(x, gate.weight, up.weight, pairs)
 
     def combined(
-        self, routed: Route, x: Float[Array, "tokens d"], weights: Float[Array, "tokens top_k"]
+        self,
+        routed: Route,
+        x: Float[Array, "tokens d"],
+        weights: Float[Array, "tokens top_k"] | None,
+        tensor_axis: str | None = None,
     ) -> Float[Array, "tokens d"]:
-        """`routed.combine(self(routed.gathered(x)), weights)`, whose derivative keeps less."""
+        """`routed.combine(self(routed.gathered(x), tensor_axis), weights)`.
+
+        With weights, without recipes and without a bias of `down`, fewer arrays are saved for the derivative: see
+        `_summed`.
+        """
         layers = [layer for layer in (self.gate, self.up, self.down) if layer is not None]
         is_quantized = any(layer.recipe is not None for layer in layers)
-        if not isinstance(self.activation, str) or is_quantized or self.down.bias is not None:
-            return routed.combine(self(routed.gathered(x)), weights)
-        run = Experts._combined if self.save != "nothing" else eqx.filter_checkpoint(Experts._combined)
-        return run(self, routed, x, weights)
+        if weights is None or is_quantized or self.down.bias is not None:
+            return routed.combine(self._routed(routed, x, tensor_axis), weights)
+        return self._recomputed(Experts._combined)(self, routed, x, weights, tensor_axis is not None)
 
-    def _combined(self, routed: Route, x: Array, weights: Array) -> Array:
+    def _recomputed(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        return eqx.filter_checkpoint(run) if self.save == "nothing" else run
+
+    def _routed(self, routed: Route, x: Array, tensor_axis: str | None) -> GroupedTensor:
+        """`self(routed.gathered(x), tensor_axis)`. A checkpoint gathers the rows inside, and doesn't save them."""
+
+        def run(self: Experts, routed: Route, x: Array) -> GroupedTensor:
+            return self._run(routed.gathered(x), tensor_axis)
+
+        return self._recomputed(run)(self, routed, x)
+
+    def _combined(self, routed: Route, x: Array, weights: Array, is_part: bool) -> Array:
         products = self._products(routed.gathered(x))
         if self.save == "out":
-            hidden, activation = finished(products), None
-            kept: tuple[Array, ...] = (jnp.asarray(hidden.data),)
+            hidden, function = with_epilogue(products), None
+            saved: tuple[Array, ...] = (jnp.asarray(hidden.data),)
         else:
-            (hidden, kept), activation = with_pre_activations(products), self.activation
-        return _summed(activation, kept, self.down.weight, weights, hidden, routed)
+            (hidden, saved), function = with_pre_activations(products), products[0].function
+        return _summed(function, is_part, saved, self.down.weight, weights, hidden, routed)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _unrounded(down: GroupedLinear, x: GroupedTensor) -> GroupedTensor:
+    """`down(x)` in the accumulator's dtype. Its derivative is the derivative of the rounded `down(x)`."""
+    return GroupedTensor(_unrounded_rows(down, x), x.first_dims)
+
+
+@jax.custom_jvp
+def _unrounded_rows(down: GroupedLinear, x: GroupedTensor) -> Array:
+    options: dict[str, Any] = {"bias": down.bias, "recipe": down.recipe}
+    return jnp.asarray(matmul(x, down.weight, preferred_element_type=_part_dtype(x, down.weight), **options).data)
+
+
+@partial(_unrounded_rows.defjvp, symbolic_zeros=True)
+def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    out, (leaves, tree) = _unrounded_rows(*primals), jax.tree.flatten(primals)
+    nonzero = {i: d for i, d in enumerate(tree.flatten_up_to(tangents)) if not isinstance(d, SymbolicZero)}
+
+    def rounded(replaced: dict[int, Array]) -> Array:
+        down, x = tree.unflatten([replaced.get(i, leaf) for i, leaf in enumerate(leaves)])
+        return jnp.asarray(down(x).data)
+
+    tangent = jax.jvp(rounded, ({i: leaves[i] for i in nonzero},), (nonzero,))[1]
+    return out, tangent.astype(out.dtype)
+
+
+def _part_dtype(x: Any, weight: Any) -> Any:
+    return accumulator_dtype(promote(x.dtype, weight.dtype))
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _summed(
-    activation: str | None, kept: tuple[Array, ...], down: Array, weights: Array, hidden: GroupedTensor, routed: Route
+    function: Function | None,
+    is_part: bool,
+    saved: tuple[Array, ...],
+    down: Array,
+    weights: Array,
+    hidden: GroupedTensor,
+    routed: Route,
 ) -> Array:
-    """`routed.combine(hidden @ down, weights)`, where `hidden` is the activation of `kept`, rounded."""
-    return routed.combine(matmul(hidden, down), weights)
+    """`routed.combine(hidden @ down, weights)`, where `hidden` is `function(*saved)`, rounded, or `saved` without a
+    function.
+
+    With `is_part`, the result is a summand of a sum over devices and isn't rounded; its derivative is computed as if it
+    were.
+    """
+    return routed.combine(
+        matmul(hidden, down, preferred_element_type=_part_dtype(hidden, down) if is_part else None), weights
+    )
 
 
 @partial(_summed.defjvp, symbolic_zeros=True)
-def _(activation: str | None, primals: Any, tangents: Any) -> tuple[Array, Array]:
-    """As if the hidden rows had been weighted, and not the result's.
+def _(function: Function | None, is_part: bool, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    """The derivative of the same sum with the weights applied to the hidden rows, before the down product.
 
-    So the result isn't kept for the derivative by the weights, whose cotangents are sums over hidden rows times theirs;
-    hidden rows are made of `kept` again; and all of that is elementwise, in one pass with the activation's derivative.
+    The weights' gradient then needs only the hidden rows, recomputed from `saved`, and their cotangents. So the result
+    of the down product isn't saved, and XLA fuses the added elementwise operations and row sums with the activation's
+    derivative.
     """
-    kept, down, weights, hidden, routed = primals
-    dtype, wide = hidden.dtype, accumulator_dtype(hidden.dtype)
+    saved, down, weights, hidden, routed = primals
+    dtype, accumulator = hidden.dtype, accumulator_dtype(hidden.dtype)
 
-    def weighted_before(down: Array, weights: Array, *kept: Array) -> Array:
-        rows = activated(activation, tuple(each.astype(wide) for each in kept), hidden.first_dims)
-        rows = rows * per_row(routed._of_rows(weights.astype(wide)))
+    def weighted_before(down: Array, weights: Array, *saved: Array) -> Array:
+        z, first_dims = tuple(each.astype(accumulator) for each in saved), hidden.first_dims
+        rows = GroupedTensor(z[0], first_dims) if function is None else activated(function, z, first_dims)
+        rows = rows * per_row(weights_of_rows(routed, weights.astype(accumulator)))
         return routed.combine(matmul(rows.astype(dtype), down))
 
-    dkept, ddown, dweights, *_ = tangents
-    return _summed(activation, *primals), tangent_of(weighted_before, (down, weights, *kept), (ddown, dweights, *dkept))
+    dsaved, ddown, dweights, *_ = tangents
+    out = _summed(function, is_part, *primals)
+    tangent = tangent_of(weighted_before, (down, weights, *saved), (ddown, dweights, *dsaved))
+    return out, tangent.astype(out.dtype)
 
 
 class MoEStats(eqx.Module):
-    """What a router did with the tokens of all devices.
+    """Statistics of a router over the tokens of all devices, without padding. Without tokens, all are 0.
 
-    - `load_balance`: `()` float32, `experts * sum_e share_e * mean_e` of the experts' shares of the rows and their mean
-      probabilities: 1 where all are the same (Switch Transformer, arXiv:2101.03961, eq. 4).
-    - `z`: `()` float32, the mean of `logsumexp(logits) ** 2` (ST-MoE, arXiv:2202.08906, eq. 5).
-    - `rows`: `(experts,)` int32, those that wanted each expert.
-    - `dropped`: `()` int32, those that had no room.
-
-    All are 0 of no tokens.
+    - `load_balance`: `()` float32, `experts * sum_e share_e * mean_e`, where `share_e` is the share of the rows that go
+      to expert `e`, and `mean_e` its mean probability. It is 1 if the experts are used equally (Switch Transformer,
+      arXiv:2101.03961, eq. 4). None if the routing has no probabilities.
+    - `z`: `()` float32, the mean of `logsumexp(logits) ** 2` (ST-MoE, arXiv:2202.08906, eq. 5). None if the routing has
+      no logits.
+    - `rows`: `(experts,)` int32, the number of rows routed to each expert, including dropped rows.
+    - `dropped`: `()` int32, the number of rows that exceeded the capacity.
     """
 
-    load_balance: Float[Array, ""]
-    z: Float[Array, ""]
+    load_balance: Float[Array, ""] | None
+    z: Float[Array, ""] | None
     rows: Int[Array, " experts"]
     dropped: Int[Array, ""]
 
 
 class MoE(eqx.Module):
-    """Each token goes to the `top_k` experts that its router likes best; their results are summed, weighted.
+    """A mixture of experts: each token goes to the experts that a router chooses, and gets the weighted sum of their
+    results.
 
-    Over a mesh, each device of `axis` has some of the experts, and rows travel to them; each of `data_axes` has other
-    tokens and the same experts; each of `tensor_axis` has a part of `hidden`. Tokens are cut over `data_axes` and
-    `axis`. Inside a `jax.shard_map` over these axes, the module and `x` are what a device has of them; elsewhere the
-    module maps itself, over the mesh in context. `specs` says who has what.
+    On a mesh, the layer is sharded over three kinds of axes:
 
-    - `router`: `[d, num_experts]`. Logits and probabilities, a softmax, are float32.
-    - `choose`: what takes the place of the largest probabilities, or None.
-    - `experts`: those that tokens are routed to.
-    - `shared`: an expert that gets every token, `num_shared * hidden` wide, or None.
+    - `axis`: each device has some of the experts, and rows are exchanged between devices.
+    - `data_axes`: devices have different tokens and the same experts.
+    - `tensor_axis`: each device has a part of `hidden`. Results are summed over the devices in float32 and then
+      rounded. (Tangents in forward mode are rounded before the sum.)
+
+    Tokens are sharded over `data_axes` and `axis`. Inside a `jax.shard_map` over all of these axes, the module and its
+    arguments are this device's shards. Elsewhere the module calls `jax.shard_map` itself, over the mesh in context.
+    `specs` returns the sharding of each array.
+
+    !!! example
+        ```python
+        import jax
+        from ragged.nn import Experts, MoE, Router
+        keys = jax.random.split(jax.random.key(0), 3)
+        moe = MoE(Router(16, 8, top_k=2, key=keys[0]), Experts(16, 32, 8, key=keys[1]))
+        y, stats = moe(jax.random.normal(keys[2], (64, 16)))
+        assert y.shape == (64, 16) and stats.rows.sum() == 64 * 2
+        ```
     """
 
-    router: Float[Array, "d experts"] | Any
-    choose: Callable[[Array], tuple[Array, Array]] | Any
-    experts: Experts | Any
-    shared: Experts | Any
-    top_k: int = eqx.field(static=True)
-    normalize: bool = eqx.field(static=True)
+    router: Any
+    experts: Experts
+    shared: Experts | None
+    shared_gate: Float[Array, " d"] | None
+    weigh_inputs: bool = eqx.field(static=True)
     axis: str | None = eqx.field(static=True)
     data_axes: tuple[str, ...] = eqx.field(static=True)
     tensor_axis: str | None = eqx.field(static=True)
@@ -175,121 +284,202 @@ class MoE(eqx.Module):
 
     def __init__(
         self,
-        d: int | Any,
-        hidden: int | Any,
-        num_experts: int | Any,
-        top_k: int | Any,
+        router: Callable[..., Any],
+        experts: Experts,
+        shared: Experts | None = None,
         *,
-        num_shared: int | Any = 0,
-        gated: bool = True,
-        activation: str | Callable[[Array], Array] | Any = "silu",
-        save: str = "pre",
-        normalize: bool = True,
-        choose: Callable[[Array], tuple[Array, Array]] | Any = None,
-        recipe: Recipe | str | None = None,
-        dtype: Any = None,
+        shared_gate: Float[Array, " d"] | None = None,
+        weigh_inputs: bool = False,
         axis: str | None = None,
-        data_axes: tuple[str, ...] | Any = (),
+        data_axes: tuple[str, ...] = (),
         tensor_axis: str | None = None,
         transport: str | None = None,
         capacity: int | None = None,
         chunks: int = 1,
         wire: str | Cast | None = None,
-        key: PRNGKeyArray,
     ) -> None:
-        """`activation`: a name that `ragged.matmul` knows, computed in float32 before hidden rows are rounded; or an
-        elementwise function of rounded ones. `save`: what the derivative keeps of each expert: `"pre"`, pre-activations
-        (with a function, a recipe or an `axis` also hidden rows); `"out"`, hidden rows; or `"nothing"`, computing again
-        what it needs (`"out"` takes a name). Only with a function, a recipe or an `axis`, also the experts' results.
-        `normalize`: a token's weights are divided by their sum. `choose`: a function of logits `[tokens, num_experts]`,
-        float32, to weights, floats, and the experts' numbers, integers, both `[tokens, top_k]`: they are taken as they
-        are, in place of the largest probabilities. If it is a module, its arrays are the layer's, the same on every
-        device. `recipe`, `dtype`: as for `GroupedLinear`.
-        `transport`, `capacity`, `chunks`, `wire`: as for `ragged.exchange`, where there is an `axis`."""
-        site = Site("ragged.nn.MoE(d, hidden, num_experts, top_k)")
-        if not is_count(top_k) or not is_count(num_experts) or top_k > num_experts:
-            problem = f"`top_k` is {top_k!r} and `num_experts` is {num_experts!r}."
-            site.fail(ValueError, problem, "Both are positive ints, and a token goes to no expert twice.")
-        if not (activation in ACTIVATIONS if isinstance(activation, str) else callable(activation)):
-            mend = f"Pass one of {', '.join(map(repr, ACTIVATIONS))}, or an elementwise function."
-            site.fail(ValueError, f"unknown `activation` {activation!r}.", mend)
-        if save not in ("pre", "out", "nothing") or (save == "out" and not isinstance(activation, str)):
-            mend = "Pass 'pre', 'nothing', or, where the activation is a name, 'out'."
-            site.fail(ValueError, f"`save` is {save!r}, `activation` {activation!r}.", mend)
+        """Combines a router and experts.
+
+        **Arguments:**
+
+        - `router`: a `Router`; or any function of the tokens `[tokens, d]`, and of the further arguments of a call,
+          that returns a `Routing` or `(weights, experts)`, both `[tokens, top_k]`. The arrays of an Equinox module are
+          parameters of the layer, replicated over all devices. Padding is replaced by placeholder rows.
+        - `experts`: the experts that tokens are routed to.
+        - `shared`: an expert that gets every token: `Experts` with one expert, of any width.
+        - `shared_gate`: the result of `shared` is multiplied by `sigmoid(x @ shared_gate)`.
+        - `weigh_inputs`: the weights multiply the rows that the experts get, instead of their results.
+        - `transport`, `capacity`, `chunks`, `wire`: as for `ragged.exchange`, if there is an `axis`.
+
+        **Raises:** `TypeError` or `ValueError` if the parts don't fit together, or the axes are invalid.
+        """
+        site = Site("ragged.nn.MoE(router, experts)")
+        if not callable(router):
+            hint = "Pass a `ragged.nn.Router`, or a function of tokens."
+            site.fail(TypeError, f"`router` is {describe(router)}.", hint)
+        if not isinstance(experts, Experts) or not isinstance(shared, Experts | None):
+            problem = f"`experts` is {describe(experts)}, and `shared` is {describe(shared)}."
+            site.fail(TypeError, problem, "Pass `ragged.nn.Experts`. `shared` may be None.")
+        num_experts, d = experts.up.weight.shape[:2]
+        if isinstance(router, Router) and router.weight.shape != (d, num_experts):
+            problem = f"`router` is for {router.weight.shape[1]} experts and {router.weight.shape[0]} features, "
+            site.fail(ValueError, problem + f"but `experts` for {num_experts} and {d}.", "Give both the same numbers.")
+        if shared is not None and shared.up.weight.shape[:2] != (1, d):
+            problem = f"`shared` has {shared.up.weight.shape[0]} experts for {shared.up.weight.shape[1]} features."
+            site.fail(ValueError, problem, f"Pass one, for {d} features. It may have any width.")
+        if shared_gate is not None and (shared is None or shared_gate.shape != (d,)):
+            site.fail(ValueError, f"`shared_gate` is {describe(shared_gate)}.", f"Pass `shared`, and a gate of ({d},).")
         axes = [name for name in (axis, *data_axes, tensor_axis) if name is not None]
         if isinstance(data_axes, str) or len({*axes}) < len(axes):
-            problem = f"`axis` is {axis!r}, `data_axes` {data_axes!r} and `tensor_axis` {tensor_axis!r}."
-            mend = "They are the names of different mesh axes, those of `data_axes` in a tuple."
-            site.fail(ValueError, problem, mend)
-        if choose is not None and not callable(choose):
-            site.fail(TypeError, f"`choose` is {describe(choose)}.", "It must be a function of logits.")
-        keys, how = jax.random.split(key, 3), {"recipe": recipe, "dtype": dtype}
-        router = GroupedLinear(d, num_experts, 1, False, dtype=dtype, key=keys[0])
-        self.router = router.weight[0]
-        is_tree = choose is None or isinstance(choose, eqx.Module)
-        self.choose = choose if is_tree else jax.tree_util.Partial(choose)  # which has no leaves
-        self.experts = Experts(d, hidden, num_experts, gated, activation, save, key=keys[1], **how)
-        self.shared = None
-        if num_shared:
-            self.shared = Experts(d, num_shared * hidden, 1, gated, activation, save, key=keys[2], **how)
-        self.top_k, self.normalize = top_k, normalize
+            problem = f"`axis` is {axis!r}, `data_axes` is {data_axes!r} and `tensor_axis` is {tensor_axis!r}."
+            hint = "They must be names of different mesh axes, and `data_axes` must be a tuple."
+            site.fail(ValueError, problem, hint)
+        # A plain function isn't a valid leaf under `jit`. As a `Partial` it is a pytree without leaves.
+        self.router = cast(Any, router if isinstance(router, eqx.Module) else jax.tree_util.Partial(router))
+        self.experts, self.shared, self.shared_gate, self.weigh_inputs = experts, shared, shared_gate, weigh_inputs
         self.axis, self.data_axes, self.tensor_axis = axis, data_axes, tensor_axis
         self.transport, self.capacity, self.chunks, self.wire = transport, capacity, chunks, wire
 
-    def __call__(self, x: Float[Array, "tokens d"] | Any) -> tuple[Float[Array, "tokens d"], MoEStats]:
-        """The tokens' new rows, of `x`'s dtype, and what the router did.
+    @overload
+    def __call__(
+        self, x: GroupedTensor, *args: Any, routing: Routing | tuple[Any, Any] | None = None
+    ) -> tuple[GroupedTensor, MoEStats]: ...
 
-        **Raises:** `TypeError` if `x` is no floating array; `ValueError` without a mesh for the module's axes, where
-        they don't divide the tokens, and as `Exchange.map` does.
+    @overload
+    def __call__(
+        self,
+        x: Float[Array | np.ndarray, "tokens d"],
+        *args: Any,
+        mask: Bool[Array | np.ndarray, " tokens"] | None = None,
+        routing: Routing | tuple[Any, Any] | None = None,
+    ) -> tuple[Float[Array, "tokens d"], MoEStats]: ...
+
+    def __call__(self, x: Any, *args: Any, mask: Any = None, routing: Any = None) -> tuple[Any, MoEStats]:
+        """`(y, stats)`: the results of all tokens, in the shape and dtype of `x`, and the router's statistics.
+
+        Padding goes to no expert, its results are zero, the statistics don't count it, and NaN in it affects no result
+        and no gradient.
+
+        **Arguments:**
+
+        - `x`: tokens `[tokens, d]`, or a `GroupedTensor` with ragged rows, such as packed sequences. The layer ignores
+          the groups of a tensor and treats its tail as padding. It returns a `GroupedTensor` with the same sizes.
+        - `args`: arrays with one entry per token, such as ids, for the router: it is called as `router(x, *args)`.
+        - `mask`: `(tokens,)` booleans, False for padding. By default, an array `x` has no padding.
+        - `routing`: a `Routing` or `(weights, experts)` that replaces the router's.
+
+        All arrays are sharded like `x`.
+
+        **Raises:** `TypeError` or `ValueError` for wrong dtypes and shapes, and for experts that are out of range (if
+        `routing` is known when the program is traced); `ValueError` if the mesh in context lacks an axis of the module,
+        if the axes don't divide the rows, and as `Exchange.map` does.
         """
         axes, mesh = {*self._token_axes, self.tensor_axis} - {None}, jax.sharding.get_abstract_mesh()
-        _check(self, x, axes, mesh)
+        routing = None if routing is None else _as_routing(Site("ragged.nn.MoE"), "`routing` is", routing)
+        _check(self, x, args, mask, routing, axes, mesh)
+        data, is_packed = jnp.asarray(x.data if isinstance(x, GroupedTensor) else x), isinstance(x, GroupedTensor)
+        if is_packed:
+            mask = jnp.arange(x.shape[0], dtype=jnp.int32) < x.offsets[-1]
+        inputs = data, tuple(map(jnp.asarray, args)), None if mask is None else jnp.asarray(mask), routing
         if axes <= {*mesh.manual_axes}:
-            return self._of_device(x)
-        return _over_mesh(self, x, axes=tuple(sorted(axes)))
+            y, stats = self._of_device(*inputs, is_packed)
+        else:
+            y, stats = _over_mesh(self, *inputs, is_packed, axes=tuple(sorted(axes)))
+        return (x.with_data(y) if isinstance(x, GroupedTensor) else y), stats
 
-    def _of_device(self, x: Float[Array, "tokens d"]) -> tuple[Float[Array, "tokens d"], MoEStats]:
-        logits = _logits(x, self.router)
-        probabilities = jax.nn.softmax(logits)
-        weights, chosen = self._chosen(logits, probabilities)
-        routed, dropped = route(chosen, self.router.shape[1]), jnp.zeros((), jnp.int32)
+    def _of_device(
+        self,
+        x: Float[Array, "tokens d"],
+        args: tuple[Array, ...],
+        mask: Bool[Array, " tokens"] | None,
+        routing: Routing | None,
+        is_packed: bool,
+    ) -> tuple[Float[Array, "tokens d"], MoEStats]:
+        """`(y, stats)` for this device's tokens. `is_packed`: padding is at the end."""
+        is_token = None if mask is None else mask[:, None]
+        num_experts = self.experts.up.weight.shape[0] * (1 if self.axis is None else lax.axis_size(self.axis))
+        routing = self._routing(x, args, is_token, num_experts) if routing is None else routing
+        weights, chosen = routing.weights, as_int32(routing.experts)
+        top_k, chosen = chosen.shape[1], _with_padding(chosen, is_token, num_experts)  # Padding goes to no expert.
+        if is_token is not None:
+            weights = jnp.where(is_token, weights, jnp.zeros((), weights.dtype))
+        tokens: Array = x
+        if self.weigh_inputs:  # Each of a token's rows is a token of its own, with one expert.
+            weighted = _with_padding(x, is_token, 0).astype(weights.dtype)[:, None] * weights[:, :, None]
+            tokens, chosen, weights = weighted.astype(x.dtype).reshape(-1, x.shape[1]), chosen.reshape(-1, 1), None
+        routed, dropped = route(chosen, num_experts), jnp.zeros((), jnp.int32)
         if self.axis is None:
-            y = self.experts.combined(routed, x, weights)
+            y = self.experts.combined(routed, tokens, weights, self.tensor_axis)
         else:
             ex = exchange(routed, self.axis, self.transport, self.capacity, self.chunks, self.wire)
-            y, dropped = ex.map(self.experts, x, weights), ex.dropped
+            run = partial(Experts.__call__, tensor_axis=self.tensor_axis)
+            y, dropped = ex.map(jax.tree_util.Partial(run, self.experts), tokens, weights), ex.dropped
+        if self.weigh_inputs and top_k > 1:
+            y = jnp.sum(y.reshape(-1, top_k, x.shape[1]).astype(accumulator_dtype(y.dtype)), axis=1)
         if self.shared is not None:
-            everyone = jnp.full(1, x.shape[0], jnp.int32)
-            y = y + self.shared(GroupedTensor(x, everyone)).data
+            y = y + self._of_shared(x, is_token, is_packed)
         y = _over(lax.psum, y, (self.tensor_axis,) if self.tensor_axis else ()).astype(x.dtype)
-        rows, dropped = (_over(lax.psum, n, self._token_axes) for n in (routed.first_dims, dropped))
-        tokens = max(x.shape[0], 1)  # of none, the statistics are zero
-        mean, z = jnp.sum(probabilities, axis=0) / tokens, jnp.sum(jax.nn.logsumexp(logits, axis=1) ** 2) / tokens
-        mean, z = (_over(lax.pmean, each, self._token_axes) for each in (mean, z))
-        share = rows.astype(jnp.float32) / jnp.maximum(1, jnp.sum(rows, dtype=jnp.int32)).astype(jnp.float32)
-        return y, MoEStats(share.size * jnp.sum(share * mean), z, rows, dropped)
+        return y, self._stats(routing, routed.first_dims, dropped, is_token)
 
-    def _chosen(self, logits: Array, probabilities: Array) -> tuple[Array, Array]:
-        """Each token's experts and their weights, both `[tokens, top_k]`."""
-        if self.choose is None:
-            weights, chosen = lax.top_k(probabilities, self.top_k)
-            return (weights / jnp.sum(weights, axis=1, keepdims=True) if self.normalize else weights), chosen
-        weights, chosen = self.choose(logits)
-        shape = (logits.shape[0], self.top_k)
-        if (weights.shape, chosen.shape) != (shape, shape):
-            site = Site("ragged.nn.MoE", {"weights": weights, "chosen": chosen})
-            site.fail(ValueError, "`choose` gave other shapes.", f"Both must be [tokens, top_k], {list(shape)}.")
-        return weights, chosen
+    def _routing(
+        self, x: Array, args: tuple[Array, ...], is_token: Bool[Array, "tokens 1"] | None, num_experts: int
+    ) -> Routing:
+        """The router's choice."""
+        if type(self.router) is Router:  # A subclass may have a call of its own.
+            return self.router.select(_logits(self.router, x, is_token))
+        # Padding gets distinct positive numbers, so that a router that divides by a norm has finite derivatives.
+        padding = jnp.arange(1, x.shape[1] + 1, dtype=x.dtype)[None] / jnp.asarray(x.shape[1], x.dtype)
+        routing = self.router(_with_padding(x, is_token, padding), *args)
+        site = Site("ragged.nn.MoE")
+        routing = _as_routing(site, "`router` returned", routing)
+        _check_routing(site, "`router` returned", routing, x.shape[0])
+        if is_token is None:
+            _check_experts(site, "`router` returned", routing, num_experts)
+        return routing
+
+    def _of_shared(self, x: Array, is_token: Bool[Array, "tokens 1"] | None, is_packed: bool) -> Array:
+        """The shared expert's results, zero for padding."""
+        assert self.shared is not None
+        clean = _with_padding(x, is_token, 0)
+        count = x.shape[0] if is_token is None or not is_packed else jnp.sum(is_token, dtype=jnp.int32)
+        rows = GroupedTensor(x if is_packed else clean, jnp.full(1, count, jnp.int32))
+        y = self.shared(rows, self.tensor_axis).data
+        if self.shared_gate is not None:
+            gate = jax.nn.sigmoid(clean.astype(jnp.float32) @ self.shared_gate.astype(jnp.float32))[:, None]
+            y = (y.astype(gate.dtype) * gate).astype(y.dtype)
+        return y if is_packed else _with_padding(y, is_token, 0)
+
+    def _stats(
+        self, routing: Routing, rows: Array, dropped: Array, is_token: Bool[Array, "tokens 1"] | None
+    ) -> MoEStats:
+        """Statistics over all devices."""
+        count = jnp.int32(routing.weights.shape[0]) if is_token is None else jnp.sum(is_token, dtype=jnp.int32)
+        rows, dropped, count = (_over(lax.psum, each, self._token_axes) for each in (rows, dropped, count))
+
+        def mean(x: Array) -> Array:
+            total = _over(lax.psum, jnp.sum(_with_padding(x, is_token, 0), axis=0), self._token_axes)
+            return total / jnp.maximum(1, count).astype(jnp.float32)  # 0 without tokens
+
+        balance, z = None, None
+        if routing.probabilities is not None:
+            # `(experts,)`: the share of all rows that go to each expert
+            share = rows.astype(jnp.float32) / jnp.maximum(1, jnp.sum(rows, dtype=jnp.int32)).astype(jnp.float32)
+            balance = share.size * jnp.sum(share * mean(routing.probabilities))
+        if routing.logits is not None:
+            z = mean(jax.nn.logsumexp(routing.logits, axis=1, keepdims=True) ** 2)[0]
+        return MoEStats(balance, z, rows, dropped)
 
     def specs(self) -> "MoE":
-        """The module with a `PartitionSpec` for each array: what `jax.shard_map`'s `in_specs` and shardings take."""
+        """The module with a `PartitionSpec` in place of each array, for `in_specs` of `jax.shard_map` and shardings."""
 
         def spec(path: Any, _: Any) -> P:
             names = [getattr(key, "name", None) for key in path]  # ["experts", "up", "weight"]
-            if names[0] not in ("experts", "shared") or names[-1] != "weight":
+            if names[0] not in ("experts", "shared") or names[-1] not in ("weight", "bias"):
                 return P()
             axis = self.axis if names[0] == "experts" else None
-            return P(axis, self.tensor_axis) if names[1] == "down" else P(axis, None, self.tensor_axis)
+            if names[1] == "down":
+                return P(axis, self.tensor_axis) if names[-1] == "weight" else P(axis)
+            return P(axis, None, self.tensor_axis) if names[-1] == "weight" else P(axis, self.tensor_axis)
 
         return jax.tree_util.tree_map_with_path(spec, self)
 
@@ -298,39 +488,121 @@ class MoE(eqx.Module):
         return (*self.data_axes, *((self.axis,) if self.axis else ()))
 
 
-@partial(jax.jit, static_argnames="axes")
-def _over_mesh(moe: MoE, x: Array, axes: tuple[str, ...]) -> tuple[Array, MoEStats]:
-    specs, mesh = (moe.specs(), P(moe._token_axes or None)), jax.sharding.get_abstract_mesh()
+@partial(jax.jit, static_argnames=("is_packed", "axes"))
+def _over_mesh(
+    moe: MoE,
+    x: Array,
+    args: tuple[Array, ...],
+    mask: Array | None,
+    routing: Routing | None,
+    is_packed: bool,
+    axes: tuple[str, ...],
+) -> tuple[Array, MoEStats]:
+    """`(y, stats)` of a call outside of `shard_map`: maps `_of_device` over these axes of the mesh in context."""
+    of_tokens, mesh = P(moe._token_axes or None), jax.sharding.get_abstract_mesh()
+    operands = moe, x, args, mask, routing
+    specs = moe.specs(), *jax.tree.map(lambda _: of_tokens, operands[1:])
     if mesh.explicit_axes:
-        moe, x = jax.tree.map(lambda leaf, spec: resharded(leaf, mesh, spec), (moe, x), specs)
-    out_specs = specs[1], P()
-    return jax.shard_map(MoE._of_device, in_specs=specs, out_specs=out_specs, axis_names={*axes})(moe, x)
+        operands = jax.tree.map(lambda leaf, spec: resharded(leaf, mesh, spec), operands, specs)
+    options: Any = {"in_specs": specs, "out_specs": (of_tokens, P()), "axis_names": {*axes}}
+    return jax.shard_map(lambda moe, *inputs: moe._of_device(*inputs, is_packed), **options)(*operands)
 
 
-@jax.checkpoint  # what is kept is `x`, and not in float32
-def _logits(x: Float[Array, "tokens d"], router: Float[Array, "d experts"]) -> Float[Array, "tokens experts"]:
-    return x.astype(jnp.float32) @ router.astype(jnp.float32)
+@jax.checkpoint  # The derivative saves `x` in its own dtype, instead of a float32 copy.
+def _logits(
+    router: Router, x: Float[Array, "tokens d"], is_token: Bool[Array, "tokens 1"] | None
+) -> Float[Array, "tokens experts"]:
+    logits = router.logits(_with_padding(x, is_token, 0))
+    # Padding gets distinct positive logits, so that a score that is divided by a sum has finite derivatives.
+    padding = jnp.arange(1, logits.shape[1] + 1, dtype=jnp.float32)[None] / logits.shape[1]
+    return _with_padding(logits, is_token, padding)
 
 
-def _check(moe: MoE, x: Any, axes: set[str], mesh: Any) -> None:
-    site, manual = Site("ragged.nn.MoE", {"x": x}), axes & {*mesh.manual_axes}
-    if not is_arraylike(x) or not jnp.issubdtype(x.dtype, jnp.floating):
-        site.fail(TypeError, "`x` is not a floating array.", "Pass one row a token, as an array [tokens, d].")
-    if x.ndim != 2 or x.shape[1] != moe.router.shape[0]:
-        problem = f"`x` must be [tokens, {moe.router.shape[0]}]."
-        site.fail(ValueError, problem, "Flatten its leading axes: `x.reshape(-1, x.shape[-1])`.")
+def _with_padding(x: Shaped[Array, "tokens n"], is_token: Bool[Array, "tokens 1"] | None, fill: Any) -> Array:
+    """`x` with `fill` in the rows of padding. Without padding, `is_token` is None."""
+    return x if is_token is None else jnp.where(is_token, x, fill)
+
+
+def _check(
+    moe: MoE, x: Any, args: tuple[Any, ...], mask: Any, routing: Routing | None, axes: set[str], mesh: Any
+) -> None:
+    """Raises unless the arguments and the mesh in context fit the module, which needs the mesh axes `axes`."""
+    site, manual, d = Site("ragged.nn.MoE", {"x": x}), axes & {*mesh.manual_axes}, moe.experts.up.weight.shape[1]
+    is_tensor = isinstance(x, GroupedTensor)
+    if not (is_tensor or is_arraylike(x)) or not jnp.issubdtype(x.dtype, jnp.floating):
+        site.fail(TypeError, "`x` is not a floating array.", "Pass one row per token, as an array [tokens, d].")
+    if is_tensor:
+        require_plain(x)
+        if x.kind != "ragged rows" or x.ndim != 2 or x.shape[1] != d:
+            hint = "Pass packed rows: `ragged.GroupedTensor(rows, first_dims=sizes)`."
+            site.fail(ValueError, f"`x` must have ragged rows, [tokens, {d}].", hint)
+        if mask is not None:
+            site.also(mask=mask).fail(
+                ValueError, "`mask` is given, but the sizes of `x` determine it.", "Leave it out."
+            )
+    elif x.ndim != 2 or x.shape[1] != d:
+        hint = "Flatten its leading axes: `x.reshape(-1, x.shape[-1])`."
+        site.fail(ValueError, f"`x` must be [tokens, {d}].", hint)
+    if mask is not None and (not is_arraylike(mask) or mask.dtype != bool or mask.shape != (x.shape[0],)):
+        hint = "Pass one boolean per token, such as `jnp.ones(x.shape[0], bool)`."
+        site.also(mask=mask).fail(TypeError, "`mask` must be a boolean array (tokens,).", hint)
+    if args and type(moe.router) is Router:
+        site.fail(TypeError, "a `Router` takes only the tokens.", "Leave the further arguments out.")
+    if wrong := [each for each in args if not is_arraylike(each) or each.shape[:1] != (x.shape[0],)]:
+        hint = "Pass arrays with one entry per token."
+        site.also(argument=wrong[0]).fail(ValueError, "an argument doesn't have one entry per token.", hint)
+    shards = 1 if manual else math.prod(mesh.shape.get(name, 1) for name in moe._token_axes)
+    _check_mesh(site, moe, axes, mesh, manual)
+    if x.shape[0] % shards:
+        problem = f"{x.shape[0]} tokens can't be divided among {shards} devices over {moe._token_axes}."
+        padded = -(-x.shape[0] // shards) * shards
+        mask_hint = "" if is_tensor or mask is not None else f" and pass `mask=jnp.arange({padded}) < {x.shape[0]}`"
+        site.fail(ValueError, problem, f"Pad `x` to {padded} rows{mask_hint}, or use fewer devices.")
+    if routing is not None:
+        _check_routing(site, "`routing` has", routing, x.shape[0])
+        ways = mesh.shape[moe.axis] if moe.axis is not None and manual else 1
+        _check_experts(site, "`routing` has", routing, moe.experts.up.weight.shape[0] * ways)
+
+
+def _check_mesh(site: Site, moe: MoE, axes: set[str], mesh: Any, manual: set[str]) -> None:
+    """Raises if the mesh in context lacks some of `axes`, or an enclosing `shard_map` is only over some of them."""
     if missing := sorted(axes - {*mesh.axis_names}):
         problem = f"the mesh in context has axes {mesh.axis_names}, not {missing}."
-        site.fail(ValueError, problem, "Set one that has: `with jax.set_mesh(mesh):`.")
+        site.fail(ValueError, problem, "Set a mesh with these axes: `with jax.set_mesh(mesh):`.")
     if manual and manual != axes:
-        problem = f"the `shard_map` around it is over {sorted(manual)} only."
-        site.fail(ValueError, problem, f"Map over all of {sorted(axes)}, or over none.")
-    cut = 1 if manual else math.prod(mesh.shape[name] for name in moe._token_axes)
-    if x.shape[0] % cut:
-        problem = f"{cut} devices over {moe._token_axes} don't divide {x.shape[0]} tokens."
-        site.fail(ValueError, problem, "Pad the tokens, or take fewer devices.")
+        problem = f"the enclosing `shard_map` is only over {sorted(manual)}."
+        site.fail(ValueError, problem, f"Map over all of {sorted(axes)}, or over none of them.")
+
+
+def _as_routing(site: Site, whose: str, routing: Any) -> Routing:
+    """`routing`, which may be a pair of weights and experts. Raises if it is anything else."""
+    if isinstance(routing, Routing):
+        return routing
+    if not isinstance(routing, tuple | list) or len(routing) != 2:
+        hint = "Pass `(weights, experts)`, or a `ragged.nn.Routing`."
+        site.fail(TypeError, f"{whose} {describe(routing)}.", hint)
+    return Routing(*map(jnp.asarray, routing))
+
+
+def _check_experts(site: Site, whose: str, routing: Routing, num_experts: int) -> None:
+    """Raises if the experts are known when the program is traced, and one is out of range."""
+    experts = np.asarray(routing.experts) if is_concrete(routing.experts) else np.zeros(0, int)
+    if experts.size and not 0 <= experts.min() <= experts.max() < num_experts:
+        problem = f"{whose} experts from {experts.min()} to {experts.max()}, but there are {num_experts}."
+        hint = f"Pass 0 to {num_experts - 1}. Padding can have any of them."
+        site.also(experts=routing.experts).fail(ValueError, problem, hint)
+
+
+def _check_routing(site: Site, whose: str, routing: Routing, tokens: int) -> None:
+    """Raises unless weights and experts have one shape, `[tokens, top_k]`, and the right dtypes."""
+    weights, experts = routing.weights, routing.experts
+    site = site.also(weights=weights, experts=experts)
+    if weights.shape != experts.shape or weights.ndim != 2 or weights.shape[0] != tokens:
+        site.fail(ValueError, f"{whose} wrong shapes.", f"Weights and experts must both be [{tokens}, top_k].")
+    if not jnp.issubdtype(experts.dtype, jnp.integer) or not jnp.issubdtype(weights.dtype, jnp.floating):
+        site.fail(TypeError, f"{whose} wrong dtypes.", "Pass weights, floats, and then experts, integers.")
 
 
 def _over(collective: Callable[..., Array], x: Array, axes: tuple[str, ...]) -> Array:
-    """`collective` of what each device of `axes` has, also of what is the same on all."""
+    """`collective(x, axes)`, where `x` may be replicated over some of the axes; `x` if there are no axes."""
     return collective(vary_together([x, *map(lax.axis_index, axes)])[0], axes) if axes else x

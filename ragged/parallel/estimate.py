@@ -1,18 +1,21 @@
-"""`estimate`: what a layer of experts over devices sends, keeps and computes, on paper.
+"""`estimate`: communication, memory and computation of a layer of experts, computed without running it.
 
-A collective over `n` devices has a larger side, `B` bytes on each: the operand of an all-to-all or reduce-scatter, the
-result of an all-gather. An `n`th of it stays on the device, `B (n - 1) / n` bytes are sent. These are all the `B`s of a
-layer with `t` tokens of `d` numbers on each device, `k` rows of each, `g` experts, and `S` slots: `n` times what a
-device may send to another one. A number has `s` bytes, the float32 that it is summed in has 4.
+The cost of a collective over `n` devices follows from the bytes `B` of its larger side on each device: the operand of
+an all-to-all or a reduce-scatter, the result of an all-gather. `B (n - 1) / n` bytes are sent; the rest stays on the
+device.
+
+The table has `B` for every collective of a layer. Each device has `t` tokens of `d` numbers, and `S` slots: `n` times
+the number of rows that it may send to one device. There are `k` rows per token and `g` experts. A number has `s` bytes;
+a number of a sum, in float32, has 4.
 
     transport  sizes                 dispatch  combine      combine gradient  dispatch gradient
     "dense"    4 n g                 S d s     S d s        S d s             S d s
     "ragged"   4 n g                 S d s     S d s        S d s             S d s
     "ring"     4 (n g + n t k + S)   n t d s   n t (d+k) 4  n t (d+k) 4       n t d 4
 
-`"ragged"` has such buffers, of which only the rows that are there travel. (Its gradients exchange offsets too, `4 n`
-bytes at a time, which aren't counted.) For `"ring"` each device must know the slots of all tokens, and their weights.
-Each chunk has sizes of its own; the other bytes are those of all chunks.
+`"ragged"` sends only the filled slots. (Its gradients also exchange offsets, `4 n` bytes each time, which aren't
+counted.) With `"ring"`, each device also gets the slots and the weights of all tokens. With chunks, the sizes are sent
+once per chunk; the other bytes are totals over all chunks.
 """
 
 from dataclasses import dataclass
@@ -21,40 +24,43 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ragged._errors import Site, is_count
+from ragged.core.errors import Site, is_count
+from ragged.core.formats import accumulator_dtype
 from ragged.parallel.exchange import TRANSPORTS, wire_cast
-from ragged.quant.formats import accumulator_dtype
 from ragged.quant.recipe import Cast
 
 FORWARD, GRADIENT = ("sizes", "dispatch", "combine"), ("combine gradient", "dispatch gradient")
-WAYS = {"forward": FORWARD, "gradient": GRADIENT}
+PASSES = {"forward": FORWARD, "gradient": GRADIENT}
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What `ragged.parallel.estimate` finds, for one device and one layer, all chunks together. Prints as a table.
+    """The result of `ragged.parallel.estimate`, for one device and one layer with all its chunks.
 
-    **Fields:** the first three by `"sizes"`, `"dispatch"`, `"combine"`, `"combine gradient"`, `"dispatch gradient"`:
+    **Fields:** dicts keyed by `"sizes"`, `"dispatch"`, `"combine"`, `"combine gradient"`, `"dispatch gradient"`:
 
-    - `program`: bytes of the collectives' larger sides, from the program's shapes: with what a device keeps for itself.
-    - `sent`: bytes that a device sends to others, if all experts are as likely. Those of `"dense"` and `"ring"` don't
-      depend on that. Rows that go to two experts of one device are sent twice.
-    - `sent_at_most`: if none of a device's rows stay; and back, if all of its slots are full. What a device receives is
-      at most that of the opposite: in dispatch, what is sent in combine.
+    - `program`: bytes of the larger side of each collective, including bytes that stay on the device.
+    - `sent`: bytes that a device sends to others if all experts are equally likely. For `"dense"` and `"ring"` it
+      doesn't depend on the routing. A token's row is sent twice if two of its experts are on one device.
+    - `sent_at_most`: the maximum of `sent` over all routings. In dispatch, all rows of the device go to other devices;
+      in combine, all its slots are full. With `"ragged"` and no `wire`, a device receives at most the entry of the
+      opposite direction: in dispatch, `sent_at_most["combine"]` bytes. With the other transports, it receives as
+      many bytes as it sends.
 
-    Of a chunk:
+    For each chunk:
 
-    - `capacity`: the rows that a device has room for.
-    - `buffer`: bytes of as many rows of `d` numbers. There are several: rows as they are sent, as they come, by group.
+    - `capacity`: the number of rows in a device's buffer.
+    - `buffer`: bytes of this many rows of `d` numbers. A device has several such buffers: rows to send, received rows,
+      and rows sorted by group.
 
-    Of the layer:
+    For the layer:
 
-    - `experts`: bytes of the device's matrices.
+    - `experts`: bytes of the matrices on a device.
 
-    By `"forward"`, `"gradient"`:
+    Dicts keyed by `"forward"`, `"gradient"`:
 
-    - `flops`: FLOP of the products, of as many rows as come if all experts are as likely.
-    - `exchange`, `products`: seconds that each takes alone.
+    - `flops`: FLOP of the products, if all experts are equally likely.
+    - `exchange`, `products`: seconds of the exchanges alone and of the products alone.
     - `overlapped`: seconds of `exchange` during which products run, at best.
     """
 
@@ -72,8 +78,8 @@ class Estimate:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Of exchange and products together: `exchange + products - overlapped`."""
-        return {way: self.exchange[way] + self.products[way] - self.overlapped[way] for way in self.exchange}
+        """Seconds in total, keyed by `"forward"` and `"gradient"`: `exchange + products - overlapped`."""
+        return {key: self.exchange[key] + self.products[key] - self.overlapped[key] for key in self.exchange}
 
     def __str__(self) -> str:
         def line(name: str, *cells: str) -> str:
@@ -81,61 +87,61 @@ class Estimate:
 
         sent = [[_si(x[phase], "B") for x in (self.program, self.sent, self.sent_at_most)] for phase in self.program]
         columns = self.exchange, self.products, self.overlapped, self.seconds
-        seconds = [[_si(x[way], "s") for x in columns] + [_si(self.flops[way], "FLOP")] for way in self.flops]
+        seconds = [[_si(x[key], "s") for x in columns] + [_si(self.flops[key], "FLOP")] for key in self.flops]
         return "\n".join(
             [
                 self.of,
                 line("", "program", "sent", "sent at most"),
                 *(line(phase, *cells) for phase, cells in zip(self.program, sent, strict=True)),
                 line("", "exchange", "products", "overlapped", "in all", "FLOP"),
-                *(line(way, *cells) for way, cells in zip(self.flops, seconds, strict=True)),
+                *(line(key, *cells) for key, cells in zip(self.flops, seconds, strict=True)),
                 f"a buffer of {self.capacity} rows: {_si(self.buffer, 'B')}; experts: {_si(self.experts, 'B')}",
             ]
         )
 
 
 def _si(x: int | float, unit: str) -> str:
+    """`x` with an SI prefix and three digits: `"1.23 GB"`."""
     power = min(max(int(log10(float(f"{x:.3g}")) // 3), -3), 5) if x else 0
     return f"{x / 1000.0**power:.3g} {' kMGTPnµm'[power].strip()}{unit}"
 
 
 def estimate(
     *,
-    tokens: int | Any,
-    d: int | Any,
-    hidden: int | Any,
-    experts: int | Any,
-    top_k: int | Any,
-    devices: int | Any,
-    transport: str | Any = "ragged",
+    tokens: int,
+    d: int,
+    hidden: int,
+    experts: int,
+    top_k: int,
+    devices: int,
+    transport: str = "ragged",
     dtype: Any = "bfloat16",
-    capacity: int | Any = None,
-    chunks: int | Any = 1,
-    wire: str | Cast | Any = None,
-    gated: bool | Any = True,
-    link: float | Any = 450e9,
-    flops: float | Any = 989e12,
+    capacity: int | None = None,
+    chunks: int = 1,
+    wire: str | Cast | None = None,
+    gated: bool = True,
+    link: float = 450e9,
+    flops: float = 989e12,
 ) -> Estimate:
-    """What a layer of experts sends, keeps and computes on each of `devices`, before there is any.
+    """Estimates what a layer of experts sends, stores and computes on each device.
 
     The layer is `ragged.exchange(route, ...)`, `dispatch`, products with each expert's matrices, and `combine` with
-    weights, along one mesh axis. The gradient is that by tokens, weights and all matrices, with what the forward pass
-    kept; other axes' sums of the matrices' gradients, `experts` bytes each, aren't counted.
+    weights, along one mesh axis. The gradient is with respect to tokens, weights and all matrices, without
+    recomputation. Sums of the matrices' gradients over other mesh axes, `experts` bytes each, aren't counted.
 
     **Arguments:**
 
-    - `tokens`: of one device, with `d` numbers of `dtype` each, and `top_k` experts out of `experts`, which `devices`
-      divide.
-    - `hidden`: what an expert's matrices widen to: `[d, hidden]`, twice if `gated`, and `[hidden, d]`.
+    - `tokens`: number of tokens on one device. Each has `d` numbers of `dtype`, and goes to `top_k` of `experts`
+      experts. `devices` must divide `experts`.
+    - `hidden`: the hidden dim of an expert, whose matrices are `[d, hidden]` (two if `gated`) and `[hidden, d]`.
     - `transport`, `capacity`, `chunks`, `wire`: as for `ragged.exchange`.
-    - `link`: bytes a second that one device sends while it receives as many. By default those of an H200's NVLink.
-    - `flops`: FLOP a second of one device's products. By default an H200's published peak in bfloat16.
+    - `link`: bytes per second that one device sends while it receives as many. The default is an H200's NVLink.
+    - `flops`: FLOP per second of one device's products. The default is an H200's published peak in bfloat16.
 
-    Seconds are bytes over `link` and FLOP over `flops`, where all experts are as likely: latencies, congestion, work
-    on rows between the two, and uneven routing come on top. The first chunk's dispatch and the last one's combine
-    overlap with nothing.
+    Seconds are bytes over `link` and FLOP over `flops`. Latencies, congestion, other operations on rows, and uneven
+    routing add to them. The first chunk's dispatch and the last chunk's combine can't overlap with products.
 
-    **Raises:** `ValueError` for sizes and names, `TypeError` for dtypes and what is no `wire`.
+    **Raises:** `ValueError` for invalid sizes and names, `TypeError` for invalid dtypes and values of `wire`.
 
     !!! example
         ```python
@@ -143,73 +149,93 @@ def estimate(
         print(ragged.parallel.estimate(tokens=4096, d=7168, hidden=2048, experts=256, top_k=8, devices=64, chunks=4))
         ```
     """
-    asked = {"tokens": tokens, "d": d, "hidden": hidden, "experts": experts, "top_k": top_k, "devices": devices}
-    site = Site("ragged.parallel.estimate", asked | {"transport": transport, "capacity": capacity, "chunks": chunks})
-    for name, value in (asked | {"chunks": chunks}).items():
-        if not is_count(value):
-            site.fail(ValueError, f"`{name}` is {value!r}.", "It must be a positive int.")
-    for name, value in (("link", link), ("flops", flops)):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
-            site.fail(ValueError, f"`{name}` is {value!r}.", "It must be a positive number, a second.")
-    tokens, d, hidden, experts, top_k, n, chunks = map(int, (*asked.values(), chunks))
-    if top_k > experts:
-        site.fail(ValueError, f"`top_k` is {top_k} of {experts} experts.", "A token goes to no expert twice.")
-    if experts % n:
-        site.fail(ValueError, f"{n} devices don't divide {experts} experts.", "Each device holds as many.")
-    if chunks > tokens:
-        site.fail(ValueError, f"`chunks` is {chunks}.", f"Pass at most the {tokens} tokens of a device.")
-    chunks = 1 if n == 1 else chunks
+    sizes = {"tokens": tokens, "d": d, "hidden": hidden, "experts": experts, "top_k": top_k, "devices": devices}
+    site = Site("ragged.parallel.estimate", sizes | {"transport": transport, "capacity": capacity, "chunks": chunks})
+    _check_rates(site, {"link": link, "flops": flops})
+    tokens, d, hidden, experts, top_k, n, chunks = _checked_counts(site, sizes | {"chunks": chunks})
     if transport not in TRANSPORTS:
         site.fail(ValueError, f"`transport` is {transport!r}.", f"Pass one of {', '.join(TRANSPORTS)}.")
     if capacity is not None and not is_count(capacity, n * chunks):
-        mend = f"Pass at least {n * chunks}, one row a chunk from each device, or None for the worst case."
-        site.fail(ValueError, f"`capacity` is {capacity!r}.", mend)
-    try:
-        itemsize, wide = jnp.dtype(dtype).itemsize, accumulator_dtype(dtype).itemsize
-    except TypeError:
-        itemsize = wide = 0
-    if dtype is None or not itemsize or not jnp.issubdtype(dtype, jnp.floating):
-        site.fail(TypeError, f"`dtype` is {dtype!r}.", "Rows are floats: 'bfloat16', 'float32'.")
-
+        hint = f"Pass at least {n * chunks}, one row per chunk from each device, or None for the worst case."
+        site.fail(ValueError, f"`capacity` is {capacity!r}.", hint)
+    itemsize, sum_itemsize = _item_sizes(site, dtype)
     row = d * itemsize  # bytes
     if wire is not None:
         scaling = wire_cast(site, wire).scaling
         row = d + prod(scaling.shape((1, d), -2, 1)) * scaling.dtype.itemsize
-    rows = [(tokens * (i + 1) // chunks - tokens * i // chunks) * top_k for i in range(chunks)]  # of a device, by chunk
-    each = [x if capacity is None else min(x, int(capacity) // n // chunks) for x in rows]  # slots for another device
-    slots, everyone = n * sum(each), n * tokens
-    whole = {"sizes": 4 * chunks * n * experts} | dict.fromkeys((*FORWARD[1:], *GRADIENT), 0)  # whatever the routing
-    by_row = dict.fromkeys(whole, d * itemsize) | {"sizes": 0, "dispatch": row}  # bytes of each
+    # For each chunk: a device's rows, and its slots for each device, itself included.
+    rows = [(tokens * (i + 1) // chunks - tokens * i // chunks) * top_k for i in range(chunks)]
+    per_device = [x if capacity is None else min(x, int(capacity) // n // chunks) for x in rows]
+    slots, all_tokens = n * sum(per_device), n * tokens
+    # Bytes that don't depend on the routing, and bytes of each row that is sent.
+    fixed = {"sizes": 4 * chunks * n * experts} | dict.fromkeys((*FORWARD[1:], *GRADIENT), 0)
+    by_row = dict.fromkeys(fixed, d * itemsize) | {"sizes": 0, "dispatch": row}
     if transport == "ring":
-        by_row = dict.fromkeys(whole, 0)
-        whole["sizes"] += 4 * (everyone * top_k + slots)
-        whole["dispatch"], whole["dispatch gradient"] = everyone * row, everyone * d * wide
-        whole["combine"] = whole["combine gradient"] = everyone * (d + top_k) * wide
+        by_row = dict.fromkeys(fixed, 0)
+        fixed["sizes"] += 4 * (all_tokens * top_k + slots)
+        fixed["dispatch"], fixed["dispatch gradient"] = all_tokens * row, all_tokens * d * sum_itemsize
+        fixed["combine"] = fixed["combine gradient"] = all_tokens * (d + top_k) * sum_itemsize
 
-    def sent(there: int | float, back: int | float) -> dict[str, float]:
-        """If a device sends so many rows to experts, and back from its own."""
-        leave = dict.fromkeys(whole, back) | dict.fromkeys(("dispatch", "combine gradient"), there)
-        return {phase: whole[phase] * (n - 1) / n + leave[phase] * by_row[phase] for phase in whole}
+    def sent(to_experts: int | float, back: int | float) -> dict[str, float]:
+        """Bytes that a device sends in each phase: `to_experts` rows to the experts of other devices, and `back` rows
+        from its own experts."""
+        leaving = dict.fromkeys(fixed, back) | dict.fromkeys(("dispatch", "combine gradient"), to_experts)
+        return {phase: fixed[phase] * (n - 1) / n + leaving[phase] * by_row[phase] for phase in fixed}
 
-    even = sum(map(float, map(min, [x / n for x in rows], each)))  # rows to each device
-    full = [(n - 1) * x for x in each]  # slots for all others
+    even = sum(map(float, map(min, [x / n for x in rows], per_device)))  # rows to each device
+    full = [(n - 1) * x for x in per_device]  # slots for all other devices
     products = {"forward": n * even * 2 * d * hidden * (3 if gated else 2)}
     products["gradient"] = 2 * products["forward"]
-    leave, most = ((n - 1) * even, sum(map(min, rows, full))) if transport == "ragged" else (sum(full), sum(full))
-    expected = sent(leave, leave)
-    exchange = {way: sum(expected[phase] for phase in phases) / link for way, phases in WAYS.items()}
-    seconds = {way: work / flops for way, work in products.items()}
+    leaving = max_leaving = sum(full)  # rows to other devices
+    if transport == "ragged":
+        leaving, max_leaving = (n - 1) * even, sum(map(min, rows, full))
+    expected = sent(leaving, leaving)
+    exchange = {key: sum(expected[phase] for phase in phases) / link for key, phases in PASSES.items()}
+    seconds = {key: work / flops for key, work in products.items()}
     return Estimate(
         of=f"{transport} over {n} devices, each {tokens} tokens of {d} {jnp.dtype(dtype).name}"
         f" to {top_k} of {experts} experts, chunks={chunks}",
-        program={phase: whole[phase] + slots * by_row[phase] for phase in whole},
+        program={phase: fixed[phase] + slots * by_row[phase] for phase in fixed},
         sent=expected,
-        sent_at_most=sent(most, sum(full)),
-        capacity=n * max(each),
-        buffer=n * max(each) * d * itemsize,
+        sent_at_most=sent(max_leaving, sum(full)),
+        capacity=n * max(per_device),
+        buffer=n * max(per_device) * d * itemsize,
         experts=experts // n * d * hidden * (3 if gated else 2) * itemsize,
         flops=products,
         exchange=exchange,
         products=seconds,
-        overlapped={way: min(seconds[way], exchange[way] * (chunks - 1) / chunks) for way in WAYS},
+        overlapped={key: min(seconds[key], exchange[key] * (chunks - 1) / chunks) for key in PASSES},
     )
+
+
+def _checked_counts(site: Site, counts: dict[str, Any]) -> tuple[int, ...]:
+    """The sizes as ints, in the order of `counts`. With one device, there is one chunk."""
+    for name, value in counts.items():
+        if not is_count(value):
+            site.fail(ValueError, f"`{name}` is {value!r}.", "It must be a positive int.")
+    tokens, d, hidden, experts, top_k, n, chunks = map(int, counts.values())
+    if top_k > experts:
+        site.fail(ValueError, f"`top_k` is {top_k} of {experts} experts.", f"Pass at most {experts}.")
+    if experts % n:
+        problem = f"{experts} experts can't be divided among {n} devices."
+        site.fail(ValueError, problem, "Each device has the same number of experts.")
+    if chunks > tokens:
+        site.fail(ValueError, f"`chunks` is {chunks}.", f"Pass at most the {tokens} tokens of a device.")
+    return tokens, d, hidden, experts, top_k, n, 1 if n == 1 else chunks
+
+
+def _check_rates(site: Site, rates: dict[str, Any]) -> None:
+    for name, value in rates.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
+            site.fail(ValueError, f"`{name}` is {value!r}.", "It must be a positive number per second.")
+
+
+def _item_sizes(site: Site, dtype: Any) -> tuple[int, int]:
+    """Bytes of a number, and of a number in the dtype of its sums."""
+    try:
+        itemsize, sum_itemsize = jnp.dtype(dtype).itemsize, accumulator_dtype(dtype).itemsize
+    except TypeError:
+        itemsize = sum_itemsize = 0
+    if dtype is None or not itemsize or not jnp.issubdtype(dtype, jnp.floating):
+        site.fail(TypeError, f"`dtype` is {dtype!r}.", "It must be a float dtype, such as 'bfloat16' or 'float32'.")
+    return itemsize, sum_itemsize

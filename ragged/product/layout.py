@@ -1,8 +1,7 @@
-"""The eight layouts of a grouped product, and what each one's derivatives are.
+"""The eight layouts of a grouped product, and the layouts of its derivatives.
 
-A product contracts `lhs[i]` of shape `[m, k]` with `rhs[i]` of shape `[k, n]` for every group `i`.
-Each of the three extents is either the same in all groups or differs from group to group ("ragged").
-That is the whole of it: a layout *is* the set of its ragged letters, and there are 2³ = 8 of them.
+A product contracts `lhs[i]` of shape `[m, k]` with `rhs[i]` of shape `[k, n]` for every group `i`. Each of the three
+extents is uniform (the same in all groups) or ragged. A layout is the set of its ragged letters: 2³ = 8 layouts.
 
     letters   lhs   rhs   out      name             derivative by lhs   derivative by rhs
                                                     dout @ rhs.mT       lhs.mT @ dout
@@ -15,9 +14,9 @@ That is the whole of it: a layout *is* the set of its ragged letters, and there 
     k n       U·R   R·R   U·R      inner_columns    inner_columns       outer
     m k n     R·R   R·R   R·R      ragged           ragged              ragged
 
-(R: ragged, U: uniform; first·last dim.) The derivative by `lhs` is `dout @ rhs.mT`: it contracts `n` and its columns
-are `k`, so the two letters trade places. The derivative by `rhs` is `lhs.mT @ dout`: `m` and `k` trade places. So the
-set is closed, and the gradient rules need no case of their own.
+(R: ragged, U: uniform; first·last dim.) Compared to the product, the derivative by `lhs` has `n` and `k` swapped, the
+derivative by `rhs` has `m` and `k` swapped. So every derivative has one of the eight layouts, and one gradient rule
+serves all of them.
 """
 
 from typing import NamedTuple
@@ -32,11 +31,11 @@ NAMES = {
     "kn": "inner_columns",
     "mkn": "ragged",
 }
-"""The layouts by their ragged letters, in the order `m`, `k`, `n`. Everything else about them follows."""
+"""The name of each layout, keyed by its ragged letters in the order `m`, `k`, `n`."""
 
 
 class Layout(NamedTuple):
-    """Which of the letters `m`, `k`, `n` are ragged, in this order."""
+    """A layout: its ragged letters, in the order `m`, `k`, `n`."""
 
     ragged: str
 
@@ -45,13 +44,16 @@ class Layout(NamedTuple):
         return NAMES[self.ragged]
 
     def kind(self, term: str) -> str:
-        """`"R·U"` and so on: first·last dim of a term such as `"mk"`."""
+        """The kind of a term such as `"mk"`: `"R·U"` if its first dim is ragged and its last dim uniform."""
         return "·".join("R" if letter in self.ragged else "U" for letter in term)
 
     def derivative(self, wrt: str) -> "Layout":
-        """The layout of the product that gives the cotangent of `"lhs"` or `"rhs"`."""
-        other = {"lhs": {"k": "n", "n": "k"}, "rhs": {"k": "m", "m": "k"}}[wrt]
-        letters = {other.get(letter, letter) for letter in self.ragged}
+        """The layout of the product that is the cotangent of `"lhs"` or `"rhs"`.
+
+        Its letters are renamed, so that its result is `mn` again. `Product.derivative` keeps them.
+        """
+        swapped = {"lhs": {"k": "n", "n": "k"}, "rhs": {"k": "m", "m": "k"}}[wrt]
+        letters = {swapped.get(letter, letter) for letter in self.ragged}
         return Layout("".join(letter for letter in "mkn" if letter in letters))
 
 
@@ -59,9 +61,9 @@ LAYOUTS = {letters: Layout(letters) for letters in NAMES}
 
 
 def infer_layout(lhs: tuple[bool, bool], rhs: tuple[bool, bool]) -> Layout | None:
-    """The layout of a product, from which (first, last) dims of each operand are ragged.
+    """The layout of a product. `lhs` and `rhs`: whether the operand's first and last dim are ragged.
 
-    None where there is no product: the inner dims must both be ragged or both not.
+    None if only one of the contracted dims is ragged: such operands have no product.
     """
     (m, k), (k_rhs, n) = lhs, rhs
     if k != k_rhs:
@@ -70,16 +72,16 @@ def infer_layout(lhs: tuple[bool, bool], rhs: tuple[bool, bool]) -> Layout | Non
 
 
 class Product(NamedTuple):
-    """A grouped product as an einsum of the letters `m`, `k`, `n`: what the primitive and the kernels are told.
+    """A grouped product as an einsum of the letters `m`, `k`, `n`, for the primitive and the kernels.
 
-    `lhs`, `rhs` and `out` each name the two letters of a term in the order in which its buffer holds them:
+    `lhs`, `rhs` and `out`, the terms of the einsum, have two letters each, in storage order:
 
-    - a term without ragged letters is `[groups, a, b]`, and may be stored either way round;
-    - a term with ragged letters is `[a, b]` where `a` is ragged and packed; if `b` is ragged too, then each group's
-      columns are left-aligned.
+    - a term without ragged letters has a buffer `[groups, a, b]`, which may be stored transposed: `"kn"` or `"nk"`;
+    - a term with ragged letters has a buffer `[a, b]`, where `a` is ragged and packed. If `b` is ragged too, each
+      group's columns are left-aligned.
 
-    The letters mean nothing but which axes belong together: `out` says which one is contracted. So the derivative by a
-    term is the same einsum with that term and `out` exchanged, and swapping `lhs` and `rhs` changes nothing.
+    Any of the three letters may be contracted: the one that isn't in `out`. So the derivative by a term is the same
+    einsum with this term and `out` exchanged, and `lhs` and `rhs` may be swapped.
     """
 
     lhs: str
@@ -88,7 +90,10 @@ class Product(NamedTuple):
     ragged: str
 
     def derivative(self, wrt: str) -> "Product":
-        """The product of the cotangent (in place of `wrt`) with the other operand that gives `wrt`'s cotangent."""
+        """The product that is the cotangent of `"lhs"` or `"rhs"`.
+
+        The cotangent of `out` takes this operand's place. Letters keep their meaning.
+        """
         if wrt == "lhs":
             return self._replace(lhs=self.out, out=self.lhs)
         return self._replace(rhs=self.out, out=self.rhs)
@@ -106,7 +111,7 @@ class Product(NamedTuple):
 
     @property
     def kernel(self) -> str:
-        """What kind of kernel computes it."""
+        """Name of the product's kernel."""
         if not self.ragged:
             return "batched_matmul"
         if len(self.ragged) > 1:

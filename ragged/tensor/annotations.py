@@ -1,9 +1,9 @@
-"""Annotations that tell the kinds of `GroupedTensor` apart, and name the group axis.
+"""Annotations for each kind of `GroupedTensor`, which also name the group axis.
 
-    Rows[Float[GroupedTensor, "tokens d"], "g"]     ragged rows, `g` groups of them, in a buffer `[tokens, d]`
+    Rows[Float[GroupedTensor, "tokens d"], "g"]     `g` groups of ragged rows, in a buffer `[tokens, d]`
     Float[Array, "g d f"]                           a matrix for each of the `g` groups
 
-jaxtyping is shown one array, `[g, tokens, d]`, and checks and binds its axes: all of them or, if one doesn't fit, none.
+jaxtyping sees one array, `[g, tokens, d]`. It checks and binds all its axes, or none if one doesn't match.
 """
 
 from functools import reduce
@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any, NoReturn, Union, get_args, get_origin, no
 import jax
 from jaxtyping import AbstractArray, AbstractDtype, Shaped
 
-from ragged._errors import Site, describe
+from ragged.core.errors import Site, describe
 from ragged.tensor.tensor import GroupedTensor
 
 
 class _Kind(type):
-    """The type of `Rows` and its like, and of what they are with subscripts."""
+    """Metaclass of `Rows`, `Cols`, `Both`, `Uniform` and their subscripted forms."""
 
     kind: str
-    shown: Any = None  # jaxtyping's annotation of what it is shown; of `Rows` without subscripts None
-    logical: bool = False  # whether the dtype is that of `dequantize()`, not that of the buffer
+    shown: Any = None  # jaxtyping's annotation of `[g, *buffer]`; None without subscripts
+    logical: bool = False  # whether the dtype is the one of `dequantize()`, not the buffer's
 
     def __getitem__(cls, item: Any) -> Any:
         buffer, *more = item if isinstance(item, tuple) else (item,)
@@ -33,28 +33,28 @@ class _Kind(type):
             buffer = Shaped[GroupedTensor, "..."]
         name = f"{cls.__name__}[{', '.join(map(_name, (buffer, *more)))}]"
         if cls.shown is not None or len(more) not in (1, 2) or more[1:] not in ([], ["logical"]):
-            cls._fail(TypeError, name, 'what it takes is an annotation, the group axis and, if meant, "logical".')
+            cls._fail(TypeError, name, 'the subscripts must be an annotation, the group axis and optionally "logical".')
         if not (isinstance(buffer, type) and issubclass(buffer, AbstractArray) and buffer.array_type is GroupedTensor):
             cls._fail(TypeError, name, f"{_name(buffer)} doesn't annotate a `GroupedTensor`.")
         groups: Any = Shaped[jax.Array, str(more[0])]
         if not isinstance(more[0], str | int) or len(groups.dims) != 1 or groups.index_variadic is not None:
             cls._fail(ValueError, name, f"{more[0]!r} isn't one axis.")
 
-        class Of(AbstractDtype):
+        class OfBuffer(AbstractDtype):
             dtypes = buffer.dtypes
 
-        shown = Of[jax.ShapeDtypeStruct, f"{groups.dim_str} {buffer.dim_str}"]
+        shown = OfBuffer[jax.ShapeDtypeStruct, f"{groups.dim_str} {buffer.dim_str}"]
         logical = "logical" in more[1:]
         return _Kind(name, (cls,), {"shown": shown, "logical": logical, "__module__": "ragged", "__qualname__": name})
 
-    # Not checked themselves, if this module is: they would bind axes for their own calls only.
+    # `no_type_check`: jaxtyping's import hook would bind the axes for this call only.
     @no_type_check
     def __instancecheck__(cls, x: Any) -> bool:
         return not cls.__instancecheck_str__(x)
 
     @no_type_check
     def __instancecheck_str__(cls, x: Any) -> str:
-        """Why `x` isn't what is annotated, in beartype's words `x violates ..., as <why>`; `""` if it is."""
+        """The reason why `x` doesn't match, for beartype's message `x violates ..., as <reason>`; `""` if it does."""
         if cls.shown is None:
             cls._fail(TypeError, cls.__name__, "an annotation needs its axes.")
         if not isinstance(x, GroupedTensor):
@@ -64,7 +64,7 @@ class _Kind(type):
         if x.is_cotangent:
             return "this is a cotangent or tangent, whose groups are unknown"
         if x.is_stack:
-            return "this is a stack of tensors, with an axis in front: annotate what is mapped over it"
+            return "this is a stack of tensors, with a leading axis: annotate the function that is mapped over it"
         if x.kind != cls.kind:
             return f"this tensor's kind is {x.kind}, not {cls.kind}"
         dtype = x.logical_dtype if cls.logical else x.dtype
@@ -77,8 +77,8 @@ class _Kind(type):
 
     def _fail(cls, error: type[Exception], name: str, problem: str) -> NoReturn:
         axes = "g k n" if cls.kind == "uniform" else "m k"
-        mend = f'As in `{cls.__name__.partition("[")[0]}[Float[GroupedTensor, "{axes}"], "g"]`.'
-        Site(name).fail(error, problem, mend)
+        hint = f'Write it as in `ragged.{cls.__name__.partition("[")[0]}[Float[GroupedTensor, "{axes}"], "g"]`.'
+        Site(name).fail(error, problem, hint)
 
 
 def _name(x: Any) -> str:
@@ -95,18 +95,20 @@ else:
     class Rows(metaclass=_Kind):
         """Annotates ragged rows: `Rows[annotation, axis]`.
 
-        A tensor is one if it has ragged rows, if its buffer is what jaxtyping's `annotation` says, and if its number of
-        groups is `axis`: a name, which is bound with all the others, or a number.
+        A tensor matches if it has ragged rows, its buffer matches `annotation`, and its number of groups matches
+        `axis`.
 
         **Subscripts:**
 
-        - `annotation`: a dtype and the buffer's axes, `Float[GroupedTensor, "tokens d"]`; `GroupedTensor` for any; a
-          union for one of several. The dtype is that of what is stored: of a quantised tensor `Float8e4m3fn`.
-        - `axis`: as an axis of jaxtyping's, but one: `"g"`, `"2*g"`, `"_"` for any number, 4.
-        - `"logical"`: last, if the dtype is that of `dequantize()` instead, float32 of all quantised tensors.
+        - `annotation`: jaxtyping's annotation of the buffer, `Float[GroupedTensor, "tokens d"]`; `GroupedTensor` for
+          any buffer; a union for several alternatives. The dtype is the stored one, such as `Float8e4m3fn` for a
+          quantised tensor.
+        - `axis`: one axis in jaxtyping's syntax: a name such as `"g"`, which is bound with all other axes, `"2*g"`,
+          `"_"` for any number, or 4.
+        - `"logical"`: optional, last. The dtype is then the dtype of `dequantize()`: float32 for all quantised tensors.
 
-        Traced tensors are checked like others. Cotangents, whose groups are unknown, stacks of tensors and tensors
-        whose leaves are no arrays are of none of the four kinds. To static type checkers it is `GroupedTensor`.
+        Cotangents, stacks of tensors, and tensors whose leaves aren't arrays match none of the four kinds. For static
+        type checkers the annotation is `GroupedTensor`.
 
         **Raises:** `TypeError` or `ValueError` for other subscripts.
 
@@ -134,7 +136,7 @@ else:
     class Both(metaclass=_Kind):
         """Annotates ragged-both tensors, `Both[Float[GroupedTensor, "rows longest"], "g"]`: see `Rows`.
 
-        With `transposed` tensors, which are packed along columns, the buffer is `[longest, cols]`.
+        The buffer of a `transposed` tensor is `[longest, cols]`.
         """
 
         kind = "ragged both"
@@ -142,7 +144,7 @@ else:
     class Uniform(metaclass=_Kind):
         """Annotates uniform tensors, `Uniform[Float[GroupedTensor, "g k n"], "g"]`: see `Rows`.
 
-        The group axis is the buffer's first: here both are `g`.
+        The group axis is also the buffer's first axis, so both are `g`.
         """
 
         kind = "uniform"

@@ -1,38 +1,35 @@
-"""Between a packed buffer with its groups' sizes, and lists of matrices or padded arrays."""
+"""Conversions between packed buffers and lists of matrices or padded arrays."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jaxtyping import Int, Shaped
 
-from ragged._errors import Site, is_arraylike, is_count
-from ragged._mesh import over_explicit_axes, refuse_explicit
-from ragged.backends import schedule
-from ragged.backends.schedule import as_int32
-from ragged.tensor.arithmetic import broadcast_wide
-
-if TYPE_CHECKING:
-    from ragged.tensor.tensor import GroupedTensor
+from ragged.core.errors import Site, is_arraylike, is_count
+from ragged.core.formats import AnyArray
+from ragged.core.mesh import over_explicit_axes, refuse_explicit
+from ragged.core.offsets import as_int32, group_offsets, rows_from
+from ragged.tensor.arithmetic import broadcast_accumulated
+from ragged.tensor.base import GroupedBase, require_packed, require_plain
 
 
 def from_list(
-    groups: Iterable[Array | np.ndarray] | Any, ragged: Any, capacity: Any
+    groups: Iterable[AnyArray], ragged: Any, capacity: Any
 ) -> tuple[Array, Int[Array, " g"] | None, Int[Array, " g"] | None]:
-    """Buffer, first dims, last dims of these groups, side by side."""
+    """`(data, first_dims, last_dims)` of a tensor with these groups."""
     site = Site("GroupedTensor.from_list")
     if ragged not in ("first", "last", "both"):
         site.fail(ValueError, f"`ragged` is {ragged!r}.", "It must be 'first', 'last' or 'both'.")
     given = list(groups) if isinstance(groups, Iterable) else [groups]
     refuse_explicit(site.call, groups=given)
-    sound = bool(given) and all(is_arraylike(a) and a.ndim >= 2 for a in given)
-    if not sound or len({a.dtype for a in given}) > 1:
+    are_matrices = bool(given) and all(is_arraylike(a) and a.ndim >= 2 for a in given)
+    if not are_matrices or len({a.dtype for a in given}) > 1:
         problem = "needs at least one matrix, all of one dtype."
         site.also(groups=given).fail(ValueError, problem, "Pass a list of arrays [first, last].")
     if ragged == "last" and any(a.ndim > 2 for a in given):
-        problem = "groups that are packed along columns are matrices."
+        problem = "groups that are packed along columns must be matrices."
         site.also(groups=given).fail(ValueError, problem, 'Pack them along rows: `ragged="first"`.')
     if capacity is not None:
         _check_extent(site, "capacity", capacity)
@@ -40,20 +37,21 @@ def from_list(
     firsts, lasts = [a.shape[0] for a in arrays], [a.shape[-1] for a in arrays]
     if len({a.shape[1:-1] for a in arrays}) > 1:
         problem = f"the groups' inner dims differ: {[a.shape[1:-1] for a in arrays]}."
-        site.fail(ValueError, problem, "Only first and last dims are ragged.")
+        site.fail(ValueError, problem, "Only the first and the last dim can be ragged.")
     if ragged == "last":
         if len(set(firsts)) > 1:
-            mend = 'Pass `ragged="first"` if only they differ, `ragged="both"` if the last dims do too.'
-            site.fail(ValueError, f"the groups' first dims differ: {firsts}.", mend)
+            hint = 'Pass `ragged="first"` if only the first dims differ, `ragged="both"` if the last dims differ too.'
+            site.fail(ValueError, f"the groups' first dims differ: {firsts}.", hint)
         data, sizes, _ = from_list([a.mT for a in arrays], "first", capacity)
         return data.mT, None, sizes
     if ragged == "first" and len(set(lasts)) > 1:
-        mend = 'Pass `ragged="last"` if only they differ, `ragged="both"` if the first dims do too.'
-        site.fail(ValueError, f"the groups' last dims differ: {lasts}.", mend)
+        hint = 'Pass `ragged="last"` if only the last dims differ, `ragged="both"` if the first dims differ too.'
+        site.fail(ValueError, f"the groups' last dims differ: {lasts}.", hint)
     total = sum(firsts)
     capacity = total if capacity is None else int(capacity)
     if capacity < total:
-        site.fail(ValueError, f"`capacity` is {capacity}, but the groups need {total}.", "Pass that, or leave it out.")
+        hint = f"Pass at least {total}, or leave `capacity` out."
+        site.fail(ValueError, f"`capacity` is {capacity}, but the groups need {total}.", hint)
     widest = max(lasts)
     rows = [jnp.pad(a, [*[(0, 0)] * (a.ndim - 1), (0, widest - a.shape[-1])]) for a in arrays]
     data = jnp.concatenate([*rows, jnp.zeros((capacity - total, *rows[0].shape[1:]), arrays[0].dtype)])
@@ -64,12 +62,12 @@ def from_list(
 def from_padded(
     padded: Any, first_dims: Any, capacity: Any
 ) -> tuple[Shaped[Array, "rows *more last"], Int[Array, " g"]]:
-    """Buffer and first dims of `[g, max_first, *more, last]`."""
+    """`(data, first_dims)` of a tensor with the groups in `[g, max_first, *more, last]`."""
     site = Site("GroupedTensor.from_padded", {"padded": padded, "first_dims": first_dims})
     padded, first_dims = jnp.asarray(padded), first_dims if is_arraylike(first_dims) else jnp.asarray(first_dims)
     if padded.ndim < 3:
         problem = f"`padded` must be [g, max_first, *more, last], but has {padded.ndim} dims."
-        site.fail(ValueError, problem, "Pass what `to_padded` would make.")
+        site.fail(ValueError, problem, "Pass an array as `to_padded` returns it.")
     g, longest, *inner = padded.shape
     if not jnp.issubdtype(first_dims.dtype, jnp.integer):
         site.fail(TypeError, "`first_dims` must be integers.", "Cast them: `first_dims.astype(jnp.int32)`.")
@@ -80,21 +78,18 @@ def from_padded(
         site.fail(ValueError, problem, "`first_dims` needs one size per group, including empty groups.")
     capacity = g * longest if capacity is None else int(capacity)
     dims = jnp.clip(as_int32(first_dims), 0, longest)
-    offsets = schedule.group_offsets(dims, capacity)
-    ids = schedule.group_ids(offsets, capacity)
-    place = jnp.arange(capacity, dtype=jnp.int32) - offsets[jnp.minimum(ids, g)]
-    source = jnp.where(ids < g, ids * longest + place, g * longest)  # past the end in the tail
+    offsets = group_offsets(dims, capacity)
+    source = rows_from(jnp.arange(g, dtype=jnp.int32) * longest, offsets, capacity, g * longest)
     rows = padded.reshape(g * longest, *inner)
     data = rows.at[source].get(mode="fill", fill_value=0) if rows.size else jnp.zeros((capacity, *inner), rows.dtype)
     return data, jnp.diff(offsets)
 
 
 @over_explicit_axes
-def to_padded(x: "GroupedTensor", max_len: Any, fill_value: Any) -> Shaped[Array, "g first *more last"]:
-    """`[g, max_len, *more, last]`, or `[g, first, max_len]` of ragged columns."""
+def to_padded(x: GroupedBase, max_len: Any, fill_value: Any) -> Shaped[Array, "g first *more last"]:
     site = Site("GroupedTensor.to_padded", {"x": x})
-    axis = x._require_packed("to_padded")
-    x._require_plain()
+    axis = require_packed(x, "to_padded")
+    require_plain(x)
     _check_extent(site, "max_len", max_len)
     if axis == -1:
         return to_padded(x.mT, max_len, fill_value).mT
@@ -108,7 +103,7 @@ def to_padded(x: "GroupedTensor", max_len: Any, fill_value: Any) -> Shaped[Array
     if not x.capacity:
         return jnp.full((x.num_groups, max_len, *x.shape[1:]), fill_value, x.dtype)
     padded = jnp.asarray(x.data).at[rows].get(mode="fill", fill_value=0)
-    fill = broadcast_wide(jnp.asarray(fill_value, x.dtype), x.dtype, padded.shape)
+    fill = broadcast_accumulated(jnp.asarray(fill_value, x.dtype), x.dtype, padded.shape)
     return jnp.where(inside, padded, fill)
 
 

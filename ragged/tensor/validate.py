@@ -1,8 +1,8 @@
-"""What `GroupedTensor.validate` checks: sizes, at once where they are known, else at run time."""
+"""Checks of `GroupedTensor.validate`: concrete sizes are checked at once, traced sizes at run time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -11,68 +11,69 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool
 
-from ragged._errors import Site, is_concrete
-from ragged._mesh import refuse_explicit
-from ragged.backends.schedule import as_int32, check_integers
-
-if TYPE_CHECKING:
-    from ragged.tensor.tensor import GroupedTensor
+from ragged.core.errors import Site, is_concrete
+from ragged.core.mesh import refuse_explicit
+from ragged.core.offsets import as_int32, check_integers
+from ragged.tensor.base import GroupedBase, require_groups, with_fields
 
 _SITE = Site("GroupedTensor.validate")
-_MEND = "Correct the sizes, or make the buffer larger."
-_SAME = "What is combined with it must have the same groups."
+_SIZES_HINT = "Correct the sizes, or make the buffer larger."
+_LIKE_HINT = "Both tensors must have the same groups."
 
 
-def validated(x: "GroupedTensor", like: Any) -> "GroupedTensor":
-    """`x`, once its sizes are checked; if they are traced, with dims that the check depends on."""
+def validated[T: GroupedBase](x: T, like: Any) -> T:
+    """`x`, with its sizes checked. Traced dims are replaced by dims that depend on the run-time check."""
     for each in (x, like):
         if isinstance(each, type(x)):
-            each._require_groups()
+            require_groups(each)
     site = _SITE if like is None else _SITE.also(x=x, like=like)
     if like is not None and (getattr(like, "ragged", None), getattr(like, "num_groups", None)) != (
         x.ragged,
         x.num_groups,
     ):
-        site.fail(ValueError, "`like` is ragged in another way.", "It must be a tensor with as many groups.")
-    checked = {"first_dims": x.first_dims, "last_dims": x.last_dims}
+        hint = "`like` must be a tensor with the same number of groups and the same ragged dims."
+        site.fail(ValueError, "`like` has another structure.", hint)
+    checked: dict[str, Any] = {"first_dims": x.first_dims, "last_dims": x.last_dims}
     for name, axis in (("first_dims", 0), ("last_dims", -1)):
-        dims = checked[name]
-        if dims is None:
+        if (dims := checked[name]) is None:
             continue
         check_integers(dims)
         extent, packed = x.data.shape[axis], (axis == -1) == (x.packed_axis == -1)
         if is_concrete(dims):
             sizes = np.asarray(dims).astype(np.int64)
-            reach = np.cumsum(sizes) if packed else sizes
-            bad = np.flatnonzero((sizes < 0) | (reach > extent))
+            ends = np.cumsum(sizes) if packed else sizes
+            bad = np.flatnonzero((sizes < 0) | (ends > extent))
             if bad.size:
                 problem = _problem(name, int(bad[0]), int(sizes[bad[0]]), extent, packed)
-                _SITE.also(x=x).fail(ValueError, problem, _MEND)
+                are_offsets = sizes[0] == 0 and np.all(np.diff(sizes) >= 0) and sizes[-1] <= extent
+                hint = f"If these are offsets, pass sizes: `jnp.diff(x.{name})`." if are_offsets else _SIZES_HINT
+                _SITE.also(x=x).fail(ValueError, problem, hint)
         elif x.num_groups:
             checked[name] = _checked_at_run_time(dims, _Problems(name, extent, packed, x.num_groups))
         if like is None:
             continue
-        problems, theirs = _Differences(name, x.num_groups), getattr(like, name)
-        if not is_concrete(dims, theirs):
-            differ = as_int32(dims) != as_int32(theirs)
+        problems, like_dims = _Differences(name, x.num_groups), getattr(like, name)
+        if not is_concrete(dims, like_dims):
+            differ = as_int32(dims) != as_int32(like_dims)
             checked[name] = _failing(checked[name], differ, jnp.argmax(differ).astype(jnp.int32), problems)
-        elif not np.array_equal(dims, theirs):
-            site.fail(ValueError, problems.problem(int(np.argmax(np.asarray(dims) != np.asarray(theirs)))), _SAME)
-    return x._with(**checked)
+        elif not np.array_equal(dims, like_dims):
+            group = int(np.argmax(np.asarray(dims) != np.asarray(like_dims)))
+            site.fail(ValueError, problems.problem(group), _LIKE_HINT)
+    return with_fields(x, **checked)
 
 
-def _problem(name: str, group: int, size: int, extent: int, packed: bool, most: int | None = None) -> str:
-    """What is wrong with the size of a group. A size of -1 or `most` may stand for any that is less, or more."""
+def _problem(name: str, group: int, size: int, extent: int, packed: bool, max_size: int | None = None) -> str:
+    """The problem with the size of a group. With `max_size`, `size` was clipped to `-1 .. max_size`."""
     above = f"the sum of the sizes up to it is above the capacity of {extent}"
     above = above if packed else f"it is above the buffer's extent of {extent}"
     problem = "is negative" if size < 0 else f"is too large: {above}"
-    said = {} if most is None else {-1: "size", most: f"size, {most} or more,"}
-    return f"the {said.get(size, f'size {size}')} of group {group} in `{name}` {problem}."
+    clipped = {} if max_size is None else {-1: "size", max_size: f"size, {max_size} or more,"}
+    return f"the {clipped.get(size, f'size {size}')} of group {group} in `{name}` {problem}."
 
 
 @dataclass(frozen=True)
 class _Problems(Sequence[str]):
-    """The run-time messages, made when asked for: one for each group and size, up to `most`."""
+    """The run-time messages, one for each group and each size from -1 to `max_size`. They are built on access."""
 
     name: str
     extent: int
@@ -80,47 +81,49 @@ class _Problems(Sequence[str]):
     groups: int
 
     @property
-    def most(self) -> int:
-        """The largest size that is told apart from those above: what is beyond the buffer, or int32 codes."""
+    def max_size(self) -> int:
+        """The largest size with its own message, which larger sizes share.
+
+        It is above the extent, unless the number of messages would exceed int32.
+        """
         return max(min(self.extent + 1, np.iinfo(np.int32).max // self.groups - 2), 0)
 
     def code(self, group: Array, size: Array) -> Array:
-        return group * (self.most + 2) + jnp.minimum(size, self.most) + 1
+        return group * (self.max_size + 2) + jnp.minimum(size, self.max_size) + 1
 
     def __len__(self) -> int:
-        return self.groups * (self.most + 2)
+        return self.groups * (self.max_size + 2)
 
     def __getitem__(self, code: Any) -> str:
-        group, size = divmod(code, self.most + 2)
-        return _SITE.text(_problem(self.name, group, size - 1, self.extent, self.packed, self.most), _MEND)
+        group, size = divmod(code, self.max_size + 2)
+        return _SITE.text(_problem(self.name, group, size - 1, self.extent, self.packed, self.max_size), _SIZES_HINT)
 
 
 @dataclass(frozen=True)
 class _Differences(Sequence[str]):
-    """The run-time messages of sizes that aren't those of another tensor, by group."""
+    """The run-time messages for sizes that differ from `like`, one for each group."""
 
     name: str
     groups: int
 
     def problem(self, group: int) -> str:
-        return f"the size of group {group} in `{self.name}` is not that of `like`."
+        return f"the size of group {group} in `{self.name}` differs from the size in `like`."
 
     def __len__(self) -> int:
         return self.groups
 
     def __getitem__(self, group: Any) -> str:
-        return _SITE.text(self.problem(group), _SAME)
+        return _SITE.text(self.problem(group), _LIKE_HINT)
 
 
 def _checked_at_run_time(dims: Array, problems: _Problems) -> Array:
     """`dims`, with a run-time error that names the first bad group."""
-    # Capped sizes: their sum leaves the capacity before it can wrap around.
-    extent = problems.extent
-    capped = jnp.clip(as_int32(dims), -1, extent + 1)
-    left = extent - (jnp.cumsum(capped) - capped) if problems.packed else jnp.full_like(capped, extent)
-    bad = (capped < 0) | (capped > left)
+    extent, sizes = problems.extent, jnp.maximum(as_int32(dims), -1)
+    # Before the first bad group no sum exceeds the capacity, so int32 can't wrap around.
+    left = extent - (jnp.cumsum(sizes) - sizes) if problems.packed else jnp.full_like(sizes, extent)
+    bad = (sizes < 0) | (sizes > left)
     group = jnp.argmax(bad).astype(jnp.int32)
-    return _failing(dims, bad, problems.code(group, capped[group]), problems)
+    return _failing(dims, bad, problems.code(group, sizes[group]), problems)
 
 
 def _failing(dims: Array, bad: Bool[Array, " g"], code: Array, problems: Any) -> Array:
@@ -128,12 +131,13 @@ def _failing(dims: Array, bad: Bool[Array, " g"], code: Array, problems: Any) ->
     refuse_explicit(_SITE.call, **{problems.name: dims})
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.manual_axes and set(mesh.manual_axes) != set(mesh.axis_names):
-        some = f"{tuple(mesh.manual_axes)} of {mesh.axis_names}"
+        axes = f"{tuple(mesh.manual_axes)} of {mesh.axis_names}"
         _SITE.fail(
-            NotImplementedError,  # run-time errors are callbacks
-            f"JAX has no run-time errors in a `jax.shard_map` over some axes of a mesh only, {some}.",
-            "Validate outside of it, or map over all axes of the mesh.",
+            NotImplementedError,  # Run-time errors are callbacks, which JAX supports only if all axes are manual.
+            f"JAX has no run-time errors in a `jax.shard_map` over only some axes of a mesh, {axes}.",
+            "Validate outside of the `jax.shard_map`, or map over all axes of the mesh.",
         )
     code = jnp.where(jnp.any(bad), code, 0)
-    # Added to the dims, so that it can't be dropped; not made of them, as they may vary over mesh axes.
+    # The error is attached to a zero, which is added to the dims so that XLA keeps the check. It can't be attached to
+    # the dims themselves, because they may vary over mesh axes.
     return dims + eqx.branched_error_if(jnp.zeros((), dims.dtype), jnp.any(bad), code, problems)

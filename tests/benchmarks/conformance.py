@@ -23,6 +23,7 @@ import numpy as np
 
 import ragged
 from ragged.conformance import CHECKS, STATUSES
+from tests.everywhere import INTERPRETED
 
 from . import report
 from .plots import DOCS, fill, table
@@ -59,13 +60,13 @@ def torch(lhs: np.ndarray, rhs: np.ndarray, group_sizes: np.ndarray) -> np.ndarr
 
 def pallas_tpu(lhs: Any, rhs: Any, group_sizes: Any, preferred_element_type: Any = None) -> Any:
     """Our TPU kernels, interpreted."""
-    options: dict[str, Any] = {"backend": "pallas_tpu", "interpret": True}
+    options: dict[str, Any] = {"backend": INTERPRETED["pallas_tpu"]}
     return ragged.grouped_matmul(lhs, rhs, group_sizes, preferred_element_type=preferred_element_type, **options)
 
 
 def triton_gpu(lhs: Any, rhs: Any, group_sizes: Any, preferred_element_type: Any = None) -> Any:
     """Our GPU kernel, interpreted."""
-    options: dict[str, Any] = {"backend": "triton_gpu", "interpret": True}
+    options: dict[str, Any] = {"backend": INTERPRETED["triton_gpu"]}
     return ragged.grouped_matmul(lhs, rhs, group_sizes, preferred_element_type=preferred_element_type, **options)
 
 

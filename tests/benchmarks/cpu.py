@@ -55,6 +55,7 @@ from ragged import GroupedTensor  # noqa: E402
 from tests import cases  # noqa: E402
 from tests.benchmarks import cpu_torch, report  # noqa: E402
 from tests.benchmarks.cpu_torch import Job, Shape  # noqa: E402
+from tests.moe import moe as layer_of  # noqa: E402
 
 TURN = 0.01  # seconds
 MOST_TEMPORARY = 2048  # MiB that a variant may take beside its result
@@ -443,8 +444,8 @@ def expert_layer(extents: tuple[int, int, int, int, int], seconds: float) -> dic
 def on_ragged_dot(moe: ragged.nn.MoE, x: Array) -> Array:
     """What `moe(x)` computes, on `lax.ragged_dot`."""
     e = moe.experts
-    top_k, experts = moe.top_k, len(e.up.weight)
-    weights, chosen = lax.top_k(jax.nn.softmax(x @ moe.router), top_k)
+    top_k, experts = moe.router.top_k, len(e.up.weight)
+    weights, chosen = lax.top_k(jax.nn.softmax(x @ moe.router.weight), top_k)
     weights = weights / jnp.sum(weights, axis=1, keepdims=True)
     order = jnp.argsort(chosen.reshape(-1))
     sizes = jnp.bincount(chosen.reshape(-1), length=experts)
@@ -467,7 +468,7 @@ def trained(layer: Callable[..., Array]) -> Callable[..., Any]:
 def gated_layer(extents: tuple[int, int, int, int, int], seconds: float) -> dict[str, Any]:
     """What `nn.MoE`, forward and backward, takes to trace and compile, and to run; and the same on `lax.ragged_dot`."""
     tokens, d, hidden, experts, top_k = extents
-    moe = ragged.nn.MoE(d, hidden, experts, top_k, key=jax.random.key(0))
+    moe = layer_of(d, hidden, experts, top_k, key=jax.random.key(0))
     x, dy = jax.random.normal(jax.random.key(1), (2, tokens, d))
 
     layers = {"ragged": trained(lambda moe, x: moe(x)[0]), "lax.ragged_dot": trained(on_ragged_dot)}

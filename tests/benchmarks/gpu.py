@@ -18,7 +18,6 @@ The file is written after every row. What fails is noted in its row, and the oth
 import argparse
 import importlib
 import os
-import re
 import shutil
 import subprocess
 import time
@@ -41,9 +40,9 @@ from jax import Array, lax
 
 import ragged
 from ragged.backends.base import Target
-from ragged.backends.config import VARIANTS, GpuConfig
 from ragged.backends.gpu import tiles as triton_tiling
-from ragged.product.operands import Scales
+from ragged.core.scales import Scales
+from ragged.product.config import GpuConfig
 from tests import products
 from tests.benchmarks import report
 from tests.cases import spread
@@ -82,21 +81,11 @@ class Setting(NamedTuple):
     dry: bool
     rounds: int
     busy: float  # seconds a variant in a round
-    skip: Sequence[str] = ()  # variants
+    skip: Sequence[str] = ()  # variants that broke before
     trying: Callable[[str, bool], None] = lambda name, compiled: None  # is told each variant before it is first run
-
-    def skips(self, name: str) -> bool:
-        """One that broke before, or another of the same kind of kernel."""
-        return name in self.skip or kind_of(name) in self.skip
 
 
 DRY, QUICK, FULL = Setting(True, 2, 0.0), Setting(False, 3, 0.02), Setting(False, 7, 0.02)
-
-
-def kind_of(name: str) -> str | None:
-    """The kernel's variant in a configuration's name, if any: one that hangs in one tile will in others."""
-    found = re.search(r"variant=\w+", name)
-    return found and found[0]
 
 
 class Data(NamedTuple):
@@ -144,7 +133,7 @@ def compiled(function: Run, operands: Sequence[Array], sizes: np.ndarray, flops:
 
 
 def ours(product: str, dry: bool) -> Run:
-    options: dict[str, Any] = {"backend": "triton_gpu", "interpret": dry}
+    options: dict[str, Any] = {"backend": GpuConfig(interpret=dry)}
     if product == "wgrad":
         return lambda x, dy, sizes: ragged.transposed_grouped_matmul(x.T, dy, sizes, **options)
     if product != "fp8":
@@ -234,7 +223,7 @@ def variants(
     }
     made, failed = {}, {}
     for name, maker in makers.items():
-        if (name == "ours" or name.split()[0] in peers) and not setting.skips(name):
+        if (name == "ours" or name.split()[0] in peers) and name not in setting.skip:
             try:
                 setting.trying(name, False)
                 variant = maker()
@@ -340,28 +329,13 @@ def differences(runs: dict[str, Variant], sizes: np.ndarray) -> dict[str, float 
     return found
 
 
-def variants_of_the_kernel(problem: triton_tiling.Problem, on: triton_tiling.Chip) -> list[GpuConfig]:
-    """The kernel's variants, in tiles for which they are made; where one can't run, that is noted."""
-    tried = cartesian(VARIANTS, (256, 128), (4, 3))
-    depth = int(128 / problem.itemsize)
-    # Two groups of warps share a specialised tile.
-    warps = {c: -(-128 * c * problem.sums // (32 * triton_tiling.MOST_TOTALS)) for c in (128, 256)}
-    configs = [
-        problem.config(128, c, depth, warps=4 if name == "specialised" else warps[c], stages=stages, variant=name)
-        for name, c, stages in tried
-        if warps[c] <= 8
-    ]
-    return [config for config in configs if triton_tiling.shared(problem, config, on) <= on.shared]
-
-
 Tried = Callable[[GpuConfig, triton_tiling.Problem, triton_tiling.Chip], list[GpuConfig]]
 
 
 def others(chosen: GpuConfig, problem: triton_tiling.Problem, on: triton_tiling.Chip) -> list[GpuConfig]:
     """What is tried beside the library's choice."""
-    last = variants_of_the_kernel(problem, on)  # which may hang
-    first = [replace(chosen, band=band) for band in (1, 4, 16)] + triton_tiling.ranked(problem, on)[1:]
-    return first[: 72 - len(last)] + last
+    found = [replace(chosen, band=band) for band in (1, 4, 16)] + triton_tiling.ranked(problem, on)[1:]
+    return found[:72]
 
 
 def tune(product: str, data: Data, sizes: np.ndarray, setting: Setting, tried: Tried = others) -> dict[str, Any]:
@@ -382,9 +356,9 @@ def tune(product: str, data: Data, sizes: np.ndarray, setting: Setting, tried: T
     chosen = choose(*asked[0])
     configs = {str(config): config for config in tried(chosen, *asked[0])}
     with ThreadPoolExecutor(12) as pool:
-        names = [name for name in configs if not setting.skips(name)][: 2 if setting.dry else None]
+        names = [name for name in configs if name not in setting.skip][: 2 if setting.dry else None]
         made = {"default": first, **dict(zip(names, pool.map(attempt, map(configs.__getitem__, names)), strict=True))}
-    made = {name: variant for name, variant in made.items() if not setting.skips(name)}
+    made = {name: variant for name, variant in made.items() if name not in setting.skip}
     runs = {name: variant for name, variant in made.items() if isinstance(variant, Variant)}
     figures = interleave(runs, sizes, setting._replace(rounds=min(3, setting.rounds), busy=setting.busy / 2))
     seconds = {name: row["seconds"] for name, row in figures.items() if "seconds" in row}

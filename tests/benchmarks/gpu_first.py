@@ -8,9 +8,8 @@
 3. `test`: a sample of the tests marked `gpu`.
 4. `measure`: the six shapes beside dense products and other libraries'.
 5. `sweep`: three shapes in other tiles, stages, warps; the library's choice with other programs, bands, and no TMA.
-6. `variant`: whether the kernel's variants are right, and so each time; they may hang.
 
-A variant that crashes, hangs or breaks the device costs itself and its kind alone: see `watched`. Power and clocks are
+A variant that crashes, hangs or breaks the device costs itself alone: see `watched`. Power and clocks are
 sampled each second.
 """
 
@@ -41,12 +40,12 @@ import numpy as np
 from jax import Array, lax
 
 import ragged
-from ragged.backends.config import VARIANTS, GpuConfig
 from ragged.backends.gpu import call as triton_call
 from ragged.backends.gpu import tiles
+from ragged.product.config import GpuConfig
 from tests import cases, gpu, oracle
 
-KINDS = ("launch", "graph", "test", "measure", "sweep", "variant")
+KINDS = ("launch", "graph", "test", "measure", "sweep")
 SAMPLE = "poison or (every_layout and bfloat16) or (gradients and bfloat16) or (twenty and bfloat16) or at_size"
 QUIET = 90  # seconds: the longest compilation of a row takes a third of it
 STUCK = 20  # of what is compiled already
@@ -66,11 +65,6 @@ def plan(kinds: Sequence[str], dry: bool) -> list[Step]:
         "test": [{}],
         "measure": [{"product": product, "shape": shape} for product in bench.OPERANDS for shape in shapes],
         "sweep": [{"product": product, "shape": s} for product in ("forward", "wgrad", "fp8") for s in shapes[:3]],
-        "variant": [
-            {"layout": layout, "by": by}
-            for by in VARIANTS
-            for layout in ("forward", "batched", *(["wgrad"] if by == "overlapped" else []))
-        ],
     }
     return [
         {"name": " ".join([kind, *map(str, step.values())]), "kind": kind, "dry": dry, **step}
@@ -84,7 +78,7 @@ def launch(step: Step) -> Iterator[Row]:
     extents: Any = {"capacity": 1024, "uniform": (144, 208, 272)} if not step["dry"] else {"capacity": 97}
     case = cases.make(step["layout"], dtype="bfloat16", kind="zipf", g=8, **extents)
     choose, (poisoned, names) = tiles.choose, gpu.poisoning()
-    options: Any = {"backend": "triton_gpu", "interpret": step["dry"]}
+    options: Any = {"backend": GpuConfig(interpret=step["dry"])}
     start = time.perf_counter()
     with (
         gpu.on("NVIDIA H200") if step["dry"] else nullcontext(),
@@ -140,7 +134,8 @@ def graph(step: Step) -> Iterator[Row]:
 
 def test(step: Step, child: Child) -> Iterator[Row]:
     """Pytest's closing line, and what failed."""
-    selected = ["tests/test_on_gpu.py", "-m", "gpu", "-k", SAMPLE, *(["-n", "4"] if not step["dry"] else [])]
+    selected = ["tests/backends/gpu/test_on_gpu.py", "-m", "gpu", "-k", SAMPLE]
+    selected += ["-n", "4"] if not step["dry"] else []
     command = [sys.executable, "-m", "pytest", *selected, "-o", "addopts=", "-v", "-ra", "--maxfail=20", "--tb=short"]
     lines = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
@@ -154,23 +149,8 @@ def test(step: Step, child: Child) -> Iterator[Row]:
     yield {"exit": running.returncode, "closing": closing, "failed": failed, "output": output[-20_000:] * wrong}
 
 
-def variant(step: Step) -> Iterator[Row]:
-    """A layout by a variant of the kernel, with empty groups and a tail: right, and the same bits in 20 calls."""
-    extents: Any = {"capacity": 2048, "uniform": (256, 512, 384)} if not step["dry"] else {"uniform": (128, 128, 128)}
-    case = cases.make(step["layout"], dtype="bfloat16", kind="half_empty", g=8 if not step["dry"] else 2, **extents)
-    tiling = {"m": 128, "k": 64, "n": 128}
-    config = GpuConfig(**tiling, warps=4, stages=3, variant=step["by"])
-    run = jax.jit(partial(ragged.matmul, backend="triton_gpu", interpret=step["dry"], config=config))
-    start = time.perf_counter()
-    with gpu.on("NVIDIA H200") if step["dry"] else nullcontext():
-        out = jax.block_until_ready(run(case.lhs, case.rhs))
-        same = all(np.array_equal(run(case.lhs, case.rhs).data, out.data) for _ in range(1 if step["dry"] else 20))
-    row = {"layout": step["layout"], "by": step["by"], "seconds": time.perf_counter() - start, "same": same}
-    yield row | judged(case, out)
-
-
 def sweep(chosen: GpuConfig, problem: tiles.Problem, on: tiles.Chip) -> list[GpuConfig]:
-    """The library's choice with one thing changed; other tiles in all stages and warps that fit; the variants."""
+    """The library's choice with one thing changed; other tiles in all stages and warps that fit."""
     one = [
         replace(chosen, **{name: x})
         for name, values in {"programs": (1, 2), "band": (1, 4, 16), "tma": (False,)}.items()
@@ -182,20 +162,20 @@ def sweep(chosen: GpuConfig, problem: tiles.Problem, on: tiles.Chip) -> list[Gpu
         config
         for (r, c), warps, stages in tried
         if tiles.shared(problem, config := problem.config(r, c, depth, warps=warps, stages=stages), on) <= on.shared
-        and r * c * problem.sums // (32 * warps) <= tiles.MOST_TOTALS
+        and r * c * problem.sums // (32 * warps) <= tiles.MAX_SUM_REGISTERS
     ]
-    return one + others + bench.variants_of_the_kernel(problem, on)  # which may hang
+    return one + others
 
 
 def do(step: Step, child: Child) -> Iterator[Row]:
     """The rows of a step."""
 
     def trying(name: str, compiled: bool) -> None:
-        child.say(event="trying", variant=name, kind=bench.kind_of(name), quiet=STUCK if compiled else None)
+        child.say(event="trying", variant=name, quiet=STUCK if compiled else None)
         is_broken_on_purpose(name)
 
-    if step["kind"] in ("launch", "graph", "variant"):
-        yield from {"launch": launch, "graph": graph, "variant": variant}[step["kind"]](step)
+    if step["kind"] in ("launch", "graph"):
+        yield from {"launch": launch, "graph": graph}[step["kind"]](step)
         return
     if step["kind"] == "test":
         yield from test(step, child)
@@ -221,8 +201,8 @@ def line(row: Row) -> str:
 
 
 def is_wrong(row: Row) -> bool:
-    """Whether something of a row failed, or differed from call to call."""
-    return "error" in row or row.get("exit", 0) not in (0, 5) or not (row.get("right", True) and row.get("same", True))
+    """Whether something of a row failed."""
+    return "error" in row or row.get("exit", 0) not in (0, 5) or not row.get("right", True)
 
 
 def sample(into: list[str]) -> subprocess.Popen[str] | None:

@@ -25,10 +25,10 @@ from jax import Array
 from ragged.nn import MoE
 from ragged.tensor.route import Route
 from tests import gpu, tpu
+from tests.moe import moe as layer_of
 
 LAYERS, TOKENS, D, HIDDEN, EXPERTS, TOP_K = 4, 8192, 1024, 2048, 16, 2
 CASES: dict[str, dict[str, Any]] = {
-    "map": {"activation": jax.nn.silu},
     "pre": {},
     "out": {"save": "out"},
     "nothing": {"save": "nothing"},
@@ -44,7 +44,7 @@ def step_of(**options: Any) -> tuple[Callable[..., Any], Any, Any]:
     """A training step, and types of its arguments."""
 
     def make(key: Array) -> MoE:
-        return MoE(D, HIDDEN, EXPERTS, TOP_K, dtype=jnp.bfloat16, key=key, **options)
+        return layer_of(D, HIDDEN, EXPERTS, TOP_K, dtype=jnp.bfloat16, key=key, **options)
 
     keys = jax.ShapeDtypeStruct((LAYERS,), jax.eval_shape(lambda: jax.random.key(0)).dtype)
     made = eqx.filter_eval_shape(eqx.filter_vmap(make), keys)

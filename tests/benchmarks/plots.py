@@ -275,25 +275,26 @@ def tables(cpu: dict[str, Any]) -> Iterator[tuple[str, str]]:
         ),
     )
     named = {row["name"]: row for row in cpu["rows"] if "error" not in row}
-    lines = []
+    cells_of_layers, lines = [], []
     if row := named.get("compile gated layer"):
-        mine, theirs = row["figures"]["ragged"], row["figures"]["lax.ragged_dot"]
-        lines.append(
-            f"- `nn.MoE`, gated ({layer(row)}), forward and backward: {mine['compile_cpu_s']:.2f} s of CPU to trace, "
-            f"lower and compile, on `lax.ragged_dot` {theirs['compile_cpu_s']:.2f} s "
-            f"({number(row['compile_over_ragged_dot'])} ×); {mine['stablehlo_lines']:,} lines of StableHLO, "
-            f"{theirs['stablehlo_lines']:,}; {mine['seconds'] * 1e3:.1f} ms to run, {theirs['seconds'] * 1e3:.1f} ms."
-        )
-    if row := named.get("vmap"):
-        alone = number(row["single_calls"])
-        lines.append(f"- `vmap` over 4 elements, each with its own rows and sizes, L in float32: {alone} single calls.")
+        pair = [row["figures"][name] for name in ("ragged", "lax.ragged_dot")]
+        what = f"`nn.MoE`, gated ({layer(row)}), forward and backward: CPU time to trace, lower and compile"
+        cells_of_layers += [
+            [what, *(f"{each['compile_cpu_s']:.2f} s" for each in pair)],
+            ["the same: lines of StableHLO", *(f"{each['stablehlo_lines']:,}" for each in pair)],
+            ["the same: time to run", *(f"{each['seconds'] * 1e3:.1f} ms" for each in pair)],
+        ]
     if row := named.get("expert layer"):
-        routing, slower = row["dispatch_and_combine_of_two_products"], row["ragged_dot_times_as_long"]
-        lines.append(
-            f"- An expert layer without its router ({layer(row)}): dispatch and combine take {number(routing)} of what "
-            f"its two products do; on `lax.ragged_dot` it takes {number(slower)} times as long."
-        )
-    yield "cpu-layers", "\n".join(lines)
+        pair = [row["figures"][name] for name in ("layer", "lax.ragged_dot")]
+        what = f"expert layer without its router ({layer(row)}), forward: time to run"
+        cells_of_layers.append([what, *(f"{each['seconds'] * 1e3:,.0f} ms" for each in pair)])
+        share = number(row["dispatch_and_combine_of_two_products"])
+        lines.append(f"- In the expert layer, dispatch and combine take {share} of the time of its two products.")
+    if row := named.get("vmap"):
+        what = "`vmap` over 4 elements, each with its own rows and sizes, L in float32"
+        lines.append(f"- {what}, takes {number(row['single_calls'])} times as long as one.")
+    layers = [table(["", "ragged", "lax.ragged_dot"], cells_of_layers)] * bool(cells_of_layers)
+    yield "cpu-layers", "\n\n".join([*layers, *["\n".join(lines)] * bool(lines)])
     reasons: dict[str, list[str]] = {}
     for row in cpu["rows"]:
         for variant, why in row.get("skipped", {}).items():

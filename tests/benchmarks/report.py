@@ -11,9 +11,14 @@ from typing import Any
 
 
 def versions(*packages: str) -> dict[str, str | None]:
-    """Those that are installed; None for the others."""
+    """Those that are installed; None for the others. `ragged`, whose distribution has another name, always is."""
 
     def version(name: str) -> str | None:
+        if name == "ragged":
+            # Not imported at the top: benchmarks set what JAX reads when it is imported.
+            from ragged.core.version import __version__
+
+            return __version__
         try:
             return importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -138,14 +138,14 @@ def ours(
     device: Device,
     dtypes: Pair = BFLOAT16,
     scaling: str = "",
-    ending: tuple[str | None, tuple[bool, ...]] | None = None,
+    epilogue: tuple[Any, tuple[bool, ...]] | None = None,
 ) -> Kernel:
     """`forward`, `dgrad` or `wgrad` with the kernels of `ragged`; with the tile that they choose if none is given.
 
     Its rows are a power of two, at most 512: the simulator can't follow the loop over the chunks of a partial tile.
     `scaling`: "", or as the recipes "rowwise", "blockwise" and "mxfp8" ("mx") have it, or "blockwise" with powers of
-    two ("powers"). `ending`: an activation, with what is stored, as `ragged.product.operands.Ending` has it; if these
-    are three, of a gated product.
+    two ("powers"). `epilogue`: an activation, and which of its result and the sums are stored; if three
+    arrays may be, of a gated product.
     """
     from ragged.backends import schedule
     from ragged.backends.base import Launch, Target
@@ -153,8 +153,10 @@ def ours(
     from ragged.backends.tpu import backend
     from ragged.backends.tpu import launch as tpu_launch
     from ragged.backends.tpu.tiles import chip
+    from ragged.core.scales import Scales
     from ragged.product.layout import Product
-    from ragged.product.operands import Call, Ending, Epilogue, Operand, Operands, Options, Scales
+    from ragged.product.operands import Call, Epilogue, Operand, Operands, Options
+    from tests.products import epilogue_spec
 
     is_wgrad = product == "wgrad"
     axes = {"forward": ("mk", "kn", "mn"), "dgrad": ("mk", "nk", "mn"), "wgrad": ("km", "kn", "mn")}[product]
@@ -163,7 +165,7 @@ def ours(
     out = jax.ShapeDtypeStruct((G, K, N) if is_wgrad else (M, N), jnp.bfloat16)
     operands = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip((lhs, rhs), dtypes, strict=True)]
     operands.append(operands[1])  # the second matrix of a gated product; nothing else reads it
-    is_gated = ending is not None and len(ending[1]) > 2
+    is_gated = epilogue is not None and len(epilogue[1]) > 2
     blocks: list[Any] = []
     if scaling:
         along = {"blockwise": 128, "powers": 128, "mx": 32}.get(scaling)
@@ -185,8 +187,8 @@ def ours(
         epilogue = Epilogue(up=Operand(up, given[1]) if is_gated else None)
         return Operands(Operand(lhs, given[0]), Operand(rhs, given[1]), sizes, epilogue=epilogue)
 
-    letters, wanted = Product(*axes, "k" if is_wgrad else "m"), None if ending is None else Ending(*ending)
-    call = Call(letters, out.shape, out.dtype, Options(tiling=tiling), out_batch=True, ending=wanted)
+    letters, wanted = Product(*axes, "k" if is_wgrad else "m"), None if epilogue is None else epilogue_spec(*epilogue)
+    call = Call(letters, out.shape, out.dtype, Options(tiling=tiling), out_batch=True, epilogue=wanted)
     launch = backend.plan(call, jax.eval_shape(terms, *operands), Target(device=device))
     assert isinstance(launch, Launch), launch
     rows, *others = launch.config.along(launch.details.tiled.letters)
@@ -319,15 +321,15 @@ def tiled(product: Tiled, device: Device) -> Kernel:
 
     dims: Any = dict.fromkeys(product.letters, jax.ShapeDtypeStruct((product.groups,), jnp.int32))
 
-    def problem(terms: tuple[Any, ...], tile: Any) -> Any:
+    def geometry(terms: tuple[Any, ...], tile: Any) -> Any:
         lhs, rhs, out = terms
         call = Call(Product(*product.axes, product.letters), out.shape, out.dtype, Options(), out_batch=True)
-        room = module._room(call, Operands(Operand(lhs), Operand(rhs), dims), chip(device))
-        return room.fitted(tile) if tile else room.chosen()
+        problem = module._tiling_problem(call, Operands(Operand(lhs), Operand(rhs), dims), chip(device))
+        return problem.fitted(tile) if tile else problem.chosen()
 
-    tile = problem(product.buffers, None).tile
+    tile = geometry(product.buffers, None).tile
     lhs, rhs, out = (jax.ShapeDtypeStruct((product.size + x.shape[0], x.shape[1]), x.dtype) for x in product.buffers)
-    p = problem((lhs, rhs, out), tile)
+    p = geometry((lhs, rhs, out), tile)
     # How many tiles of each letter a group visits, each for all of the next letter's.
     aligned, size = module._aligned(product.axes), product.size
     each = {x: size // tile[x] + (x in aligned) if x in product.letters else 1 for x in (p.column, p.row, p.contracted)}
@@ -394,6 +396,12 @@ def tiled_in_xla(product: Tiled, device: Device) -> Kernel:
     return Kernel(function, (lhs, rhs, dims), None)
 
 
+def clamped(gate: Array, up: Array) -> Array:
+    """The gate of gpt-oss's experts."""
+    gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
+    return (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
+
+
 KERNELS: dict[str, Callable[[Device], Kernel]] = {
     "ours forward": functools.partial(ours, "forward", None),
     "ours forward 512,2048,512": functools.partial(ours, "forward", (512, 2048, 512)),
@@ -419,10 +427,11 @@ KERNELS: dict[str, Callable[[Device], Kernel]] = {
         for product in products
     },
     **{
-        f"ours {name}": functools.partial(ours, "forward", None, dtypes=dtypes, scaling=scaling, ending=ending)
-        for name, dtypes, scaling, ending in (
+        f"ours {name}": functools.partial(ours, "forward", None, dtypes=dtypes, scaling=scaling, epilogue=epilogue)
+        for name, dtypes, scaling, epilogue in (
             ("silu", BFLOAT16, "", ("silu", (True, False))),
             ("gated", BFLOAT16, "", ("silu", (True, False, False))),
+            ("gated, clamped", BFLOAT16, "", (clamped, (True, False, False))),
             ("gated for training", BFLOAT16, "", ("silu", (True, True, True))),
             ("gated e4m3, rowwise", E4M3, "rowwise", ("silu", (True, False, False))),
         )

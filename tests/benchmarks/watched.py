@@ -1,7 +1,7 @@
 """Steps that may crash, hang or break a device for good, each survived by the others.
 
 They run in a child process. When it dies, or says nothing for too long, another takes the steps that are left: without
-the variant that was being tried if there was one, and without others of its kind; else without the step.
+the variant that was being tried, or, if there was none, without the step.
 """
 
 import json
@@ -60,8 +60,6 @@ def watch(
         record({"step": step["name"], "variant": life.trying, "error": life.why})
         if life.began and life.trying is not None and life.trying not in step["skip"]:
             step["skip"].append(life.trying)
-            for each in left if life.kind else ():
-                each["skip"].append(life.kind)
         elif life.began or life.ended == 0:  # a child that can't even begin costs a step, or this would never end
             left.pop(0)
     return left
@@ -70,7 +68,6 @@ def watch(
 class _Life(NamedTuple):
     ended: int  # how many steps it ended
     trying: str | None
-    kind: str | None  # of variant
     began: bool  # whether it was in a step
     why: str | None  # it died
 
@@ -79,7 +76,7 @@ def _attempt(
     command: Sequence[str], steps: Sequence[Step], record: Callable[[Row], None], end: float, quiet: float
 ) -> _Life:
     """One child's life."""
-    ended, trying, kind, began, why, most = 0, None, None, False, None, quiet
+    ended, trying, began, why, most = 0, None, False, None, quiet
     with tempfile.TemporaryDirectory() as folder:
         todo, lines, log = (Path(folder, name) for name in ("steps", "lines", "log"))
         todo.write_text(json.dumps(steps))
@@ -96,9 +93,9 @@ def _attempt(
                     heard = time.monotonic()
                     match event["event"]:
                         case "begin":
-                            began, trying, kind, most = True, None, None, quiet
+                            began, trying, most = True, None, quiet
                         case "trying":
-                            trying, kind, most = event["variant"], event["kind"], event["quiet"] or quiet
+                            trying, most = event["variant"], event["quiet"] or quiet
                         case "row":
                             record({"step": steps[ended]["name"]} | event["row"])
                         case "end":
@@ -114,7 +111,7 @@ def _attempt(
                 code = None
         if why is None and code:
             why = f"exit status {code}: {log.read_text()[-500:]}"
-    return _Life(ended, trying, kind, began, why)
+    return _Life(ended, trying, began, why)
 
 
 def is_broken_on_purpose(variant: str) -> None:

@@ -1,14 +1,13 @@
-"""Grouped products as a Triton kernel for NVIDIA's GPUs: one kernel, `kernel.grouped_product`, for all of them.
+"""The backend for NVIDIA's GPUs: all grouped products by one Triton kernel, `kernel.grouped_product`.
 
-`plan` and `run` turn letters into strides, extents and tiles.
-
-Tiles are loaded by TMA on Hopper and Blackwell wherever an operand's rows begin at multiples of 16 bytes, else by
-`cp.async`; the program compiled for sm_80 does the latter on any GPU.
+On Hopper and Blackwell, TMA loads the tiles of operands whose rows begin at multiples of 16 bytes. `cp.async` loads
+other tiles, and all tiles of a program that is compiled for sm_80.
 """
 
 import math
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import jax
@@ -26,54 +25,61 @@ from ragged.backends.base import (
     cost,
     kernel_metadata,
     refuse,
-    scale_ways,
+    scale_modes,
     spans,
     too_old,
 )
-from ragged.backends.config import GpuConfig
 from ragged.backends.gpu import call as triton_call
 from ragged.backends.gpu import tiles
+from ragged.backends.gpu.arguments import Dot, Sizes, buffer, result, scaling
+from ragged.backends.gpu.call import Tiles
+from ragged.backends.gpu.functions import FORMULAS
 from ragged.backends.gpu.tiles import Chip, Problem
+from ragged.core.formats import FORMATS, accumulator_dtype, bits, compute_dtype
+from ragged.core.scales import Scales
+from ragged.product.config import GpuConfig
 from ragged.product.layout import Product
-from ragged.product.operands import Call, Operands, Scales, Term, precision_name
-from ragged.quant.formats import FORMATS, accumulator_dtype, compute_dtype
+from ragged.product.operands import Call, KernelOperand, Operands, precision_name
 
 _FP8, _FP4 = ("float8_e4m3fn", "float8_e5m2"), "float4_e2m1fn"
 _STORED = ("bfloat16", "float16", "float32", "int32")
-"""What a kernel writes; a result of 8 bits is rounded by XLA, whose casts saturate where JAX's do, and only there."""
+"""Result dtypes that the kernel writes. XLA rounds results of 8 bits, so that they saturate as JAX's casts do."""
 
 _PRECISIONS = {
     **dict.fromkeys(("none", "default", "fastest", "tensorfloat32", "bfloat16"), "tf32"),
     **dict.fromkeys(("high", "bfloat16_3x"), "tf32x3"),
     **dict.fromkeys(("highest", "float32"), "ieee"),
 }
-"""How float32 is multiplied, by the names of JAX's precisions; "tf32" is what XLA's default is on a GPU too."""
+"""Triton's precision for float32, keyed by JAX's. "tf32" is XLA's default on a GPU, too."""
 
 _UNITS = {name: known.gpu for name, known in FORMATS.items()}
 _TAKES = (*KERNELS, "scales", "offset", "batch", "existing", "bias", "up", "up_bias")
-_TAKES += ("grouped_matmul with an ending", "batched_matmul with an ending")
+_TAKES += ("grouped_matmul with an epilogue", "batched_matmul with an epilogue")
 
-_MOST_GROUPS = 4096
-"""Each program holds a prefix sum over the sizes in registers."""
+_MAX_GROUPS = 4096
+"""Largest number of groups: each program has a prefix sum over the sizes in registers."""
 
-_MOST_ELEMENTS = 65535
-"""Of a batch: the second dim of a CUDA grid."""
+_MAX_ELEMENTS = 65535
+"""Largest batch: the limit of a CUDA grid's second dim."""
 
 _LONGEST_FP8_SUM = 128
-"""Hopper's tensor cores add up fp8 products in about 14 bits: this many at a time, the rest in float32."""
+"""Number of fp8 products that tensor cores add up (on Hopper in about 14 bits) before a float32 accumulator does."""
 
 _SLICE = 32
-"""Elements of a thread of which an ending is computed at a time: more would take the registers that hold the others."""
+"""Elements of a thread that go through the epilogue at a time. More would need registers that hold the other sums.
+
+A quarter of this if tensor cores apply the scales: `gelu` then spills 96 bytes with 32 elements, and 8 bytes with 16.
+"""
 
 
 class _Dot(NamedTuple):
-    """How two tiles are multiplied."""
+    """How two tiles are multiplied. The kernel gets a part of this, `arguments.Dot`."""
 
-    dtype: Any  # of both
-    cast: bool  # whether one has to be cast to it
-    precision: str  # of float32: "tf32", "tf32x3" or "ieee"
-    ways: tuple[str, str]  # of the operands' scales
-    each: int = 1  # numbers in an element that is loaded
+    dtype: Any  # of both tiles; if both are fp8, of `a`
+    cast: bool  # whether a tile must be cast to `dtype`
+    precision: str  # for float32: "tf32", "tf32x3" or "ieee"
+    modes: tuple[str, str]  # scale modes of both operands
+    per_element: int = 1  # numbers in a loaded element: 2 for 4-bit floats, loaded as bytes
 
     @property
     def is_fp8(self) -> bool:
@@ -81,91 +87,91 @@ class _Dot(NamedTuple):
 
     @property
     def accumulator(self) -> Any:
-        return jnp.dtype(jnp.int32 if self.dtype == jnp.int8 and "step" not in self.ways else jnp.float32)
+        return jnp.dtype(jnp.int32 if self.dtype == jnp.int8 and "step" not in self.modes else jnp.float32)
 
 
 class _Details(NamedTuple):
-    """What `run` has to know besides the call."""
+    """`Launch.details` of this backend."""
 
     tiled: Problem
     chip: Chip
     dot: _Dot
     stored: Any  # the dtype that the kernel writes
-    held: int  # matrices of the uniform term
-    elements: int  # of a batch, each with a result of its own
-    summed: int  # of a batch, which make one result
-    turns: bool  # whether operands are turned in memory: see `_turns`
-    results: int = 0  # tiles of each element's result, at most
+    matrices: int  # number of local groups
+    elements: int  # batch elements of the result
+    summed: int  # batch elements that are summed into one result
+    transposes: bool  # see `_transposes`
+    result_tiles: int = 0  # upper bound on the tiles of one element's result
 
 
 def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
-    """How the kernel runs a product: see `ragged.backends.base`."""
+    """Chooses the configuration."""
     if refusal := _refuse(call, x, target):
         return refusal
     p, sizes, chip = call.product, x.sizes, tiles.chip(target.device)
     (r, c), k = p.out, p.contracted
-    a, b = call.terms(x)
+    a, b = call.kernel_operands(x)
     extent = {r: call.shape[-2], c: call.shape[-1], k: min(a.extent(k), b.extent(k))}
-    by_units = _by_units((a, b), call, chip)
+    by_tensor_cores = _scaled_by_tensor_cores((a, b), call, chip)
     a, b = _loaded(a, k), _loaded(b, k)
-    held = call.held(x)
+    matrices = call.num_local_groups(x)
     batch, sums = call.batch(x), not call.out_batch
     elements, summed = (1, batch or 1) if sums else (batch or 1, 1)
 
-    # How tiles are multiplied, and how large they are.
     stored = call.dtype if jnp.dtype(call.dtype).name in _STORED else accumulator_dtype(call.dtype)
-    least = tiles.least_k(a.data.dtype, b.data.dtype)
-    ways = ("unit", "unit") if by_units else scale_ways(call, x, least)
-    dot = _dot(a.data.dtype, b.data.dtype, ways, call.options.precision, chip)
-    turns = _turns((a, b), dot, p, chip)
-    # Of a mean group: its share of a buffer that packs the letter. One that is packed nowhere: the widest group's.
-    rows = {letter: term.extent(letter) for term in (a, b) if (letter := term.letters[0]) in sizes}
+    min_k = tiles.min_k(a.data.dtype, b.data.dtype)
+    modes = ("unit", "unit") if by_tensor_cores else scale_modes(call, x, min_k)
+    dot = _dot(a.data.dtype, b.data.dtype, modes, call.options.precision, chip)
+    transposes = _transposes((a, b), dot, p, chip)
+    # Extents of the mean group: its share of the packed rows, and the whole extent of other letters.
+    rows = {letter: operand.extent(letter) for operand in (a, b) if (letter := operand.letters[0]) in sizes}
     rows |= {r: call.shape[-2]} if r in sizes else {}
     mean = {z: max(1, min(n, -(-rows[z] // x.num_groups))) if z in rows else n for z, n in extent.items()}
     tiled = Problem(
         mean[r],
         mean[c],
         mean[k],
-        groups=held,
-        itemsize=dot.dtype.itemsize / dot.each,
+        groups=matrices,
+        itemsize=dot.dtype.itemsize / dot.per_element,
         result=jnp.dtype(stored).itemsize,
-        least_k=least,
-        wide="step" in ways or dot.is_fp8,
+        min_k=min_k,
+        step_accumulator="step" in modes or dot.is_fp8,
         slow=dot.dtype == jnp.float32 and dot.precision == "ieee",
-        by_thread=not (chip.has_tma and (turns or (_is_aligned(a) and _is_aligned(b)))),
-        scaled=_UNIT_BLOCKS[call.terms(x)[0].data.dtype.name] if by_units else 0,
+        by_thread=not (chip.has_tma and (transposes or (_is_aligned(a) and _is_aligned(b)))),
+        scaled=_TENSOR_CORE_BLOCKS[call.kernel_operands(x)[0].data.dtype.name] if by_tensor_cores else 0,
         ragged=len(sizes) == 3,
         letters=r + c + k,
         products=call.num_products,
         results=call.num_stored,
+        instructions=call.epilogue.instructions if call.epilogue else 0,
     )
-    details = _Details(tiled, chip, dot, jnp.dtype(stored), held, elements, summed, turns)
-    # A step lies in one block of the scales that change with it.
-    block = math.gcd(*(term.block(k) or 0 for term, way in zip((a, b), ways, strict=True) if way == "step"))
+    details = _Details(tiled, chip, dot, jnp.dtype(stored), matrices, elements, summed, transposes)
+    # In the mode "step", a step must not cross the end of a block of scales. In other modes, `block` is 0.
+    block = math.gcd(*(operand.block(k) or 0 for operand, mode in zip((a, b), modes, strict=True) if mode == "step"))
 
     def in_blocks(config: GpuConfig) -> GpuConfig:
-        return replace(config, **{k: math.gcd(config.along(k)[0], block)})
+        return replace(config, **{k: math.gcd(config.along(k)[0], block)})  # `gcd(tile, 0)` is the tile
 
-    found = choice(
+    chosen = choice(
         call,
         x,
         target,
         "triton_gpu",
-        legal=lambda config: _illegal(config, details, block, call, sizes, (a, b), target),
-        tiled=lambda asked: in_blocks(tiles.fit(tiled, (asked[r], asked[c], asked[k]), chip)),
+        illegal=lambda config: _illegal(config, details, block, call, target),
+        tiled=lambda tile: in_blocks(tiles.fit(tiled, (tile[r], tile[c], tile[k]), chip)),
         model=lambda: in_blocks(tiles.choose(tiled, chip)),
     )
-    if isinstance(found, Refusal):
-        return found
-    config, source = found
+    if isinstance(chosen, Refusal):
+        return chosen
+    config, source = chosen
     tile_r, tile_c = config.along(r + c)
     rows_of_tiles = -(-call.shape[-2] // tile_r)
-    # A result that packs its rows has a tile more for each group that doesn't fill its last.
-    count = rows_of_tiles + min(held, call.shape[-2]) + 1 if r in sizes else rows_of_tiles * held
-    results = count * -(-call.shape[-1] // tile_c)
+    # Packed rows of a result are the groups and two gaps. All of these except one may add a partial tile.
+    count = rows_of_tiles + min(matrices, call.shape[-2]) + 1 if r in sizes else rows_of_tiles * matrices
+    result_tiles = count * -(-call.shape[-1] // tile_c)
     steps = -(-extent[k] // config.along(k)[0])
-    # Groups share what is contracted in a wgrad.
-    visits = results // held * (steps + held) if p.ragged == k else results * steps
+    # In a wgrad, groups share the contracted rows.
+    visits = result_tiles // matrices * (steps + matrices) if p.ragged == k else result_tiles * steps
     return Launch(
         "triton_gpu",
         p.kernel,
@@ -174,35 +180,32 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
         config=config,
         source=source,
         visits=elements * summed * visits,
-        details=details._replace(results=results),
+        details=details._replace(result_tiles=result_tiles),
         **cost(call, x),
     )
 
 
 def candidates(launch: Launch, x: Operands) -> list[GpuConfig]:
-    """Configurations to try in place of the launch's, best by the model first."""
+    """Other configurations to measure, in order."""
     return tiles.ranked(launch.details.tiled, launch.details.chip)
 
 
 def work(launch: Launch, x: Operands) -> Work:
-    """The kernel's tiles of results, and their steps: see `ragged.backends.base`."""
-    call, p, config, found = launch.call, launch.call.product, launch.config, spans(launch.call, x)
+    """Counts the tiles of the result, and their steps."""
+    call, p, config, groups = launch.call, launch.call.product, launch.config, spans(launch.call, x)
     (r, c), k = p.out, p.contracted
     tile_r, tile_c, tile_k = config.along(r + c + k)
-    size = {letter: end - first for letter, (first, end) in found.items()}
+    size = {letter: end - first for letter, (first, end) in groups.items()}
     rows, columns, steps = -(-size[r] // tile_r), -(-call.shape[-1] // tile_c), -(-size[k] // tile_k)
     visits, idle = int(sum(rows * steps)), int(sum(rows[steps == 0]))
-    if r in p.ragged:  # rows in front of all groups that are held, and behind them, get zeros
-        gaps = -(-found[r][0][0] // tile_r) + -(-(call.shape[-2] - found[r][1][-1]) // tile_r)
-        if config.variant == "overlapped" and k not in p.ragged:  # which are multiplied too
-            visits += int(gaps * steps[0])
-        else:
-            idle += int(gaps)
+    if r in p.ragged:  # rows around the local groups become zeros
+        gaps = -(-groups[r][0][0] // tile_r) + -(-(call.shape[-2] - groups[r][1][-1]) // tile_r)
+        idle += int(gaps)
     letter = r if r in p.ragged else k if k in p.ragged else ""
     tile = tile_r if letter == r else tile_k
     tiles = [
         (group, int(at), tile)
-        for group, (first, end) in enumerate(zip(*found[letter or r], strict=True), int(x.offset or 0))
+        for group, (first, end) in enumerate(zip(*groups[letter or r], strict=True), int(x.offset or 0))
         for at in range(first, end, tile)
         if letter
     ]
@@ -212,52 +215,56 @@ def work(launch: Launch, x: Operands) -> Work:
 
 
 def _refuse(call: Call, x: Operands, target: Target) -> Refusal | None:
-    """Why there is no kernel for such a product, or not with such tiles."""
+    """`Refusal` if the kernel doesn't support the product or its tiling, else None."""
     if target.portable:
-        return Refusal("an export refuses Triton's custom calls, unless `backend='triton_gpu'` asks for them")
+        return Refusal("an export rejects Triton's custom calls, unless `backend='triton_gpu'` requests them")
     if not target.interpret and (missing := triton_call.missing()):
         return Refusal(missing)
-    if refusal := refuse("triton_gpu", _UNITS, _TAKES, _PRECISIONS, call, x, target):
+    if refusal := refuse("triton_gpu", _UNITS, _TAKES, _PRECISIONS, call, x, target, FORMULAS):
         return refusal
     capability = tiles.chip(target.device).capability
     if capability < 80:
         return Refusal(f"triton_gpu has no kernels for compute capability {capability / 10}, below 8.0")
     if name := too_old(_UNITS, x, capability):
-        unnamed = "" if target.device else " (for which code is where nothing names the GPU)"
-        least = (_UNITS[name].operand or 0) / 10
+        unnamed = "" if target.device else " (the default if the GPU isn't known)"
+        oldest = (_UNITS[name].operand or 0) / 10
         return Refusal(
-            f"GPUs of compute capability {capability / 10}{unnamed} can't convert {name}; {least} and later can"
+            f"GPUs of compute capability {capability / 10}{unnamed} can't convert {name}; {oldest} and later can"
         )
-    terms = call.terms(x)
-    if any(_is_fp4(term) for term in terms) and not _by_units(terms, call, tiles.chip(target.device)):
+    operands = call.kernel_operands(x)
+    by_tensor_cores = _scaled_by_tensor_cores(operands, call, tiles.chip(target.device))
+    if any(map(_is_fp4, operands)) and not by_tensor_cores:
         return Refusal(
-            f"triton_gpu multiplies {_FP4} on GPUs of compute capability 10.0 and 10.3, both operands with scales in "
-            "float8_e4m3fn of blocks of 16 along the contracted dim, which isn't ragged"
+            f"triton_gpu multiplies {_FP4} only on GPUs of compute capability 10.0 and 10.3, if both operands have "
+            "scales in float8_e4m3fn for blocks of 16 along the contracted dim, and this dim isn't ragged"
         )
-    if x.sizes and x.num_groups > _MOST_GROUPS:
-        return Refusal(f"triton_gpu has no kernels for {x.num_groups} groups, more than {_MOST_GROUPS}")
-    if call.out_batch and (call.batch(x) or 1) > _MOST_ELEMENTS:
-        return Refusal(f"{call.batch(x)} batch elements, more than {_MOST_ELEMENTS}")
+    if x.sizes and x.num_groups > _MAX_GROUPS:
+        return Refusal(f"triton_gpu has no kernels for {x.num_groups} groups, more than {_MAX_GROUPS}")
+    if call.out_batch and (call.batch(x) or 1) > _MAX_ELEMENTS:
+        return Refusal(f"{call.batch(x)} batch elements, more than {_MAX_ELEMENTS}")
     if not call.out_batch and call.batched(x).offset:
-        return Refusal("a sum over batch elements that hold different groups")
-    if call.ending is not None and (refusal := _refuse_ending(call, x, target)):
+        return Refusal("triton_gpu has no kernels for a sum over batch elements with different group offsets")
+    if call.epilogue is not None and (refusal := _refuse_epilogue(call, x, target)):
         return refusal
     return tiles.refuse(call.options.tiles) if call.options.tiles else None
 
 
-def _refuse_ending(call: Call, x: Operands, target: Target) -> Refusal | None:
-    """Why there is no kernel for what is made of the accumulators."""
+def _refuse_epilogue(call: Call, x: Operands, target: Target) -> Refusal | None:
+    """`Refusal` if the kernel doesn't support the product's `EpilogueSpec`, else None."""
     if x.epilogue.existing is not None:
-        return Refusal("triton_gpu has no kernels for an ending of what is added to")
+        return Refusal("triton_gpu has no kernels for an epilogue together with `existing_out`")
     if not call.out_batch and call.batch(x) is not None:
-        return Refusal("triton_gpu has no kernels for an ending of a sum over batch elements")
+        return Refusal("triton_gpu has no kernels for an epilogue of a sum over batch elements")
+    columns = call.columns
+    if columns == "halves" and call.shape[-1] * x.rhs.data.dtype.itemsize % 16:
+        return Refusal("triton_gpu reads halves of an array's columns only if they begin at multiples of 16 bytes")
     up = x.epilogue.up
-    # One kernel reads both by the same strides, and multiplies both the same way.
+    # The kernel has one set of strides, scales and dtypes for `rhs` and `up`.
     if up is not None and jax.tree.map(_type, up) != jax.tree.map(_type, x.rhs):
-        return Refusal("triton_gpu has no kernels for two matrices of different types")
-    by_units = _by_units(call.terms(x), call, tiles.chip(target.device))
-    if up is not None and by_units and not target.interpret and not triton_call.shares_scales():
-        return Refusal("triton before 3.9 compiles no two products of rows whose scales tensor cores take")
+        return Refusal("triton_gpu has no kernels for two matrices of different shapes or dtypes")
+    by_tensor_cores = _scaled_by_tensor_cores(call.kernel_operands(x), call, tiles.chip(target.device))
+    if up is not None and by_tensor_cores and not target.interpret and not triton_call.shares_scales():
+        return Refusal("triton before 3.9 can't compile a gated product whose scales are applied by tensor cores")
     return None
 
 
@@ -265,322 +272,284 @@ def _type(x: Any) -> tuple[Any, Any]:
     return x.shape, jnp.dtype(x.dtype)
 
 
-def _illegal(
-    config: GpuConfig,
-    of: _Details,
-    block: int,
-    call: Call,
-    sizes: Any,
-    terms: tuple[Term, Term],
-    target: Target,
-) -> Refusal | None:
-    """Why the kernel can't have this configuration."""
+def _illegal(config: GpuConfig, details: _Details, block: int, call: Call, target: Target) -> Refusal | None:
+    """`Refusal` if the kernel can't have this configuration, else None."""
     (r, c), k = call.product.out, call.product.contracted
     if refusal := tiles.refuse(dict(zip("mkn", config.along("mkn"), strict=True))):
         return refusal
     tile_r, tile_c, tile_k = config.along(r + c + k)
-    if tile_r < of.tiled.least_r:
-        return Refusal(f"tile_{r}={tile_r} of 4-bit rows.", f"It must be a power of two, {of.tiled.least_r} or more.")
-    if tile_k < of.tiled.least_k or (block and block % tile_k):
-        most = f", and divide {block}, the extent of a block of scales" if block else ""
+    tiled = details.tiled
+    if tile_r < tiled.min_r:
+        reason = f"tile_{r}={tile_r} is too small for 4-bit operands."
+        return Refusal(reason, f"It must be a power of two, {tiled.min_r} or more.")
+    if tile_k < tiled.min_k or (block and block % tile_k):
+        divides = f", and divide {block}, the extent of a block of scales" if block else ""
         return Refusal(
-            f"tile_{k}={tile_k} of the contracted dim.", f"It must be a power of two, {of.tiled.least_k} or more{most}."
+            f"tile_{k}={tile_k} is illegal for the contracted dim.",
+            f"It must be a power of two, {tiled.min_k} or more{divides}.",
         )
-    # An error, lest another program be measured; but not before it is known which GPU it is for.
-    known = target.device is not None
-    if config.variant and (needs := _variant_needs(config, of, call, sizes, terms)):
-        mend = "The kernel without a variant doesn't." if known else ""
-        return Refusal(f"the kernel's variant {config.variant!r} needs {needs}.", mend)
-    multiplying = config.warps * (2 if config.variant == "specialised" else 1)  # two groups of warps share a tile
-    totals = tile_r * tile_c * of.tiled.sums // (32 * multiplying)
-    taken = tiles.shared(of.tiled, config, of.chip)
-    for what, needed, most in (
-        ("bytes of shared memory", taken, of.chip.shared),
-        ("registers a thread for sums", totals, tiles.MOST_TOTALS),
+    # An error if the GPU is known: if XLA ran the product, the caller would measure another program.
+    is_known = target.device is not None
+    assert config.warps is not None
+    registers = tile_r * tile_c * tiled.sums // (32 * config.warps)
+    shared = tiles.shared(tiled, config, details.chip)
+    for what, needed, available in (
+        ("bytes of shared memory", shared, details.chip.shared),
+        ("registers per thread for sums", registers, tiles.MAX_SUM_REGISTERS),
     ):
-        if needed > most:
-            mend = "Take smaller tiles, fewer stages or more warps." if known else ""
-            return Refusal(f"{config} takes {needed} {what}, of {most}.", mend)
+        if needed > available:
+            hint = "Take smaller tiles, fewer stages or more warps." if is_known else ""
+            return Refusal(f"{config} takes {needed} {what}, of {available}.", hint)
     return None
 
 
-def _variant_needs(config: GpuConfig, of: _Details, call: Call, sizes: Any, terms: tuple[Term, Term]) -> str:
-    """What a variant of the kernel lacks here; "" if nothing."""
-    (r, _), k, (a, b) = call.product.out, call.product.contracted, terms
-    tile_r, tile_k = config.along(r + k)
-    needs = {
-        "compute capability 9.0": of.chip.capability == 90,
-        "TMA": config.tma,
-        "operands whose rows are not gathered": a.source is None,
-        "operands whose rows begin at multiples of 16 bytes": of.turns or (_is_aligned(a) and _is_aligned(b)),
-        "a result for each batch element": of.summed == 1,
-        "a contraction that is ragged, or a multiple of its tile": k in sizes
-        or a.extent(k) == b.extent(k) == a.extent(k) // tile_k * tile_k,
-        "a result that is stored as it is": call.ending is None,
-        "less shared memory": tiles.shared(of.tiled, config, of.chip) <= of.chip.shared,
-    }
-    if config.variant == "overlapped":
-        needs["a result whose rows begin at multiples of 16 bytes"] = call.shape[-1] * of.stored.itemsize % 16 == 0
-        needs["at most 2**30 rows of results"] = of.elements * math.prod(call.shape[:-1]) <= 1 << 30
-    else:
-        needs["rows that alone are ragged, if any are"] = set(sizes) <= {r}
-        needs["4 warps, and a tile of 128 rows"] = (config.warps, tile_r) == (4, 128)
-        needs["operands of the same 8 or 16 bits, and no scales but of rows"] = (
-            of.dot.dtype.itemsize <= 2 and not of.dot.cast and not {"tile", "step"} & {*of.dot.ways}
-        )
-    return next((need for need, met in needs.items() if not met), "")
+_TENSOR_CORE_BLOCKS = {**dict.fromkeys(_FP8, 32), _FP4: 16}
+"""Extents of the blocks of scales that tensor cores apply, keyed by the operand's dtype."""
 
 
-_UNIT_BLOCKS = {**dict.fromkeys(_FP8, 32), _FP4: 16}
-"""Elements that share one of the scales that tensor cores multiply by."""
+def _is_fp4(operand: KernelOperand) -> bool:
+    return jnp.dtype(operand.data.dtype).name == _FP4
 
 
-def _is_fp4(term: Term) -> bool:
-    return jnp.dtype(term.data.dtype).name == _FP4
+def _loaded(operand: KernelOperand, contracted: str) -> KernelOperand:
+    """The operand, arrays or avals, in the dtype that the kernel loads.
 
-
-def _loaded(term: Term, contracted: str) -> Term:
-    """As the kernel loads it, an aval if it is one: int4 as int8; 4-bit floats as bytes, in pairs along the contracted
-    dim, which then is the last. That is how XLA has them in a GPU's memory, the first of two in the lower bits.
+    int4 becomes int8. 4-bit floats become bytes: pairs along the contracted dim, which comes last, with the first of
+    two in the lower bits. This is XLA's layout of 4-bit floats in a GPU's memory.
     """
-    turned = _is_fp4(term) and term.letters[0] == contracted
+    transposed = _is_fp4(operand) and operand.letters[0] == contracted
 
     def load(data: Array, scales: Scales | None) -> tuple[Array, Scales | None]:
         if data.dtype == jnp.int4:
             return data.astype(jnp.int8), scales
-        if turned:
+        if transposed:
             data, scales = data.mT, None if scales is None else scales.mT
         data = jnp.pad(data, [(0, 0)] * (data.ndim - 1) + [(0, data.shape[-1] % 2)])
         return lax.bitcast_convert_type(data.reshape(*data.shape[:-1], -1, 2), jnp.uint8), scales
 
-    if term.data.dtype != jnp.int4 and not _is_fp4(term):
-        return term
-    is_aval = isinstance(term.data, jax.ShapeDtypeStruct)
-    data, scales = (partial(jax.eval_shape, load) if is_aval else load)(term.data, term.scales)
-    return term._replace(data=data, scales=scales, letters=term.letters[::-1] if turned else term.letters)
+    if operand.data.dtype != jnp.int4 and not _is_fp4(operand):
+        return operand
+    is_aval = isinstance(operand.data, jax.ShapeDtypeStruct)
+    data, scales = (partial(jax.eval_shape, load) if is_aval else load)(operand.data, operand.scales)
+    return operand._replace(data=data, scales=scales, letters=operand.letters[::-1] if transposed else operand.letters)
 
 
-def _has_tma(term: Term) -> bool:
-    """Whether a descriptor can load its tiles, where there is TMA."""
-    return _is_aligned(term) and term.source is None
+def _has_tma(operand: KernelOperand) -> bool:
+    """Whether TMA can load the operand's tiles, if the GPU has it."""
+    return _is_aligned(operand) and operand.source is None
 
 
-def _is_aligned(term: Term) -> bool:
-    """Whether each row begins at a multiple of 16 bytes, as TMA wants."""
-    return term.data.shape[-1] * term.data.dtype.itemsize % 16 == 0
+def _is_aligned(operand: KernelOperand) -> bool:
+    """Whether each row begins at a multiple of 16 bytes."""
+    return operand.data.shape[-1] * operand.data.dtype.itemsize % 16 == 0
 
 
-def _turns(terms: tuple[Term, Term], dot: _Dot, product: Product, chip: Chip) -> bool:
-    """Whether the operands are handed to the kernel with their last two axes exchanged in memory, which XLA does in the
-    pass that makes them, as a rule.
+def _transposes(operands: tuple[KernelOperand, KernelOperand], dot: _Dot, product: Product, chip: Chip) -> bool:
+    """Whether both operands are transposed in memory before the kernel.
 
-    Hopper multiplies 8 bits along the contiguous axis alone. What packs the contracted one would be turned tile by
-    tile, through registers.
+    For Hopper's tensor cores, the contracted axis of 8-bit operands must be contiguous. The kernel would transpose
+    others tile by tile, through registers. XLA usually fuses a transpose in memory with the operation before it.
     """
-    packed = all(term.letters[0] == product.contracted in product.ragged for term in terms)
-    aligned = all(term.data.shape[-2] % 16 == 0 and term.source is None for term in terms)
+    packed = all(operand.letters[0] == product.contracted in product.ragged for operand in operands)
+    # Rows of the transposed arrays must begin at multiples of 16 bytes, for TMA.
+    aligned = all(operand.data.shape[-2] % 16 == 0 and operand.source is None for operand in operands)
     return packed and aligned and chip.capability == 90 and dot.dtype.itemsize == 1
 
 
-def _turned(term: Term) -> Term:
-    """With rows that lie as they do before they are turned; else XLA turns all that they are computed from, too."""
-    data = with_layout_constraint(term.data, Layout(tuple(range(term.data.ndim))))
-    return Term(data.mT, term.letters[::-1], None)
+def _transposed(operand: KernelOperand) -> KernelOperand:
+    """The operand without scales, transposed in memory.
+
+    Without the constraint, XLA might instead transpose arrays from which it computes the operand.
+    """
+    data = with_layout_constraint(operand.data, Layout(tuple(range(operand.data.ndim))))
+    return KernelOperand(data.mT, operand.letters[::-1], None)
 
 
-def _geometry(term: Term, kept: str, product: Product, turned: bool) -> dict[str, Any]:
-    """Strides of batch, group, kept and contracted axis; extents of the last two; which of them is packed."""
-    (p, q), ndim = map(term.extent, term.letters), product.ndim(term.letters)
-    batch = math.prod(term.data.shape[-ndim:]) if term.data.ndim > ndim else 0
-    first = term.letters[0] == kept  # the kept axis comes first
-    packed = term.letters[1 if turned else 0]
-    return {
-        "STRIDES": (batch, p * q if ndim == 3 else 0, *((q, 1) if first else (1, q))),
-        "EXTENTS": (p, q) if first else (q, p),
-        "PACKED": ("kept" if packed == kept else "contracted") if packed in product.ragged else "",
-    }
+def _scaled_by_tensor_cores(operands: tuple[KernelOperand, KernelOperand], call: Call, chip: Chip) -> bool:
+    """Whether tensor cores apply the operands' scales.
 
-
-def _by_units(terms: tuple[Term, Term], call: Call, chip: Chip) -> bool:
-    """Whether tensor cores multiply by the operands' scales. Blackwell's do: fp8 in blocks of 32 along the dim that is
-    contracted, by powers of two; 4-bit floats in blocks of 16, by float8_e4m3fn, where no group has an odd end."""
+    Blackwell's do for two formats: fp8 in blocks of 32 along the contracted dim, scaled by powers of two; and 4-bit
+    floats in blocks of 16, scaled by float8_e4m3fn. With 4-bit floats, the contracted dim can't be ragged, because a
+    group must not end inside a byte.
+    """
     k = call.product.contracted
 
-    def takes(term: Term) -> bool:
-        name, scales = jnp.dtype(term.data.dtype).name, term.scales
-        if scales is None or term.block(k) != _UNIT_BLOCKS.get(name, 0):
+    def is_supported(operand: KernelOperand) -> bool:
+        name, scales = jnp.dtype(operand.data.dtype).name, operand.scales
+        if scales is None or operand.block(k) != _TENSOR_CORE_BLOCKS.get(name, 0):
             return False
         if name in _FP8:
             return scales.e8m0
         return scales.values.dtype == jnp.float8_e4m3fn and k not in call.product.ragged
 
-    return chip.capability in (100, 103) and all(map(takes, terms)) and _is_fp4(terms[0]) == _is_fp4(terms[1])
+    return (
+        chip.capability in (100, 103)
+        and all(map(is_supported, operands))
+        and _is_fp4(operands[0]) == _is_fp4(operands[1])
+    )
 
 
-def _with_scales(term: Term, way: str, contracted: str) -> Term:
-    """With scales as the kernel takes them: float32; or, for tensor cores, those of four blocks along the contracted
-    axis as one number, so that one asynchronous copy fetches what a step has of a row. float8_e4m3fn as it is, powers
-    of two as in float8_e8m0fnu."""
-    if term.scales is None:
-        return term
-    if way != "unit":
-        return term._replace(scales=term.scales.whole)
-    scales, first = term.scales, term.letters[0] == contracted
+def _with_scales(operand: KernelOperand, mode: str, contracted: str) -> KernelOperand:
+    """The operand with scales as the kernel loads them.
+
+    They are float32; in the mode "unit", uint32 of four blocks' 8-bit scales, float8_e4m3fn or float8_e8m0fnu: one
+    asynchronous copy then fetches a row's scales for a step.
+    """
+    if operand.scales is None:
+        return operand
+    if mode != "unit":
+        return operand._replace(scales=operand.scales.whole)
+    scales, first = operand.scales, operand.letters[0] == contracted
     values = scales.values.mT if first else scales.values
-    if values.dtype == jnp.float32:  # of 2**-127, which is subnormal, 0; of NaN 255
-        eight = (lax.bitcast_convert_type(values, jnp.uint32) >> 23).astype(jnp.uint8)
+    if values.dtype == jnp.float32:  # the exponent: 0 for the subnormal 2**-127, 255 for NaN
+        eight_bits = (bits(values, jnp.uint32) >> 23).astype(jnp.uint8)
     else:
-        eight = lax.bitcast_convert_type(values, jnp.uint8)
-    # Of packed groups a step may begin with any block, and reads on in the next four.
-    eight = jnp.pad(eight, [(0, 0)] * (values.ndim - 1) + [(0, -values.shape[-1] % 4 + 4 * first)])
-    fours = lax.bitcast_convert_type(eight.reshape(*values.shape[:-1], -1, 4), jnp.uint32)
-    kept, along = scales.block[term.axis(contracted) - 1], 4 * (scales.block[term.axis(contracted)] or 0)
-    along //= 2 if term.data.dtype == jnp.uint8 else 1  # in bytes
-    block = (along, kept) if first else (kept, along)
-    return term._replace(scales=replace(scales, values=fours.mT if first else fours, block=block))
+        eight_bits = bits(values, jnp.uint8)
+    # A step of a packed group may begin with any of four blocks, so the kernel also reads the next four.
+    eight_bits = jnp.pad(eight_bits, [(0, 0)] * (values.ndim - 1) + [(0, -values.shape[-1] % 4 + 4 * first)])
+    fours = lax.bitcast_convert_type(eight_bits.reshape(*values.shape[:-1], -1, 4), jnp.uint32)
+    outer, along = scales.block[operand.axis(contracted) - 1], 4 * (scales.block[operand.axis(contracted)] or 0)
+    along //= 2 if operand.data.dtype == jnp.uint8 else 1  # in bytes
+    block = (along, outer) if first else (outer, along)
+    return operand._replace(scales=replace(scales, values=fours.mT if first else fours, block=block))
 
 
-def _source(term: Term) -> tuple[int, int] | None:
-    """The batch stride of `source`, and the rows of the buffer."""
-    if term.source is None:
-        return None
-    return term.source.shape[-1] if term.source.ndim > 1 else 0, term.data.shape[-2]
-
-
-def _levels(term: Term | None) -> tuple[Any, Any]:
-    """Scales of blocks, and of the whole tensor."""
-    scales = None if term is None else term.scales
-    return (None, None) if scales is None else (scales.values, scales.tensor)
-
-
-def _scaling(term: Term, way: str, kept: str, product: Product) -> tuple[Any, ...]:
-    """How the kernel finds and applies the scales: see `kernel._scale_row`."""
-    if term.scales is None:
-        return "", 0, 0, 1, 0, 1, 0, 0, False
-    values, ndim = term.scales.values, product.ndim(term.letters)
-    blocks = dict(zip(term.letters, term.scales.block, strict=True))
-    strides = dict(zip(term.letters, (values.shape[-1], 1), strict=True))
-    (contracted,) = set(term.letters) - {kept}
-    packed = term.letters[0] if term.letters[0] in product.ragged else None
-    # Scales of groups: by their number if sizes pack them in rows of `values`, by the place of their matrix else.
-    group = (strides[packed] if blocks[packed] is None else 0) if packed else -math.prod(values.shape[-2:])
-    batch = math.prod(values.shape[-ndim:]) if values.ndim > ndim else 0
-    strides = {letter: 0 if blocks[letter] is None else stride for letter, stride in strides.items()}
-    along = blocks[kept] or 1, strides[kept], blocks[contracted] or 1, strides[contracted]
-    return way, batch, group, *along, int(batch > 0), contracted == packed
-
-
-def _dot(a: Any, b: Any, ways: tuple[str, str], precision: Any, chip: Chip) -> _Dot:
-    a, b, how = jnp.dtype(a), jnp.dtype(b), _PRECISIONS.get(precision_name(precision) or "", "tf32")
-    if "tile" in ways:  # which scales, of float32, have been multiplied into
-        return _Dot(jnp.dtype(jnp.float32), True, "tf32x3" if how == "tf32" else how, ways)
+def _dot(a: Any, b: Any, modes: tuple[str, str], precision: Any, chip: Chip) -> _Dot:
+    """The dot of tiles in dtypes `a` and `b`."""
+    a, b, triton_precision = jnp.dtype(a), jnp.dtype(b), _PRECISIONS.get(precision_name(precision) or "", "tf32")
+    if "tile" in modes:  # scaled tiles are float32, and "tf32" would lose bits of them
+        return _Dot(jnp.dtype(jnp.float32), True, "tf32x3" if triton_precision == "tf32" else triton_precision, modes)
     if a == b == jnp.uint8:
-        return _Dot(a, False, how, ways, each=2)
+        return _Dot(a, False, triton_precision, modes, per_element=2)
     if a.name in _FP8 and b.name in _FP8 and chip.capability >= 89:
-        return _Dot(a, False, how, ways)  # tensor cores multiply either with either
+        return _Dot(a, False, triton_precision, modes)  # tensor cores multiply any pair of fp8 formats
     common = jnp.dtype(compute_dtype(a, b))
     if jnp.float16 in (a, b) and (a == b or 1 in (a.itemsize, b.itemsize)):
-        common = jnp.dtype(jnp.float16)  # holds every int8 and fp8
-    return _Dot(common, (a, b) != (common, common), how, ways)
+        common = jnp.dtype(jnp.float16)  # float16 has all values of int8 and fp8
+    return _Dot(common, (a, b) != (common, common), triton_precision, modes)
 
 
 def run(launch: Launch, x: Operands) -> Any:
-    """Runs the kernel: see `ragged.backends.base`."""
-    call, p, sizes, config = launch.call, launch.call.product, x.sizes, launch.config
-    tiled, chip, dot, stored, held, elements, summed, turns, results = launch.details
-    (r, c), k = p.out, p.contracted
-    up, ending, given = x.epilogue.up, call.ending, call.terms(x)
-    a, b = (_with_scales(_loaded(term, k), way, k) for term, way in zip(given, dot.ways, strict=True))
-    up_term = None if up is None else Term(up.data, given[1].letters, up.scales)
-    up_term = None if up_term is None else _with_scales(_loaded(up_term, k), dot.ways[1], k)
-    packed, num_groups, (rows, columns) = r in sizes, x.num_groups, call.shape[-2:]
-    has_tma, (tile_r, tile_c, tile_k) = chip.has_tma and config.tma, config.along(r + c + k)
-    turned = turns and has_tma  # pointers to what begins at any byte would be to single ones
-    x_term, y_term = (_turned(a), _turned(b)) if turned else (a, b)
-
-    # 1. The kernel's parameters.
-    biases = {"bias": x.epilogue.bias, "up_bias": x.epilogue.up_bias}
+    """Computes the product."""
+    call, p, config, details = launch.call, launch.call.product, launch.config, launch.details
+    tiled, chip, stored, elements = details.tiled, details.chip, details.stored, details.elements
+    operands, (lhs, rhs) = _operands(launch, x), call.kernel_operands(x)
+    static = _static(launch, x, operands)
     batch = (elements,) if call.out_batch and call.batch(x) is not None else ()
-    out = jax.ShapeDtypeStruct((*batch, *call.shape), stored)
-    arrays = {
-        "a": x_term.data,
-        "b": y_term.data,
-        **{f"sizes_{name}": sizes.get(letter) for name, letter in (("r", r), ("c", c), ("k", k))},
-        "offset": x.offset,
-        **dict(zip(("a_scales", "a_tensor"), _levels(a), strict=True)),
-        **dict(zip(("b_scales", "b_tensor"), _levels(b), strict=True)),
-        "a_source": a.source,
-        "up": None if up_term is None else up_term.data,
-        **dict(zip(("up_scales", "up_tensor"), _levels(up_term), strict=True)),
-        **{name: None if bias is None else bias.astype(jnp.float32) for name, bias in biases.items()},
-    }
-    stores = dict.fromkeys(("out", "z", "up_z"), False)
-    stores |= zip(stores, (True,) if ending is None else ending.stored, strict=False)
-    strides = [0 if letter not in sizes or sizes[letter].ndim == 1 else num_groups for letter in (r, c, k)]
-    static = {
-        "GROUPS": num_groups,
-        "HELD": held,
-        "BATCH": (*strides, 0 if x.offset is None else x.offset.ndim),
-        **{f"A_{key}": value for key, value in _geometry(x_term, r, p, turned).items()},
-        **{f"B_{key}": value for key, value in _geometry(y_term, c, p, turned).items()},
-        "A_SCALING": _scaling(a, dot.ways[0], r, p),
-        "A_SOURCE": _source(a),
-        "B_SCALING": _scaling(b, dot.ways[1], c, p),
-        "A_TMA": math.prod(a.data.shape[:-2]) if has_tma and _has_tma(x_term) else 0,
-        "B_TMA": math.prod(b.data.shape[:-2]) if has_tma and _has_tma(y_term) else 0,
-        "OUT_STRIDES": (rows * columns * (1 if packed else held), 0 if packed else rows * columns, columns),
-        "OUT_EXTENTS": (rows, columns),
-        "SUMMED": summed,
-        "TILE_R": tile_r,
-        "TILE_C": tile_c,
-        "TILE_K": tile_k // dot.each,
-        "BAND": config.band,
-        "WIDTH": max(16, 1 << (num_groups - 1).bit_length()),
-        "COMMON": dot.dtype if dot.cast else None,
-        "ACCUMULATOR": dot.accumulator,
-        "PRECISION": dot.precision,
-        "ADDS": x.epilogue.existing is not None,
-        "ACTIVATION": None if ending is None else ending.activation or "",
-        "BIAS_STRIDES": tuple(columns if bias is not None and bias.ndim > 1 else 0 for bias in biases.values()),
-        "LONGEST": _LONGEST_FP8_SUM if dot.is_fp8 and tile_k > _LONGEST_FP8_SUM else None,
-        "SLICE": max(16, _SLICE * 32 * config.warps // (call.num_products * tile_r)),
-        "VARIANT": config.variant,
-    }
+    out: Any = jax.ShapeDtypeStruct((*batch, *call.shape), stored)
+    if x.epilogue.existing is not None:
+        out = x.epilogue.existing.astype(stored).reshape(out.shape)
+    is_stored = (True,) if call.epilogue is None else call.epilogue.stored
+    outs = {name: out if it else None for name, it in zip_longest(("out", "z", "up_z"), is_stored)}
 
-    # 2. What TMA loads, if the host describes it: whole tiles.
-    def described(name: str, term: Term | None, side: str, tile: int) -> triton_call.Tiles | None:
-        if term is None or not static[f"{side}_TMA"] or config.variant == "specialised":
-            return None
-        shape = (tile, static["TILE_K"]) if static[f"{side}_STRIDES"][3] == 1 else (static["TILE_K"], tile)
-        return triton_call.Tiles.of_matrices(name, term.data.shape, shape)
-
-    by_host = {
-        "a_tiles": described("a", x_term, "A", tile_r),
-        "b_tiles": described("b", y_term, "B", tile_c),
-        "up_tiles": described("up", up_term, "B", tile_c),
-    }
-
-    # 3. The launch: as many programs as the chip runs at a time, or as there can be tiles.
-    programs = max(1, chip.multiprocessors * tiles.resident(tiled, config, chip) // elements)
-    existing = x.epilogue.existing
-    existing = None if existing is None else existing.astype(stored).reshape(out.shape)
-    is_transposed = launch.kernel == "grouped_matmul" and given[1].letters[1] == k
-    name, tile = launch.kernel + "_transposed" * is_transposed, {r: tile_r, c: tile_c, k: tile_k}
-    dtypes = (given[0].data.dtype, given[1].data.dtype, stored)
+    # As many programs as the chip runs at a time, or fewer.
+    resident = max(1, chip.multiprocessors * tiles.resident(tiled, config, chip) // elements)
+    is_transposed = launch.kernel == "grouped_matmul" and rhs.letters[1] == p.contracted
+    name = launch.kernel + "_transposed" * is_transposed
+    tile = {letter: config.along(letter)[0] for letter in "mkn"}
+    axes, dtypes = (lhs.letters, rhs.letters, p.out), (lhs.data.dtype, rhs.data.dtype, stored)
     with jax.named_scope(f"ragged_{name}"):
-        made = triton_call.call(
-            arrays,
-            {key: out if is_stored else None for key, is_stored in stores.items()},
+        results = triton_call.call(
+            _arrays(x, p, operands, static),
+            outs,
             static,
-            tiles=by_host,
-            existing=existing,
-            grid=(min(results, programs), elements),
+            grid=(min(details.result_tiles, resident), elements),
             config=config,
-            name=f"{name}_{tile_r}x{tile_k}x{tile_c}",
-            metadata=kernel_metadata((given[0].letters, given[1].letters, p.out), tile, dtypes, held),
+            name=f"{name}_{'x'.join(str(tile[letter]) for letter in (p.out[0], p.contracted, p.out[1]))}",
+            metadata=kernel_metadata(axes, tile, dtypes, details.matrices),
             cost={"flops": launch.flops, "bytes_accessed": launch.bytes_accessed},
             chip=chip,
             interpret=bool(launch.target.interpret),
         )
-    results = [each.astype(call.dtype) for each in made]
-    return results[0] if ending is None else results
+    results = [each.astype(call.dtype) for each in results]
+    return results[0] if call.epilogue is None else results
+
+
+class _Operand(NamedTuple):
+    """One of the kernel's operands `a`, `b` and `up`."""
+
+    stored: KernelOperand  # as the kernel reads it; if it is transposed in memory, without scales
+    given: KernelOperand  # before it is transposed, with scales
+
+
+def _operands(launch: Launch, x: Operands) -> list[_Operand]:
+    """`a`, `b` and, if there is one, `up`."""
+    call, details, k, up = launch.call, launch.details, launch.call.product.contracted, x.epilogue.up
+    a, b = call.kernel_operands(x)
+    operands = [a, b] if up is None else [a, b, KernelOperand(up.data, b.letters, up.scales)]
+    # `up` is the other half of the same array.
+    operands += [b] * (call.columns == "halves")
+    a_mode, b_mode = details.dot.modes
+    operands = [
+        _with_scales(_loaded(operand, k), mode, k)
+        for operand, mode in zip(operands, (a_mode, b_mode, b_mode), strict=False)
+    ]
+    # Without TMA, a transposed operand would be loaded byte by byte, as its groups begin at any byte.
+    transposed = details.transposes and details.chip.has_tma and launch.config.tma
+    return [_Operand(_transposed(operand) if transposed else operand, operand) for operand in operands]
+
+
+def _static(launch: Launch, x: Operands, operands: list[_Operand]) -> dict[str, Any]:
+    """The kernel's static arguments, keyed by parameter."""
+    call, p, config, details = launch.call, launch.call.product, launch.config, launch.details
+    dot = details.dot
+    tile_r, tile_c, tile_k = config.along(p.out + p.contracted)
+    r_stride, c_stride, k_stride = (
+        x.num_groups if z in x.sizes and x.sizes[z].ndim > 1 else 0 for z in (*p.out, p.contracted)
+    )
+    per_thread = _SLICE // 4 if "unit" in dot.modes else _SLICE
+    # All threads, 32 in a warp, share a slice of `tile_r` rows.
+    columns = min(tile_c, max(16, per_thread * 32 * config.warps // (call.num_products * tile_r)))
+    static: dict[str, Any] = {
+        "SIZES": Sizes(
+            groups=x.num_groups,
+            width=max(16, 1 << (x.num_groups - 1).bit_length()),
+            matrices=details.matrices,
+            r_stride=r_stride,
+            c_stride=c_stride,
+            k_stride=k_stride,
+            offset_stride=0 if x.offset is None else x.offset.ndim,  # 1 with a batch axis
+        ),
+        "OUT": result(call, x, details.matrices, columns),
+        "DOT": Dot(
+            cast_to=dot.dtype if dot.cast else None,
+            accumulator=dot.accumulator,
+            precision=dot.precision,
+            longest_sum=_LONGEST_FP8_SUM if dot.is_fp8 and tile_k > _LONGEST_FP8_SUM else None,
+        ),
+        "SUMMED": details.summed,
+        "FUNCTION": call.epilogue and call.epilogue.function,
+        "BAND": config.band,
+    }
+    for name, outer, mode, (stored, given) in zip("AB", p.out, dot.modes, operands, strict=False):
+        tma = details.chip.has_tma and config.tma and _has_tma(stored)
+        both = call.columns if name == "B" else ""
+        tile = {"tile": config.along(outer)[0] * (2 if both == "interleaved" else 1), "halves": both == "halves"}
+        static[name] = buffer(stored, outer, p, given.letters[0], **tile, tile_k=tile_k // dot.per_element, tma=tma)
+        static[f"{name}_SCALES"] = scaling(given, mode, outer, p)
+    return static
+
+
+def _arrays(x: Operands, p: Product, operands: list[_Operand], static: dict[str, Any]) -> dict[str, Any]:
+    """The kernel's arrays and TMA descriptors, keyed by parameter."""
+    r, c, k = (*p.out, p.contracted)
+    bias, up_bias = (
+        None if each is None else each.astype(jnp.float32) for each in (x.epilogue.bias, x.epilogue.up_bias)
+    )
+    arrays: dict[str, Any] = {
+        "sizes_r": x.sizes.get(r),
+        "sizes_c": x.sizes.get(c),
+        "sizes_k": x.sizes.get(k),
+        "offset": x.offset,
+        "a_source": operands[0].given.source,
+        "bias": bias,
+        "up_bias": up_bias,
+        **dict.fromkeys(("up", "up_scales", "up_tensor", "up_tiles")),
+    }
+    for name, side, (stored, given) in zip(("a", "b", "up"), "ABB", operands, strict=False):
+        buffer, scales = static[side], given.scales
+        arrays[name] = stored.data
+        arrays[f"{name}_scales"], arrays[f"{name}_tensor"] = (scales.values, scales.tensor) if scales else (None, None)
+        tile = (buffer.tile, buffer.tile_k) if buffer.k_stride == 1 else (buffer.tile_k, buffer.tile)
+        arrays[f"{name}_tiles"] = Tiles.of_matrices(name, stored.data.shape, tile) if buffer.tma else None
+    return arrays

@@ -1,11 +1,10 @@
-"""jax-triton, mended where a pair of versions needs it, and what Triton must be told for XLA to take its PTX.
+"""Calls the kernel by jax-triton, with patches for some versions, and options with which XLA accepts Triton's PTX.
 
-Nothing here is imported before it is asked for: `ragged` works without Triton.
+Triton is imported only if a kernel is called.
 """
 
 import json
 import math
-import re
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -20,85 +19,72 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jaxlib import gpu_triton
 from jaxlib.plugin_support import import_from_plugin
 
-from ragged.backends.config import GpuConfig
+from ragged.backends.gpu import functions
 from ragged.backends.gpu.tiles import Chip
+from ragged.product.config import GpuConfig
+from ragged.product.function import Function
 
 
 def missing() -> str:
-    """What Triton kernels need and isn't installed, in a sentence that says what to do; "" if nothing is missing."""
-    found = {
+    """Error text with the missing packages and how to install them; "" if all are installed."""
+    installed = {
         "triton": find_spec("triton") is not None,
         "jax-triton": find_spec("jax_triton") is not None,
         "JAX's CUDA plugin": hasattr(gpu_triton, "TritonKernel"),
     }
-    names = [name for name, here in found.items() if not here]
+    names = [name for name, is_installed in installed.items() if not is_installed]
     if not names:
         return ""
-    return f"`ragged`'s Triton kernels need {' and '.join(names)}: `pip install 'jax[cuda13]' jax-triton triton`."
+    return f"`ragged`'s Triton kernels need {' and '.join(names)}: `pip install 'jax-ragged[cuda]'`."
 
 
 @cache
 def load() -> ModuleType:
-    """The module `jax_triton`. Raises `ImportError` with the sentence of `missing` if there is one."""
-    if sentence := missing():
-        raise ImportError(sentence)
+    """The module `jax_triton`, patched.
+
+    **Raises:** `ImportError` if a package is missing.
+    """
+    if text := missing():
+        raise ImportError(text)
     from triton.backends.nvidia import driver
 
-    # triton 3.6 has no such name; without it jax-triton 0.4.1 believes that there is no NVIDIA backend.
-    # The value, CUDA's CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, is for descriptors that round, which `ragged` doesn't use.
+    # triton 3.6 lacks this name, and jax-triton 0.4.1 then assumes that Triton has no NVIDIA backend. The value, CUDA's
+    # CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, is never used.
     if not hasattr(driver, "TMA_TF32"):
         setattr(driver, "TMA_TF32", 11)  # noqa: B010 (pyright knows the module's names)
 
     import jax_triton
     from jax_triton import triton_lib
 
-    # triton 3.6 doesn't say of a descriptor whether it is an image's, which jax-triton 0.4.1 takes for a mistake.
-    described: Any = triton_lib.TensorDescMeta
-    described.__required_keys__ = described.__required_keys__ - {"is_im2col"}
+    # jax-triton 0.4.1 requires the key `is_im2col` in a descriptor's metadata, which triton 3.6 lacks.
+    metadata: Any = triton_lib.TensorDescMeta
+    metadata.__required_keys__ = metadata.__required_keys__ - {"is_im2col"}
 
-    # jax 0.12 tells a rule which operands live, too; that of jax-triton 0.4.1 doesn't take it.
+    # jax 0.12 passes one more argument to rules of dead-code elimination than jax-triton 0.4.1 expects.
     rules: Any = triton_lib.pe.dce_rules
     primitive = triton_lib.triton_kernel_call_p
-    old = rules[primitive]
-    if jax.__version_info__ >= (0, 12) and len(signature(old).parameters) == 2:
-        rules[primitive] = lambda used, live, equation: old(used, equation)
+    rule = rules[primitive]
+    if jax.__version_info__ >= (0, 12) and len(signature(rule).parameters) == 2:
+        rules[primitive] = lambda used, live, equation: rule(used, equation)
     return jax_triton
 
 
 @cache
 def shares_scales() -> bool:
-    """Whether two products may have the same scales that tensor cores multiply by: triton 3.6.0 fails to compile them,
-    for their place in tensor memory has two uses; 3.9.0 doesn't."""
+    """Whether tensor cores can apply the same scales in two products.
+
+    triton 3.6.0 can't compile two uses of the scales' tensor memory; 3.9.0 can.
+    """
     major, minor = version("triton").split(".")[:2]
     return (int(major), int(minor)) >= (3, 9)
 
 
 @cache
-def count_warps() -> None:
-    """Launches `ragged`'s kernel, from now on, with as many warps as its code is for.
-
-    jax-triton 0.4.1 launches as many as it asked for. Code whose warps are specialised has more of them (triton 3.6.0,
-    3.9.0), and only its PTX says how many.
-    """
-    triton_lib = load().triton_lib
-    library = triton_lib.triton_kernel_call_lib
-
-    class Mended(ModuleType):
-        def __getattr__(self, name: str) -> Any:
-            return getattr(library, name)
-
-        def TritonKernel(self, name: str, warps: int, ctas: int, shared: int, ptx: str, *more: Any) -> Any:
-            if name == "grouped_product" and (threads := re.search(r"^\.reqntid (\d+)", ptx, re.M)):
-                warps = int(threads[1]) // 32
-            return library.TritonKernel(name, warps, ctas, shared, ptx, *more)
-
-    triton_lib.triton_kernel_call_lib = Mended(library.__name__)
-
-
-@cache
 def newest_ptx() -> int:
-    """The newest PTX that XLA's ptxas surely takes: 90 is 9.0. JAX's plugin asks for a ptxas at least as new as the
-    CUDA that it was built with."""
+    """The newest PTX version that XLA's ptxas surely accepts; 90 means 9.0.
+
+    The ptxas is at least as new as the CUDA version that JAX's plugin was built with.
+    """
     load()
     from triton.backends.nvidia import compiler
 
@@ -109,12 +95,11 @@ def newest_ptx() -> int:
 
 @cache
 def backend_options() -> dict[str, int | bool]:
-    """What `triton_call(..., backend_options=)` must hold for every kernel.
+    """`backend_options` of `triton_call` for every kernel.
 
-    `enable_fp_fusion`, so that `a * b + c` is one instruction: triton 3.9 warns unless told, and 3.10 won't by default.
-
-    `ptx_version`, where XLA's ptxas might refuse the PTX: Triton writes the newest that its own ptxas takes (9.4 from
-    triton 3.9). If it would for one architecture, the cap is for all.
+    - `enable_fp_fusion`: `a * b + c` is one instruction. triton 3.9 warns if the option isn't set.
+    - `ptx_version`, only if XLA's ptxas might reject the PTX: Triton writes the newest version that its own ptxas
+      accepts (9.4 from triton 3.9 on). If this is too new for one architecture, the limit is set for all.
     """
     load()
     from triton.backends.nvidia import compiler
@@ -125,27 +110,25 @@ def backend_options() -> dict[str, int | bool]:
 
 
 class Tiles(NamedTuple):
-    """What the host makes a TMA descriptor of: the array's name, its shape and strides, and the shape of a tile."""
+    """Fields of a TMA descriptor."""
 
-    of: str
+    of: str  # the array's name
     shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    strides: tuple[int, ...]  # in elements
     tile: tuple[int, ...]
 
     @staticmethod
     def of_matrices(of: str, shape: tuple[int, ...], tile: tuple[int, int]) -> "Tiles":
-        """Those of all matrices of an array, as they are stored."""
+        """Tiles of an array `[..., p, q]`, described as `[matrices, p, q]`."""
         p, q = shape[-2:]
         return Tiles(of, (math.prod(shape[:-2]), p, q), (p * q, q, 1), (1, *tile))
 
 
 def call(
-    arrays: dict[str, Array | None],
-    outs: dict[str, jax.ShapeDtypeStruct | None],
+    arrays: dict[str, Array | Tiles | None],
+    outs: dict[str, jax.ShapeDtypeStruct | Array | None],
     static: dict[str, Any],
     *,
-    tiles: dict[str, Tiles | None],
-    existing: Array | None,
     grid: tuple[int, int],
     config: GpuConfig,
     name: str,
@@ -154,53 +137,44 @@ def call(
     chip: Chip,
     interpret: bool,
 ) -> list[Array]:
-    """The kernel's results. `arrays`, `tiles`, `outs` and `static` are its parameters by name.
+    """Runs the kernel and returns its results. `arrays`, `outs` and `static`: its arguments, keyed by parameter.
 
-    `existing` is what the one result holds before, if anything: the kernel adds to it, in place.
+    `outs` has the shape of each result, an array that the kernel adds to in place, or None.
     """
-    import triton.language as tl
-
     from ragged.backends.gpu.kernel import grouped_product
 
-    types = {"float8_e4m3fn": tl.float8e4nv, "float8_e5m2": tl.float8e5}
-    static = {
-        key: types.get(x.name) or getattr(tl, x.name) if isinstance(x, np.dtype) else x for key, x in static.items()
-    }
-    present = {key: x for key, x in arrays.items() if x is not None}
+    static = jax.tree.map(_triton_value, static)
+    tiles = {key: x for key, x in arrays.items() if isinstance(x, Tiles)}
+    present = {key: x for key, x in arrays.items() if x is not None and key not in tiles}
     results = {key: x for key, x in outs.items() if x is not None}
-    described = {key: x for key, x in tiles.items() if x is not None}
-    absent = {key: None for key in (*arrays, *tiles, *outs) if key not in {*present, *described, *results}}
+    absent = {key: None for key, x in {**arrays, **outs}.items() if x is None}
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results.values()]
+    existing = {key: x for key, x in results.items() if not isinstance(x, jax.ShapeDtypeStruct)}
     if interpret:
         from ragged.backends.gpu import interpreter as triton_interpreter
 
-        def run(existing: Any, *values: Any) -> list[np.ndarray]:
-            made = {
-                key: np.empty(x.shape, x.dtype) if existing is None else np.array(existing)
-                for key, x in results.items()
-            }
-            operands = {key: np.ascontiguousarray(x) for key, x in zip(present, values, strict=True)}
-            outputs, updated = ([*made], []) if existing is None else ([], [*made])
-            given = operands | described | absent | made | static
-            triton_interpreter.run(grouped_product, grid, given, outputs, updated)
-            return [*made.values()]
+        def run(present: Any, existing: Any) -> list[np.ndarray]:
+            operands = {key: np.ascontiguousarray(x) for key, x in present.items()}
+            outputs = {key: np.empty(x.shape, x.dtype) for key, x in results.items() if key not in existing}
+            updated = {key: np.array(x) for key, x in existing.items()}
+            arguments = operands | tiles | absent | outputs | updated | static
+            triton_interpreter.run(grouped_product, grid, arguments, [*outputs], [*updated])
+            return [(outputs | updated)[key] for key in results]
 
-        return jax.pure_callback(run, [*results.values()], existing, *present.values(), vmap_method="sequential")
-    # A ref is what jax-triton writes in place. XLA copies the array first if anything else needs it.
-    ref = None if existing is None else jax.new_ref(existing)
-    if config.variant:
-        count_warps()
-    # The host describes the tiles. What a kernel describes for itself needs memory that is allocated at each launch,
-    # which CUDA graphs don't take.
+        return jax.pure_callback(run, shapes, present, existing, vmap_method="sequential")
+    # jax-triton updates refs in place. XLA copies an array first if another operation reads it.
+    refs = {key: jax.new_ref(x) for key, x in existing.items()}
+    # If the kernel made the TMA descriptors, each launch would allocate memory, which CUDA graphs don't support.
     descriptor = load().TensorDescriptor
     with set_xla_metadata(kernel_metadata=json.dumps(metadata)):
-        made = load().triton_call(
+        outputs = load().triton_call(
             **present,
-            **{key: descriptor(present[of], *shapes) for key, (of, *shapes) in described.items()},
+            **{key: descriptor(present[of], *fields) for key, (of, *fields) in tiles.items()},
             **absent,
             **static,
-            **({} if ref is None else dict.fromkeys(results, ref)),
+            **refs,
             kernel=grouped_product,
-            out_type=[*results.values()] if ref is None else [],
+            out_type=[] if refs else shapes,  # an array updated in place is the only result
             grid=grid,
             name=name,
             num_warps=config.warps,
@@ -210,4 +184,15 @@ def call(
             serialized_metadata=metadata["xprof_metadata"].encode(),
             cost_estimate=cost,
         )
-    return made if ref is None else [jax.freeze(ref)]
+    return [jax.freeze(ref) for ref in refs.values()] if refs else outputs
+
+
+def _triton_value(x: Any) -> Any:
+    """`x`; for a NumPy dtype or a `Function`, Triton's dtype or function."""
+    import triton.language as tl
+
+    if isinstance(x, Function):
+        return functions.compiled(x)
+    if not isinstance(x, np.dtype):
+        return x
+    return {"float8_e4m3fn": tl.float8e4nv, "float8_e5m2": tl.float8e5}.get(x.name) or getattr(tl, x.name)

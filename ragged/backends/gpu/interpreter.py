@@ -1,11 +1,11 @@
 """Runs Triton kernels on the CPU, with NumPy, in a process that also compiles them.
 
-Triton's own interpreter is chosen for a whole process, wants torch's tensors, and replaces the functions of
-`triton.language`. Here a `@triton.jit` function becomes a closure in which `tl`, `range` and the like stand for
-interpreted ones, so the compiler finds everything as it was. The operations themselves are still the interpreter's.
+Triton's interpreter is selected for a whole process, requires torch tensors, and replaces functions of
+`triton.language`. This module instead rewrites a `@triton.jit` function to a closure, in which names such as `tl` and
+`range` are interpreted versions, based on the patched operations of Triton's interpreter.
 
-Pointers are not addresses: those into array number `i` start from `(i + 1) * 2**40`. Thus a pointer tells which array
-it was computed from, and no access that strays can hit another one.
+Pointers are not addresses: pointers into array number `i` start from `(i + 1) * 2**40`. So a pointer identifies its
+array, and an access outside of this array can't reach another one.
 """
 
 import ast
@@ -27,7 +27,7 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
-# Their types are meant for kernels, and differ from version to version.
+# `Any`, because the types are for kernels, and differ between versions.
 tl: Any = triton.language
 upstream: Any = interpreter
 
@@ -53,26 +53,24 @@ def run(
 ) -> None:
     """Runs a `@triton.jit` function on NumPy arrays, in place.
 
-    The programs of the grid run one after another. `tl.dot` multiplies exactly what it is given and accumulates in
-    float32 (int32 for integers), whatever its `input_precision`; so does `tl.dot_scaled`, of 8 bits, or 4 where it is
-    given bytes. What a GPU leaves undefined is NaN (integers: bytes of 0x55): `outputs` beforehand, and what a load
-    without `other` gives where it is masked off.
+    The programs of the grid run one after another. `tl.dot` ignores `input_precision`: it doesn't round operands, and
+    accumulates in float32 (int32 for integers). So does `tl.dot_scaled`, for 8-bit operands, or for 4-bit operands as
+    bytes. Values that are undefined on a GPU are NaN (integers: bytes of 0x55): `outputs` before the kernel runs, and
+    masked lanes of a load without `other`.
 
     **Arguments:**
 
-    - `kernel`: a `triton.JITFunction`.
     - `grid`: one to three extents.
-    - `arguments`: from each parameter's name to a contiguous array (the kernel gets a pointer to its first element), a
-      TMA descriptor's `(of, shape, strides, tile)`, where `of` is the name of an array, None, a number, or, for a
-      `tl.constexpr`, any value. float8_e8m0fnu comes as uint8.
-    - `outputs`: the names of the arrays that the kernel writes and doesn't read.
-    - `updated`: of those that it reads and writes.
+    - `arguments`: the kernel's arguments, keyed by parameter. An argument is a contiguous array (the kernel gets a
+      pointer to its first element); a TMA descriptor `(of, shape, strides, tile)` of the array named `of`; None; a
+      number; or, for a `tl.constexpr`, any value. float8_e8m0fnu is passed as uint8.
+    - `outputs`: names of the arrays that the kernel only writes.
+    - `updated`: names of the arrays that the kernel reads and writes.
 
-    **Raises:** `IndexError` if a lane that isn't masked off loads from outside of the array that its pointer was
-    computed from, or stores outside of one that it writes, or if a tensor descriptor reaches outside of its array.
-    `ValueError` if an array isn't contiguous, or an output isn't one. `AssertionError` if what `tl.assume`,
-    `tl.static_assert` or, of a scalar, `tl.multiple_of` says isn't so. What NumPy would warn of, such as overflow, is
-    ignored.
+    **Raises:** `IndexError` if an unmasked lane loads or stores outside of the array that its pointer was computed
+    from, or stores to an array that isn't an output, or if a tensor descriptor reaches outside of its array.
+    `ValueError` if an array isn't contiguous, or an output has no array. `AssertionError` if a condition of
+    `tl.assume`, `tl.static_assert` or, for a scalar, `tl.multiple_of` is false.
     """
     arrays = {name: value for name, value in arguments.items() if isinstance(value, np.ndarray)}
     written = {*outputs, *updated}
@@ -87,14 +85,15 @@ def run(
         for name in outputs:
             arrays[name][...] = _undefined((), arrays[name].dtype)
         values = {
-            name: v if name in constexprs or isinstance(v, tuple) else _assigned(v) for name, v in arguments.items()
+            name: _convert(v) if name in constexprs or isinstance(v, tuple) else _assigned(v)
+            for name, v in arguments.items()
         }
         for i, (name, array) in enumerate(arrays.items()):
             ty = tl.pointer_type(_TYPES[array.dtype])
             values[name] = _Tensor(upstream.TensorHandle(np.array([(i + 1) * _SPACING], np.uint64), ty), ty)
         _BUILDER.name, _BUILDER.arrays, _BUILDER.outputs = kernel.__name__, list(arrays.items()), written
         _BUILDER.set_grid_dim(*extents)
-        _BUILDER.grid_idx = None  # no program makes the host's descriptors
+        _BUILDER.grid_idx = None  # the host makes the descriptors below
         for name, value in arguments.items():
             if name not in constexprs and isinstance(value, tuple):
                 of, *shapes = value
@@ -107,39 +106,40 @@ def run(
 
 @contextlib.contextmanager
 def _scope() -> Iterator[None]:
-    """Replaces what of Triton has to be. A compiler in another thread notices nothing."""
+    """Patches Triton while a kernel runs, without effect on a compiler in another thread."""
     with _lock, np.errstate(all="ignore"), warnings.catch_warnings():
         np_dtype, to_ir = upstream._get_np_dtype, tl.dtype.to_ir
 
-        # 3.6.0 and 3.9.0: the types that the compiler asks for have no sign.
+        # In triton 3.6.0 and 3.9.0, `to_ir` drops the sign of integer types, which the interpreter needs.
         def signed_to_ir(self: Any, builder: Any) -> Any:
             return self if builder is _BUILDER else to_ir(self, builder)
 
-        warnings.simplefilter("ignore", RuntimeWarning)  # `np.nanmax` warns of what has only NaNs, whatever `errstate`
-        # 3.6.0 and 3.9.0 keep bfloat16 and float8 as unsigned integers, and compute with them as such.
+        warnings.simplefilter("ignore", RuntimeWarning)  # of `np.nanmax`, despite `errstate`
+        # triton 3.6.0 and 3.9.0 store bfloat16 and float8 as unsigned integers, and compute with these integers.
         upstream._get_np_dtype, tl.dtype.to_ir = _dtype, signed_to_ir
         try:
             yield
         finally:
             upstream._get_np_dtype, tl.dtype.to_ir = np_dtype, to_ir
-            _interpreted.cache_clear()  # by the next run a module may have got other functions
+            _interpreted.cache_clear()  # a module's functions may be replaced before the next run
             _module.cache_clear()
             _BUILDER.arrays = []
 
 
 def _dtype(ty: Any) -> np.dtype:
-    """The dtype of the array that holds a tensor of Triton's type `ty`."""
+    """The NumPy dtype of Triton's type `ty`."""
     return np.dtype(np.uint64) if ty.scalar.is_ptr() else _DTYPES[ty.scalar]
 
 
 def _undefined(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Values of undefined memory: NaN, bytes of 0x55, or True."""
     if dtype.kind in "biu":
         return np.full((*shape, dtype.itemsize), 1 if dtype.kind == "b" else 0x55, np.uint8).view(dtype)[..., 0]
     return np.full(shape, np.nan, dtype)
 
 
 class _Builder(upstream.InterpreterBuilder):
-    """Triton's operations in NumPy, mended, on memory that is checked."""
+    """Triton's interpreted operations, with checks of accesses, and patches for the triton versions in comments."""
 
     name: str
     arrays: list[tuple[str, np.ndarray]]
@@ -148,7 +148,7 @@ class _Builder(upstream.InterpreterBuilder):
 
     def __init__(self) -> None:
         super().__init__()
-        # What looks for overflow is thrown away if not in a debugging mode.
+        # Triton discards the results of overflow checks, except for debugging.
         self.options = upstream.InterpreterOptions(sanitize_overflow=False)
 
     # 3.6.0 has two parameters where 3.9.0 has `cache_policy`.
@@ -164,7 +164,7 @@ class _Builder(upstream.InterpreterBuilder):
             elements[indices] = np.broadcast_to(value.data, ptrs.data.shape)[lanes]
 
     def _accesses(self, ptrs: Any, mask: np.ndarray, verb: str) -> Iterator[tuple[np.ndarray, Any, np.ndarray]]:
-        """For each array that is accessed: its elements, the lanes that access it, and their indices."""
+        """Yields `(elements, lanes, indices)` of each accessed array: the `lanes` access `elements[indices]`."""
         lanes = ... if mask.all() else mask
         pointers = ptrs.data[lanes]
         if not pointers.size:
@@ -178,7 +178,10 @@ class _Builder(upstream.InterpreterBuilder):
                 yield from self._accesses(ptrs, mask & (_number(ptrs.data) == number), verb)
 
     def _elements(self, ptrs: Any, lowest: int, highest: int, verb: str) -> np.ndarray:
-        """The elements of the array that these pointers are computed from, if they lie inside."""
+        """The flat array that these pointers are computed from.
+
+        **Raises:** `IndexError` if a pointer is outside of it, or `verb` is "stores" and it isn't an output.
+        """
         number = min(max(_number(lowest), 1), len(self.arrays))
         name, array = self.arrays[number - 1]
         elements = array.reshape(-1).view(_dtype(ptrs.get_element_ty()))
@@ -200,33 +203,32 @@ class _Builder(upstream.InterpreterBuilder):
         extents, steps = ([int(handle.data.item()) for handle in handles] for handles in (shape, strides))
         if min(extents) > 0:
             last = sum((extent - 1) * step for extent, step in zip(extents, steps, strict=True))
-            first, last = int(base.data.item()), last * _dtype(base.get_element_ty()).itemsize
-            if last < 1 << 64:  # one that relies on addresses that wrap around is checked where it is used
-                self._elements(base, first, first + last, "describes")
+            first = int(base.data.item())
+            self._elements(base, first, first + last * _dtype(base.get_element_ty()).itemsize, "describes")
         return super().create_make_tensor_descriptor(base, shape, strides, *args)
 
     # 3.6.0 and 3.9.0 multiply the bits of bfloat16, and round a product of float16 before they add it.
     def create_dot(self, a: Any, b: Any, d: Any, *_: Any) -> Any:
-        # float64 is exact for integers too, and, unlike them, has a fast product.
-        wide = np.float64 if a.dtype.is_int() or d.data.dtype == np.float64 else np.float32
-        result = np.matmul(a.data.astype(wide), b.data.astype(wide)) + d.data.astype(wide)
+        # NumPy's product is slow for integers. float64 is exact for them, too.
+        dtype = np.float64 if a.dtype.is_int() or d.data.dtype == np.float64 else np.float32
+        result = np.matmul(a.data.astype(dtype), b.data.astype(dtype)) + d.data.astype(dtype)
         return upstream.TensorHandle(result.astype(d.data.dtype), d.dtype.scalar)
 
-    # 3.6.0 and 3.9.0 multiply in bfloat16, which hasn't all of the products of numbers and scales.
+    # 3.6.0 and 3.9.0 multiply in bfloat16, which can't represent every number times its scale.
     def create_dot_scaled(self, a: Any, a_scales: Any, a_format: Any, b: Any, b_scales: Any, *more: Any) -> Any:
-        def wide(x: Any, scales: Any) -> Any:  # [rows, k]
-            if x.dtype == np.uint8:  # two numbers of 4 bits, the first in the lower ones
+        def dequantized(x: Any, scales: Any) -> Any:  # [rows, k] float32
+            if x.dtype == np.uint8:  # two 4-bit floats, the first in the lower bits
                 x = np.stack([x & 15, x >> 4], -1).reshape(len(x), -1).view(ml_dtypes.float4_e2m1fn)
             scales = scales.view(ml_dtypes.float8_e8m0fnu) if scales.dtype == np.uint8 else scales
             return x.astype(np.float32) * np.repeat(scales.astype(np.float32), x.shape[-1] // scales.shape[-1], -1)
 
-        a_wide, b_wide, d = wide(a.data, a_scales.data), wide(b.data.T, b_scales.data), more[-1]
-        return upstream.TensorHandle(a_wide @ b_wide.T + d.data, tl.float32)
+        x, y, d = dequantized(a.data, a_scales.data), dequantized(b.data.T, b_scales.data), more[-1]
+        return upstream.TensorHandle(x @ y.T + d.data, tl.float32)
 
     # 3.6.0 and 3.9.0 truncate to bfloat16, and round halves up in float8.
     def cast_impl(self, src: Any, dst_type: Any) -> Any:
         data, dtype = src.data, _dtype(dst_type)
-        if dst_type.scalar.is_fp8():  # as `cvt.satfinite`, which Triton uses
+        if dst_type.scalar.is_fp8():  # saturate, like Triton's instruction `cvt.satfinite`
             limit = float(ml_dtypes.finfo(dtype).max)
             data = np.clip(data.astype(np.float32), -limit, limit)
         return upstream.TensorHandle(data.astype(dtype), dst_type.scalar)
@@ -234,13 +236,13 @@ class _Builder(upstream.InterpreterBuilder):
     def create_fp_to_fp(self, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
         return self.cast_impl(src, dst_type)
 
-    def get_bf16(self, value: Any) -> Any:  # 3.6.0 has none
+    def get_bf16(self, value: Any) -> Any:  # 3.6.0 doesn't have this method
         return upstream.TensorHandle(np.array([value], ml_dtypes.bfloat16), tl.bfloat16)
 
-    def create_minnumf(self, lhs: Any, rhs: Any) -> Any:  # 3.6.0: NaN wins
+    def create_minnumf(self, lhs: Any, rhs: Any) -> Any:  # 3.6.0 returns NaN if one operand is NaN
         return self.binary_op(lhs, rhs, np.fmin)
 
-    def create_maxnumf(self, lhs: Any, rhs: Any) -> Any:  # 3.6.0: NaN wins
+    def create_maxnumf(self, lhs: Any, rhs: Any) -> Any:  # likewise
         return self.binary_op(lhs, rhs, np.fmax)
 
     def _not_interpreted(self, *_: Any) -> Any:
@@ -250,14 +252,14 @@ class _Builder(upstream.InterpreterBuilder):
 
 
 def _number(pointer: Any) -> Any:
-    """Which array a pointer is computed from: that whose start is nearest."""
+    """Number, from 1, of the array whose start is nearest to a pointer. A wrong pointer may be before this start."""
     return (pointer + _SPACING // 2) // _SPACING
 
 
 class _Tensor(tl.tensor):
     """A tensor whose methods are interpreted."""
 
-    def __init__(self, handle: Any, type: Any):  # Triton's takes longer, for a shape that is seldom asked for
+    def __init__(self, handle: Any, type: Any):  # Triton's computes a shape, which is slow
         self.handle, self.type, self.dtype = handle, type, type.scalar
 
     @property
@@ -272,10 +274,10 @@ class _Tensor(tl.tensor):
     def T(self) -> Any:
         return _SEMANTIC.permute(self, (1, 0))
 
-    def __bool__(self) -> bool:  # `tl.load` asks `if other`, even of a block
+    def __bool__(self) -> bool:  # `tl.load` evaluates `if other`, even for a block
         return self.handle.data.size != 1 or bool(self.handle.data.item())
 
-    def __index__(self) -> int:  # 3.6.0's fails with NumPy 2.4
+    def __index__(self) -> int:  # the method of 3.6.0 fails with NumPy 2.4
         return int(self.handle.data.item())
 
     def __repr__(self) -> str:
@@ -287,10 +289,12 @@ class _Descriptor(tl.tensor_descriptor):
 
 
 class _Semantic(TritonSemantic):
+    """Triton's type rules, with interpreted tensors."""
+
     tensor = _Tensor
 
     def broadcast_impl_value(self, lhs: Any, rhs: Any) -> Any:
-        # 3.6.0 and 3.9.0 broadcast tensors of the same shape too, which takes much of the time.
+        # 3.6.0 and 3.9.0 broadcast tensors of the same shape, too, which is slow.
         same = lhs.type.is_block() == rhs.type.is_block() and lhs.handle.data.shape == rhs.handle.data.shape
         return (lhs, rhs) if same else super().broadcast_impl_value(lhs, rhs)
 
@@ -304,10 +308,8 @@ _BUILDER = _Builder()
 _SEMANTIC: Any = _Semantic(_BUILDER)
 
 
-# What the names in a kernel stand for.
-
-
 def _convert(value: Any) -> Any:
+    """The interpreted version of a function, module or constant; other values unchanged."""
     if isinstance(value, JITFunction):
         return _interpreted(value)
     if isinstance(value, tl.constexpr):
@@ -318,9 +320,11 @@ def _convert(value: Any) -> Any:
 
 
 def _builtin(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A built-in function of Triton, with the interpreter's semantics."""
+
     def call(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
         result = function(*args, _semantic=_SEMANTIC, **kwargs)
-        if type(result) is tl.tensor:  # from `tl.exp` and the like, which don't ask the semantic for its class
+        if type(result) is tl.tensor:  # `tl.exp` and others don't use `_Semantic.tensor`
             result.__class__ = _Tensor
         return result
 
@@ -363,11 +367,11 @@ _interpreted = functools.cache(_Function)
 
 @functools.cache
 def _rewritten(kernel: Any) -> tuple[Callable[..., Any], list[str]]:
-    """A function that makes the one to run from what some names stand for, and these names."""
+    """`(make, names)`: `make` builds the function from the interpreted versions of `names`, in this order."""
     fn, tree = kernel.fn, kernel.parse()
     definition = tree.body[0]
     definition.decorator_list = []
-    # The defaults' values are set afterwards.
+    # `_Function` sets the values of the defaults.
     definition.args.defaults = [ast.Constant(None) for _ in definition.args.defaults]
     definition.args.kw_defaults = [default and ast.Constant(None) for default in definition.args.kw_defaults]
     _Rewriter().visit(tree)
@@ -375,6 +379,7 @@ def _rewritten(kernel: Any) -> tuple[Callable[..., Any], list[str]]:
     names = sorted({node.id for node in ast.walk(definition) if isinstance(node, ast.Name)} & known)
     maker = ast.parse(f"def make({', '.join(names)}):\n    return {definition.name}")
     maker.body[0].body.insert(0, definition)  # pyright: ignore[reportAttributeAccessIssue]
+    # The right lines for tracebacks: `src` begins with `def`, `raw_src` with the decorators.
     decorators = len(kernel.raw_src) - len(kernel.src.splitlines())
     ast.increment_lineno(maker, fn.__code__.co_firstlineno + decorators - 1)
     namespace: dict[str, Any] = {}
@@ -383,7 +388,7 @@ def _rewritten(kernel: Any) -> tuple[Callable[..., Any], list[str]]:
 
 
 class _Rewriter(ast.NodeTransformer):
-    """Spells out what Triton's compiler means by an assignment, a condition, `and`, `or` and `not`."""
+    """Replaces assignments, conditions, `and`, `or` and `not` by calls with Triton's meaning."""
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
         self.generic_visit(node)
@@ -422,6 +427,7 @@ def _unwrap(value: Any) -> Any:
 
 
 def _assigned(value: Any) -> Any:
+    """A variable's value: numbers become tensors, as in the compiler."""
     return _SEMANTIC.to_tensor(value, False)
 
 
@@ -432,7 +438,7 @@ def _truth(value: Any) -> bool:
 
 
 def _and_or(deciding: bool, method: str, *operands: Callable[[], Any]) -> Any:
-    # Only what is known at compile time decides early: tensors are all computed.
+    """`and` or `or`. Only a compile-time operand that equals `deciding` ends the evaluation."""
     tensors, value = [], None
     for operand in operands:
         value = operand()
@@ -448,6 +454,7 @@ def _not(value: Any) -> Any:
 
 
 def _extreme(method: str, *args: Any) -> Any:
+    """`min` or `max`: elementwise if an argument is a tensor."""
     if any(isinstance(arg, tl.tensor) for arg in args):
         return functools.reduce(getattr(_module(tl), f"{method}imum"), args)
     return getattr(builtins, method)(*args)
@@ -458,7 +465,7 @@ def _range(*args: Any, step: Any = 1, **_: Any) -> Iterator[Any]:
     bounds = [_SEMANTIC.to_tensor(arg) for arg in (*args, step)[:3]]
     dtype = np.result_type(*(bound.handle.data for bound in bounds))
     for i in range(*(bound.__index__() for bound in bounds)):
-        # As in the compiler, an index is a tensor: it overflows, and has methods.
+        # As in the compiler, the index is a tensor: it overflows, and has methods.
         yield _Tensor(upstream.TensorHandle(np.array([i], dtype), _TYPES[dtype]), _TYPES[dtype])
 
 
@@ -472,17 +479,18 @@ def _static_assert(condition: Any, message: str = "") -> None:
 
 
 def _multiple_of(x: Any, values: Any) -> Any:
-    # Of a block this only says where its runs of consecutive numbers start.
+    # Blocks aren't checked: for them, only the starts of runs of consecutive numbers must be multiples.
     assert x.type.is_block() or x.handle.data.item() % _unwrap(values) == 0, f"{x} isn't a multiple of {values}."
     return x
 
 
 def _hint(x: Any, values: Any) -> Any:
+    """`x`: hints are for the compiler."""
     return x
 
 
 class _Results(upstream.ReduceScanOpInterface):
-    """Reduces and scans with interpreted functions, to interpreted tensors."""
+    """Reductions and scans whose functions and results are interpreted."""
 
     def to_tensor(self, ret: Any, dtype: Any) -> Any:
         ret = np.asarray(ret).astype(_dtype(dtype))
@@ -505,7 +513,7 @@ class _ScanOps(_Results, upstream.ScanOps): ...
 
 
 def _dot_scaled(*args: Any, **options: Any) -> Any:
-    # 3.6.0 takes a format only as a `tl.constexpr`.
+    # 3.6.0 accepts a format only as a `tl.constexpr`.
     args = tuple(tl.constexpr(arg) if isinstance(arg, str) else arg for arg in args)
     return tl.core.dot_scaled(*args, **options, _semantic=_SEMANTIC)
 
@@ -542,6 +550,7 @@ _OVERRIDES: dict[str, Any] = {
 
 
 def _method(name: str) -> Callable[..., Any]:
+    """A method that calls the interpreted function of the same name."""
     return lambda *args, **kwargs: getattr(_module(tl), name)(*args, **kwargs)
 
 

@@ -1,31 +1,31 @@
-"""The one Triton kernel under every grouped product on a GPU.
+"""The Triton kernel of all grouped products on a GPU.
 
-    out[i][r, c] = sum_k a[i][r, k] * b[i][c, k]        plus what it holds already, if it `ADDS`
+    out[i][r, c] = sum_k a[i][r, k] * b[i][c, k]        plus the old value of `out`, if `OUT.adds`
 
-or with an ending (see `product.operands.Ending`), of that sum plus a bias, `z`, and of another one, with `up` for `b`,
+With an `EpilogueSpec`, let `z` be this sum plus a bias, and let `up_z` be the same with `up` instead of `b`. Then
 
-    out = activation(z)        or        out = activation(z) * up_z
+    out = function(z)        or        out = function(z, up_z)
 
-`r` and `c` are the axes of the result as it is stored, `k` is contracted; each may be ragged. A group of an operand is
-a place in its buffer and two strides, so the eight layouts are one: an operand is stored with its kept axis first or
-with its contracted axis first, and the first may be packed. A tile begins where its group begins, in whatever row that
-is, for on a GPU this is but the address that it is loaded from.
+`r` and `c` are the axes of the result as it is stored, and `k` is contracted; each may be ragged. An operand has an
+outer axis, `r` of `a` or `c` of `b`, and `k`. The one that is stored first may be packed. A group of an operand is
+described by its first element and two strides, so one kernel serves all eight layouts. The first tile of a group begins
+at the group's first row.
 
-Programs take the tiles of the result in turn. Which group a tile is of follows from a prefix sum over the sizes, which
-only the device knows; tiles past those of the groups are gaps: rows of no group, which become zeros. With tiles of 4
-rows, and the sizes `[3, 5, 0, 4]` in a buffer of 16 rows:
+Each program computes every `num_programs`-th tile of the result, and finds the tile's group by a prefix sum over the
+sizes, which only the device knows. The last tiles are gaps: rows of no local group, which become zeros. With tiles of
+4 rows, and sizes `[3, 5, 0, 4]` in a buffer of 16 rows:
 
     tile   0        1        2        3         4
     rows   0..2     3..6     7        8..11     12..15
     group  0        1        1        3         a gap
 
-It is one long function: what a tile needs to know of its group would be most of what is handed to parts of it.
-An operand's `kept` axis is `r` for `a` and `c` for `b`. Names in capitals are known when compiling.
+The kernel is one long function, because its parts share most variables. `x`, `y` and `u` are tiles of `a`, `b` and
+`up`. Names in capitals are compile-time constants; `arguments` defines the tuples among them.
 """
 
-# Triton's annotations are of what its language has once it is compiled; and what `if` chooses is known by then.
+# pyright takes Triton's types for values, and doesn't know that Triton resolves each `if` on a constant.
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
-# pyright: reportPossiblyUnboundVariable=false
+# pyright: reportPossiblyUnboundVariable=false, reportAttributeAccessIssue=false
 
 import inspect
 from typing import Any
@@ -35,406 +35,276 @@ import triton.language as tl
 
 
 def _jit(function: Any) -> Any:
-    return triton.jit(inspect.unwrap(function))  # it reads the source, for which no type checker's wrapper can stand in
+    return triton.jit(inspect.unwrap(function))  # Triton reads the source of the unwrapped function
 
 
 @_jit
 def grouped_product(
     a,
     b,
-    a_tiles,  # the host's TMA descriptor that loads whole tiles of `a`, or None; and so the next two
+    a_tiles,  # TMA descriptor for whole tiles of `a`, made by the host; or None
     b_tiles,
     up_tiles,
-    sizes_r,  # (g,) int32, or None where the letter is not ragged; and so the next two
+    sizes_r,  # (g,) int32, or None if `r` is not ragged
     sizes_c,
     sizes_k,
-    offset,  # () int32, or None: the first of the groups that the uniform term holds
-    a_scales,  # float32, or None; where tensor cores multiply by them, uint32 of four
+    offset,  # () int32, or None: the first local group
+    a_scales,  # float32; uint32 of four scales each, if tensor cores apply them; or None
     b_scales,
-    a_tensor,  # float32, of each batch element, or None: what all products are multiplied by
+    a_tensor,  # float32, one for each batch element, or None: scale of the whole operand
     b_tensor,
-    a_source,  # int32, or None: which row of its buffer each of the rows is that `a` packs
+    a_source,  # int32, or None: for each packed row of `a`, its row in the buffer
     up,  # stored like `b`, or None
     up_scales,
     up_tensor,
-    bias,  # float32, of each column, or None
+    bias,  # float32: `(columns,)`, or `[matrices, columns]`; or None
     up_bias,
-    out,  # with an ending, any of the three may be None
+    out,  # with an `EpilogueSpec`, `out`, `z` and `up_z` may be None
     z,
     up_z,
-    GROUPS: tl.constexpr,  # how many have sizes
-    HELD: tl.constexpr,  # how many matrices the uniform term has
-    BATCH: tl.constexpr,  # strides of the batch axis: of the sizes r, c, k and of the offset
-    A_STRIDES: tl.constexpr,  # in elements: batch axis, group axis, kept axis, contracted axis
-    A_EXTENTS: tl.constexpr,  # of the buffer: kept axis, contracted axis
-    A_PACKED: tl.constexpr,  # "kept", "contracted" or ""
-    A_SCALING: tl.constexpr,  # see `_scale_row`
-    A_SOURCE: tl.constexpr,  # batch stride of `a_source`, and the rows of the buffer
-    B_STRIDES: tl.constexpr,
-    B_EXTENTS: tl.constexpr,
-    B_PACKED: tl.constexpr,
-    B_SCALING: tl.constexpr,
-    OUT_STRIDES: tl.constexpr,  # batch axis, group axis, r
-    OUT_EXTENTS: tl.constexpr,  # r, c
-    SUMMED: tl.constexpr,  # how many batch elements are summed
-    TILE_R: tl.constexpr,
-    TILE_C: tl.constexpr,
-    TILE_K: tl.constexpr,
-    BAND: tl.constexpr,  # rows of tiles that are visited column by column, so that L2 has what they share
-    WIDTH: tl.constexpr,  # of vectors over all groups: a power of two
-    COMMON: tl.constexpr,  # both operands of a dot are cast to it; None for no cast
-    ACCUMULATOR: tl.constexpr,
-    PRECISION: tl.constexpr,  # of a float32 dot
-    LONGEST: tl.constexpr,  # how long a sum fp8 tensor cores may keep in their few bits, if a step's is longer
-    A_TMA: tl.constexpr,  # how many matrices `a` has, if a descriptor loads its whole tiles; else 0
-    B_TMA: tl.constexpr,
-    ADDS: tl.constexpr,  # whether `out` holds what the product is added to
-    ACTIVATION: tl.constexpr,  # its name, "" for none; None without an ending
-    BIAS_STRIDES: tl.constexpr,  # group axis of `bias` and `up_bias`
-    SLICE: tl.constexpr,  # columns of a tile that the ending is computed of at a time
-    VARIANT: tl.constexpr,  # of `GpuConfig`
+    SIZES: tl.constexpr,  # `arguments.Sizes`
+    A: tl.constexpr,  # `arguments.Buffer`
+    B: tl.constexpr,  # of `b` and `up`
+    A_SCALES: tl.constexpr,  # `arguments.Scaling`
+    B_SCALES: tl.constexpr,  # of `b` and `up`
+    OUT: tl.constexpr,  # `arguments.Result`
+    DOT: tl.constexpr,  # `arguments.Dot`
+    SUMMED: tl.constexpr,  # number of summed batch elements
+    FUNCTION: tl.constexpr,  # a `@triton.jit` function, or None: the identity
+    BAND: tl.constexpr,  # rows of tiles that are visited column by column, for the L2 cache
 ):
-    R: tl.constexpr = OUT_EXTENTS[0]
-    C: tl.constexpr = OUT_EXTENTS[1]
+    """Computes a grouped product.
+
+    1. Count the tiles of groups and gaps.
+    2. For each tile: find its group, matrix, and first row and column in every buffer.
+    3. Add up the products of the operands' tiles along `k`.
+    4. Apply scales and epilogue, round, and store the tile, with zeros outside of the group.
+    """
+    R: tl.constexpr = OUT.rows
+    C: tl.constexpr = OUT.columns
+    GROUPS: tl.constexpr = SIZES.groups
+    MATRICES: tl.constexpr = SIZES.matrices
+    TILE_R: tl.constexpr = A.tile
+    BOTH: tl.constexpr = 2 if OUT.interleaved else 1  # columns of `b` for each column of the result
+    TILE_B: tl.constexpr = B.tile
+    TILE_C: tl.constexpr = TILE_B // BOTH
+    TILE_K: tl.constexpr = A.tile_k
     TILES_R: tl.constexpr = (R + TILE_R - 1) // TILE_R
     TILES_C: tl.constexpr = (C + TILE_C - 1) // TILE_C
-    A_EDGE: tl.constexpr = A_PACKED != "kept" and A_EXTENTS[0] % TILE_R != 0  # a tile may reach past the buffer's end
-    B_EDGE: tl.constexpr = B_PACKED != "kept" and B_EXTENTS[0] % TILE_C != 0
-    K_EDGE: tl.constexpr = A_EXTENTS[1] % TILE_K != 0
-    SCATTERED: tl.constexpr = a_source is not None and A_PACKED == "contracted"  # a place of its own for each `k`
-    OVERLAPPED: tl.constexpr = VARIANT == "overlapped"
-    SPECIALISED: tl.constexpr = VARIANT == "specialised"
-    FLAT: tl.constexpr = OVERLAPPED and sizes_k is None  # one loop over all steps of all tiles
-    TURNED: tl.constexpr = A_TMA > 0 and A_PACKED == "contracted" and A_STRIDES[3] == 1  # and `b` too
+    SCATTERED: tl.constexpr = a_source is not None and A.packs == "k"  # each `k` has its own row
+    TRANSPOSED: tl.constexpr = A.tma and A.packs == "k" and A.k_stride == 1  # then `b` is stored transposed too
     GATED: tl.constexpr = up is not None
     element = tl.program_id(1)
-    index = tl.arange(0, WIDTH)
+    index = tl.arange(0, SIZES.width)
 
-    # 1. How many tiles there are.
+    # 1. The number of tiles.
     first = 0
-    if offset is not None:
-        first = tl.minimum(tl.maximum(tl.load(offset + element * BATCH[3]), -HELD), GROUPS)
-    if sizes_r is not None and SPECIALISED:
-        group_tiles, low, high, _, _, _, _ = _walk(sizes_r + element * BATCH[0], -1, first, HELD, GROUPS, R, TILE_R)
-    elif sizes_r is not None:
-        sizes = _all_sizes(sizes_r + element * BATCH[0], index, GROUPS)
+    if offset is not None:  # clipped, so that `first + MATRICES` can't wrap around
+        first = tl.minimum(tl.maximum(tl.load(offset + element * SIZES.offset_stride), -MATRICES), GROUPS)
+    if sizes_r is not None:
+        sizes = _all_sizes(sizes_r + element * SIZES.r_stride, index, GROUPS)
         ends = tl.cumsum(sizes, 0)
         rows = (tl.minimum(ends, R) - tl.minimum(ends - sizes, R)).to(tl.int32)
-        tiles = tl.where((index >= first) & (index < first + HELD), (rows + TILE_R - 1) // TILE_R, 0)
+        tiles = tl.where((index >= first) & (index < first + MATRICES), (rows + TILE_R - 1) // TILE_R, 0)
         tile_ends = tl.cumsum(tiles, 0)
         group_tiles = tl.sum(tiles, 0)
-        # No group that is held has any of the rows [0, low) and [high, R).
+        # The rows [0, low) and [high, R) belong to no local group.
         low = tl.sum(tl.where(index < first, rows, 0), 0)
-        high = tl.sum(tl.where(index < first + HELD, rows, 0), 0)
-    if sizes_r is not None:
+        high = tl.sum(tl.where(index < first + MATRICES, rows, 0), 0)
         low_tiles = tl.cdiv(low, TILE_R)
         count = (group_tiles + low_tiles + tl.cdiv(R - high, TILE_R)) * TILES_C
     else:
-        count = HELD * TILES_R * TILES_C
+        count = MATRICES * TILES_R * TILES_C
 
-    if SPECIALISED:  # Triton halves the tiles of two groups of warps, but can't where the host describes them
-        a_tiles = _described(a, A_TMA, A_STRIDES, A_EXTENTS, TILE_R, TILE_K)
-        b_tiles = _described(b, B_TMA, B_STRIDES, B_EXTENTS, TILE_C, TILE_K)
-    if OVERLAPPED:
-        # Element [2**30, end, 2**30 - n, c] is [end - n, c] of the rows, for addresses wrap around at 2**64 bytes; and
-        # where the third index is 2**30, at the end, the hardware stops. So stores no tile past its own rows.
-        out_tiles = tl.make_tensor_descriptor(
-            out, [0x7FFF0000, 0x7FFF0000, 1 << 30, C], [(1 << 34) - C, C, C, 1], [1, 1, TILE_R, TILE_C // 2]
-        )
-
-    for tile in tl.range(tl.program_id(0), count, tl.num_programs(0), flatten=FLAT):
-        # 2. The group that the tile is of, and the first of its rows and columns, counted from the group's own.
+    for tile in tl.range(tl.program_id(0), count, tl.num_programs(0)):
+        # 2. The tile. `local` counts the tiles of the group or the gap. `r` and `c`: the tile's first row and column,
+        # counted from the start of the group or the gap.
         if sizes_r is not None:
-            if SPECIALISED:
-                is_gap = tile >= group_tiles * TILES_C
-                _, _, _, group, before, start_r, size_r = _walk(
-                    sizes_r + element * BATCH[0], tile // TILES_C, first, HELD, GROUPS, R, TILE_R
-                )
-                local = tile - tl.where(is_gap, group_tiles, before) * TILES_C
-            else:
-                is_before = tile_ends <= tile // TILES_C
-                is_gap = tile >= group_tiles * TILES_C
-                group = tl.minimum(tl.sum(is_before.to(tl.int32), 0), GROUPS - 1)
-                local = tile - tl.where(is_gap, group_tiles, tl.sum(tl.where(is_before, tiles, 0), 0)) * TILES_C
-                start_r, size_r = _span(sizes_r + element * BATCH[0], index, group, GROUPS)
+            is_before = tile_ends <= tile // TILES_C
+            is_gap = tile >= group_tiles * TILES_C
+            group = tl.minimum(tl.sum(is_before.to(tl.int32), 0), GROUPS - 1)
+            local = tile - tl.where(is_gap, group_tiles, tl.sum(tl.where(is_before, tiles, 0), 0)) * TILES_C
+            start_r, size_r = _span(sizes_r + element * SIZES.r_stride, index, group, GROUPS)
             out_row, out_rows = _fit(start_r, size_r, R)
-            # A gap's rows lie in front of all groups that are held, or behind them.
+            # A gap is before all local groups, or after them.
             is_low = is_gap & (local // TILES_C < low_tiles)
             local -= tl.where(is_gap & (local // TILES_C >= low_tiles), low_tiles * TILES_C, 0)
             out_row = tl.where(is_gap, tl.where(is_low, 0, high), out_row)
             out_rows = tl.where(is_gap, tl.where(is_low, low, R - high), out_rows)
             tile_r, tile_c = _in_bands(local, tl.cdiv(out_rows, TILE_R), TILES_C, BAND)
-            held = tl.minimum(tl.maximum(group - first, 0), HELD - 1)
+            matrix = tl.minimum(tl.maximum(group - first, 0), MATRICES - 1)
         else:
-            held = tile // (TILES_R * TILES_C)
-            group = tl.minimum(tl.maximum(first + held, 0), GROUPS - 1)
-            is_gap = group != first + held
-            start_r, size_r = tl.full((), 0, tl.int64), A_EXTENTS[0]
+            matrix = tile // (TILES_R * TILES_C)
+            group = tl.minimum(tl.maximum(first + matrix, 0), GROUPS - 1)
+            is_gap = group != first + matrix
+            start_r, size_r = tl.full((), 0, tl.int64), A.outer
             out_row, out_rows = 0, R
             tile_r, tile_c = _in_bands(tile % (TILES_R * TILES_C), TILES_R, TILES_C, BAND)
         r, c = tile_r * TILE_R, tile_c * TILE_C
-        start_c, size_c = tl.full((), 0, tl.int64), B_EXTENTS[0]
+        start_c, size_c = tl.full((), 0, tl.int64), B.outer
         if sizes_c is not None:
-            start_c, size_c = _span(sizes_c + element * BATCH[1], index, group, GROUPS)
-        a_first, size_r = _locate(start_r, size_r, A_EXTENTS[0], A_PACKED == "kept")
-        b_first, size_c = _locate(start_c, size_c, B_EXTENTS[0], B_PACKED == "kept")
-        a_first, b_first = a_first + r, b_first + c
-        if FLAT:  # a gap has steps too: over zeros, which lie past the operands' ends
-            a_first = tl.where(is_gap, A_EXTENTS[0], a_first)
-            b_first = tl.where(is_gap, B_EXTENTS[0], b_first)
+            start_c, size_c = _span(sizes_c + element * SIZES.c_stride, index, group, GROUPS)
+        a_first, size_r = _locate(start_r, size_r, A.outer, A.packs == "outer")
+        b_first, size_c = _locate(start_c, size_c, B.outer, B.packs == "outer")
+        # Along `r` or `c`, a group may be larger than a buffer that has this axis but doesn't pack it. Past the end of
+        # this buffer, load the first tile: the result is masked there.
+        if sizes_r is not None and A.packs == "k":
+            a_first += tl.where(r < size_r, r, 0)
+        else:
+            a_first += r
+        if sizes_c is not None and B.packs == "k":
+            b_first += tl.where(c < size_c, c, 0)
+        else:
+            b_first += c * BOTH
 
-        # 3. The product.
-        total, depth = tl.zeros((TILE_R, TILE_C), ACCUMULATOR), 0
+        # 3. The product. `depth`: elements along `k`, of all summands.
+        total, depth = tl.zeros((TILE_R, TILE_B), DOT.accumulator), 0
         if GATED:
-            up_total = tl.zeros((TILE_R, TILE_C), ACCUMULATOR)
+            up_total = tl.zeros((TILE_R, TILE_C), DOT.accumulator)
         for summand in range(SUMMED):
             e = element if SUMMED == 1 else summand
-            start_k, size_k = tl.full((), 0, tl.int64), A_EXTENTS[1]
+            start_k, size_k = tl.full((), 0, tl.int64), A.k
             if sizes_k is not None:
-                start_k, size_k = _span(sizes_k + e * BATCH[2], index, group, GROUPS)
-            a_k, size_k = _locate(start_k, size_k, A_EXTENTS[1], A_PACKED == "contracted")
-            b_k, size_k = _locate(start_k, size_k, B_EXTENTS[1], B_PACKED == "contracted")
+                start_k, size_k = _span(sizes_k + e * SIZES.k_stride, index, group, GROUPS)
+            a_k, size_k = _locate(start_k, size_k, A.k, A.packs == "k")
+            b_k, size_k = _locate(start_k, size_k, B.k, B.packs == "k")
             size_k = tl.where(is_gap, 0, size_k)
             depth += size_k
-            x_tile, x_inside = _pointers(
-                a, e, held, a_first, a_k, A_STRIDES, A_EXTENTS, A_PACKED, TILE_R, TILE_K, a_source, A_SOURCE
-            )
-            y_tile, y_inside = _pointers(
-                b, e, held, b_first, b_k, B_STRIDES, B_EXTENTS, B_PACKED, TILE_C, TILE_K, None, None
-            )
-            x_scales = _scale_row(a_scales, A_SCALING, e, group, held, a_first, A_EXTENTS[0], TILE_R, A_PACKED)
-            y_scales = _scale_row(b_scales, B_SCALING, e, group, held, b_first, B_EXTENTS[0], TILE_C, B_PACKED)
+            x_at, x_inside = _pointers(a, a_source, e, matrix, a_first, a_k, A)
+            y_at, y_inside = _pointers(b, None, e, matrix, b_first, b_k, B)
+            x_scales = _scale_pointers(a_scales, e, group, matrix, a_first, A_SCALES, A)
+            y_scales = _scale_pointers(b_scales, e, group, matrix, b_first, B_SCALES, B)
             if GATED:
-                u_tile, _ = _pointers(
-                    up, e, held, b_first, b_k, B_STRIDES, B_EXTENTS, B_PACKED, TILE_C, TILE_K, None, None
-                )
-                u_scales = _scale_row(up_scales, B_SCALING, e, group, held, b_first, B_EXTENTS[0], TILE_C, B_PACKED)
+                u_at, u_inside = _pointers(up, None, e, matrix, b_first + OUT.up_column, b_k, B)
+                u_scales = _scale_pointers(up_scales, e, group, matrix, b_first, B_SCALES, B)
             begin, ahead = 0, 0
-            if TURNED:  # TMA wants a tile to begin at a multiple of 16 bytes: what is ahead of the group is cut off
+            # TMA requires tiles that begin at multiples of 16 bytes. Elements are bytes here, so the first tile has up
+            # to 15 elements ahead of the group, which are masked below.
+            if TRANSPOSED:
                 ahead = tl.where(size_k > 0, a_k % 16, 0)
                 a_k, b_k, size_k = a_k - ahead, b_k - ahead, size_k + ahead
                 begin = tl.where(ahead > 0, 1, 0)
-            steps = A_EXTENTS[1] // TILE_K if FLAT else size_k // TILE_K
             if SCATTERED:
-                rows = _rows(a_source, A_SOURCE, A_EXTENTS[1], e, a_k, 0, TILE_K)
-            for step in tl.range(begin, steps, warp_specialize=SPECIALISED):
-                k = step * TILE_K
-                x_k, y_k = a_k + k, b_k + k
-                if A_TMA:
-                    x = _fetch(a_tiles, e, held, a_first, x_k, A_STRIDES, A_EXTENTS, TILE_R, TILE_K, SPECIALISED)
-                elif SCATTERED:
-                    x = _load(x_tile + rows[None, :] * A_STRIDES[3], x_inside, None, A_EDGE)
-                    rows = _rows(a_source, A_SOURCE, A_EXTENTS[1], e, a_k, k + TILE_K, TILE_K)
+                rows = _rows(a_source, e, a_k, 0, TILE_K, A.k, A)
+            for step in tl.range(begin, size_k // TILE_K):
+                x_k, y_k = a_k + step * TILE_K, b_k + step * TILE_K
+                if SCATTERED:
+                    x = _load(x_at + rows[None, :] * A.k_stride, x_inside, None, A)
+                    rows = _rows(a_source, e, a_k, step * TILE_K + TILE_K, TILE_K, A.k, A)
                 else:
-                    x = _load(x_tile, x_inside, None, A_EDGE)
-                    x_tile += TILE_K * A_STRIDES[3]
-                if B_TMA:
-                    y = _fetch(b_tiles, e, held, b_first, y_k, B_STRIDES, B_EXTENTS, TILE_C, TILE_K, SPECIALISED)
-                else:
-                    y = _load(y_tile, y_inside, None, B_EDGE)
-                    y_tile += TILE_K * B_STRIDES[3]
-                x = _scaled(x, x_scales, x_k, A_SCALING, A_EXTENTS[1])
-                y = _scaled(y, y_scales, y_k, B_SCALING, B_EXTENTS[1])
-                total = _add(
-                    total, x, y, x_scales, y_scales, x_k, y_k, A_SCALING, B_SCALING, COMMON, PRECISION, LONGEST
-                )
+                    x, x_at = _next(a_tiles, x_at, x_inside, e, matrix, a_first, x_k, A)
+                y, y_at = _next(b_tiles, y_at, y_inside, e, matrix, b_first, y_k, B)
+                x = _scaled(x, x_scales, x_k, None, A_SCALES, A)
+                y = _scaled(y, y_scales, y_k, None, B_SCALES, B)
+                total = _add(total, x, y, (x_scales, x_k), (y_scales, y_k), None, A_SCALES, B_SCALES, DOT)
                 if GATED:
-                    if B_TMA:
-                        u = _fetch(up_tiles, e, held, b_first, y_k, B_STRIDES, B_EXTENTS, TILE_C, TILE_K, SPECIALISED)
-                    else:
-                        u = _load(u_tile, y_inside, None, B_EDGE)
-                        u_tile += TILE_K * B_STRIDES[3]
-                    u = _scaled(u, u_scales, y_k, B_SCALING, B_EXTENTS[1])
-                    up_total = _add(
-                        up_total, x, u, x_scales, u_scales, x_k, y_k, A_SCALING, B_SCALING, COMMON, PRECISION, LONGEST
-                    )
-            if TURNED:
-                # The first tile, if something is ahead of the group in it, and the last, if something is behind.
+                    u, u_at = _next(up_tiles, u_at, u_inside, e, matrix, b_first + OUT.up_column, y_k, B)
+                    u = _scaled(u, u_scales, y_k, None, B_SCALES, B)
+                    up_total = _add(up_total, x, u, (x_scales, x_k), (u_scales, y_k), None, A_SCALES, B_SCALES, DOT)
+            if TRANSPOSED:
+                # The first and the last tile, if they have elements outside of the group.
                 last = tl.where(size_k % TILE_K > 0, size_k // TILE_K, -1)
                 for edge in tl.range(begin + tl.where(last >= begin, 1, 0), num_stages=1):
                     k = tl.where(edge < begin, 0, last) * TILE_K
                     x_k, y_k = a_k + k, b_k + k
-                    x = _fetch(a_tiles, e, held, a_first, x_k, A_STRIDES, A_EXTENTS, TILE_R, TILE_K, SPECIALISED)
-                    y = _fetch(b_tiles, e, held, b_first, y_k, B_STRIDES, B_EXTENTS, TILE_C, TILE_K, SPECIALISED)
+                    x = _fetch(a_tiles, e, matrix, a_first, x_k, A)
+                    y = _fetch(b_tiles, e, matrix, b_first, y_k, B)  # both loads start before the masks
                     x, y = _between(x, ahead - k, size_k - k), _between(y, ahead - k, size_k - k)
-                    total = _add(
-                        total, x, y, x_scales, y_scales, x_k, y_k, A_SCALING, B_SCALING, COMMON, PRECISION, LONGEST
-                    )
-            elif sizes_k is not None or K_EDGE:
-                # What is left, less than a tile of `k`. Behind it are a neighbour's elements, or the buffer's end.
+                    total = _add(total, x, y, (x_scales, x_k), (y_scales, y_k), None, A_SCALES, B_SCALES, DOT)
+            elif sizes_k is not None or A.k % TILE_K != 0:
+                # The rest, less than a tile of `k`. Another group, or the end of the buffer, follows.
                 rest = size_k % TILE_K
                 if rest > 0:
                     k = size_k - rest
                     x_k, y_k = a_k + k, b_k + k
-                    if A_TMA:
-                        x_tile += k.to(tl.int64) * A_STRIDES[3]
                     if SCATTERED:
-                        x_tile += rows[None, :] * A_STRIDES[3]
-                    if B_TMA:
-                        y_tile += k.to(tl.int64) * B_STRIDES[3]
-                    x = _scaled(_load(x_tile, x_inside, rest, A_EDGE), x_scales, x_k, A_SCALING, A_EXTENTS[1])
-                    y = _scaled(_load(y_tile, y_inside, rest, B_EDGE), y_scales, y_k, B_SCALING, B_EXTENTS[1])
-                    # Past the rest both are zero, or were before they were scaled by what may be anything.
-                    x = _first(x, rest, A_SCALING)
-                    y = _first(y, rest, B_SCALING)
-                    total = _add(
-                        total,
-                        x,
-                        y,
-                        x_scales,
-                        y_scales,
-                        x_k,
-                        y_k,
-                        A_SCALING,
-                        B_SCALING,
-                        COMMON,
-                        PRECISION,
-                        LONGEST,
-                        rest,
-                    )
+                        x_at += rows[None, :] * A.k_stride
+                    x = _scaled(_load_rest(x_at, x_inside, k, rest, A), x_scales, x_k, rest, A_SCALES, A)
+                    y = _scaled(_load_rest(y_at, y_inside, k, rest, B), y_scales, y_k, rest, B_SCALES, B)
+                    total = _add(total, x, y, (x_scales, x_k), (y_scales, y_k), rest, A_SCALES, B_SCALES, DOT)
                     if GATED:
-                        if B_TMA:
-                            u_tile += k.to(tl.int64) * B_STRIDES[3]
-                        u = _scaled(_load(u_tile, y_inside, rest, B_EDGE), u_scales, y_k, B_SCALING, B_EXTENTS[1])
-                        u = _first(u, rest, B_SCALING)
-                        up_total = _add(
-                            up_total,
-                            x,
-                            u,
-                            x_scales,
-                            u_scales,
-                            x_k,
-                            y_k,
-                            A_SCALING,
-                            B_SCALING,
-                            COMMON,
-                            PRECISION,
-                            LONGEST,
-                            rest,
-                        )
+                        u = _scaled(_load_rest(u_at, u_inside, k, rest, B), u_scales, y_k, rest, B_SCALES, B)
+                        up_total = _add(up_total, x, u, (x_scales, x_k), (u_scales, y_k), rest, A_SCALES, B_SCALES, DOT)
 
         # 4. The result.
-        if A_SCALING[0] == "total":
-            x_scales = _scale_row(a_scales, A_SCALING, element, group, held, a_first, A_EXTENTS[0], TILE_R, A_PACKED)
-            total = total.to(tl.float32) * tl.load(x_scales)[:, None]
+        if OUT.interleaved:
+            total, up_total = tl.split(total.reshape(TILE_R, TILE_C, 2))
+        if A_SCALES.applied_to == "total":
+            x_scale = tl.load(_scale_pointers(a_scales, element, group, matrix, a_first, A_SCALES, A))[:, None]
+            total = total.to(tl.float32) * x_scale
             if GATED:
-                up_total = up_total.to(tl.float32) * tl.load(x_scales)[:, None]
-        if B_SCALING[0] == "total":
-            y_scales = _scale_row(b_scales, B_SCALING, element, group, held, b_first, B_EXTENTS[0], TILE_C, B_PACKED)
-            total = total.to(tl.float32) * tl.load(y_scales)[None, :]
+                up_total = up_total.to(tl.float32) * x_scale
+        if B_SCALES.applied_to == "total":
+            y_scale = tl.load(_scale_pointers(b_scales, element, group, matrix, b_first, B_SCALES, B))[None, :]
+            total = total.to(tl.float32) * y_scale
             if GATED:
-                u_scales = _scale_row(
-                    up_scales, B_SCALING, element, group, held, b_first, B_EXTENTS[0], TILE_C, B_PACKED
-                )
-                up_total = up_total.to(tl.float32) * tl.load(u_scales)[None, :]
+                u_scale = tl.load(_scale_pointers(up_scales, element, group, matrix, b_first, B_SCALES, B))[None, :]
+                up_total = up_total.to(tl.float32) * u_scale
         if a_tensor is not None:
-            level = tl.load(a_tensor + element * A_SCALING[7])
-            total *= level
+            tensor_scale = tl.load(a_tensor + element * A_SCALES.tensor_stride)
+            total *= tensor_scale
             if GATED:
-                up_total *= level
+                up_total *= tensor_scale
         if b_tensor is not None:
-            total *= tl.load(b_tensor + element * B_SCALING[7])
+            total *= tl.load(b_tensor + element * B_SCALES.tensor_stride)
             if GATED:
-                up_total *= tl.load(up_tensor + element * B_SCALING[7])
+                up_total *= tl.load(up_tensor + element * B_SCALES.tensor_stride)
         in_r, in_c = r + tl.arange(0, TILE_R), c + tl.arange(0, TILE_C)
-        SCALED: tl.constexpr = A_SCALING[0] == "total" or B_SCALING[0] == "total"
-        MASKED: tl.constexpr = (
-            sizes_c is not None or sizes_k is not None or (sizes_r is not None and (SCALED or not FLAT))
-        )
-        if MASKED and ACTIVATION is None:
-            # A neighbour's elements were multiplied too; and where there was nothing to multiply, scales are undefined.
-            mine = (in_r < tl.where(depth > 0, size_r, 0))[:, None] & (in_c < size_c)[None, :]
-            total = tl.where(mine, total, tl.zeros_like(total))
-        corner = element.to(tl.int64) * OUT_STRIDES[0] + held.to(tl.int64) * OUT_STRIDES[1]
-        corner += (out_row + r).to(tl.int64) * OUT_STRIDES[2]
-        place = corner + (tl.arange(0, TILE_R)[:, None] * OUT_STRIDES[2] + in_c[None, :])
+        if (sizes_r is not None or sizes_c is not None or sizes_k is not None) and not OUT.fuses:
+            # Mask elements outside of the group, and all if the group is empty along `k`: its scales are undefined.
+            # With an `EpilogueSpec`, `_store` masks after the epilogue.
+            in_group = (in_r < tl.where(depth > 0, size_r, 0))[:, None] & (in_c < size_c)[None, :]
+            total = tl.where(in_group, total, tl.zeros_like(total))
+        corner = element.to(tl.int64) * OUT.batch_stride + matrix.to(tl.int64) * OUT.matrix_stride
+        corner += (out_row + r).to(tl.int64) * C
+        place = corner + (tl.arange(0, TILE_R)[:, None] * C + in_c[None, :])
         mask = (in_r < out_rows)[:, None] & (in_c < C)[None, :]
-        if ADDS:
-            old = tl.load(out + place, mask=mask, other=0.0)
-            total = total.to(tl.float32) + old if old.dtype.is_floating() else total + old.to(total.dtype)
-        if OVERLAPPED:  # in halves, which take half the shared memory
-            halves = total.to(out.dtype.element_ty).reshape(1, 1, TILE_R, 2, TILE_C // 2)
-            left, right = tl.split(tl.permute(halves, (0, 1, 2, 4, 3)))
-            end = element * (OUT_STRIDES[0] // C) + held * (OUT_STRIDES[1] // C) + out_row + out_rows
-            out_tiles.store([1 << 30, end, (1 << 30) - out_rows + r, c], left)
-            out_tiles.store([1 << 30, end, (1 << 30) - out_rows + r, c + TILE_C // 2], right)
-        elif ACTIVATION is not None:
-            mine, inside = in_r < tl.where(is_gap, 0, size_r), in_r < out_rows
-            other = up_total if GATED else None
-            _end(
-                total,
-                other,
-                bias,
-                up_bias,
-                held,
-                c,
-                corner,
-                mine,
-                inside,
-                out,
-                z,
-                up_z,
-                C,
-                BIAS_STRIDES,
-                ACTIVATION,
-                SLICE,
-            )
-        else:
+        total = _apply_epilogue(total, out, place, mask, OUT)
+        if GATED or OUT.interleaved:
+            up_total = _apply_epilogue(up_total, out, place, mask, OUT)
+        if not OUT.fuses:
             tl.store(out + place, total.to(out.dtype.element_ty), mask=mask)
+        else:
+            # Slice by slice: there are too few registers for the epilogue of all columns at once.
+            in_group = (in_r < tl.where(is_gap, 0, size_r))[:, None]
+            for i in tl.static_range(TILE_C // OUT.slice):
+                in_c = c + i * OUT.slice + tl.arange(0, OUT.slice)
+                place = corner + (tl.arange(0, TILE_R)[:, None] * C + in_c[None, :])
+                mask = (in_r < out_rows)[:, None] & (in_c < C)[None, :]
+                part = _biased(_columns(total, i, OUT.slice), bias, matrix, in_c, OUT.bias_stride, C)
+                _store(z, place, in_group, mask, part)
+                if GATED or OUT.interleaved:
+                    up_part = _biased(_columns(up_total, i, OUT.slice), up_bias, matrix, in_c, OUT.up_bias_stride, C)
+                    _store(up_z, place, in_group, mask, up_part)
+                    part = FUNCTION(part, up_part)
+                elif FUNCTION is not None:
+                    part = FUNCTION(part)
+                _store(out, place, in_group, mask, part)
 
 
 @_jit
 def _all_sizes(sizes, index, GROUPS: tl.constexpr):
-    """`(w,)` int64: the sizes, of which none is negative, and zeros past the last."""
+    """`(SIZES.width,)` int64: the sizes, negative ones as 0, padded with zeros."""
     return tl.maximum(tl.load(sizes + index, mask=index < GROUPS, other=0), 0).to(tl.int64)
 
 
 @_jit
-def _walk(
-    sizes,
-    row_of_tiles,
-    first,
-    HELD: tl.constexpr,
-    GROUPS: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """What vectors over all groups tell, group by group: Triton's warp specialisation takes no reductions.
-
-    All tiles of rows, the ends of the rows in front of the held groups and of theirs; and of the group with a row of
-    tiles: which it is, the tiles before it, its first row and its size.
-    """
-    end, low, high, tiles, group, before, start, size = 0, 0, 0, 0, 0, 0, 0, 0
-    for g in tl.range(GROUPS):
-        s = tl.maximum(tl.load(sizes + g), 0)
-        rows = tl.minimum(s, CAPACITY - end)
-        mine = tl.where((g >= first) & (g < first + HELD), (rows + TILE - 1) // TILE, 0)
-        is_here = (row_of_tiles >= tiles) & (row_of_tiles < tiles + mine)
-        group, before = tl.where(is_here, g, group), tl.where(is_here, tiles, before)
-        start, size = tl.where(is_here, end, start), tl.where(is_here, s, size)
-        low += tl.where(g < first, rows, 0)
-        high += tl.where(g < first + HELD, rows, 0)
-        end, tiles = end + rows, tiles + mine
-    return tiles, low, high, group, before, start, size
-
-
-@_jit
 def _span(sizes, index, group, GROUPS: tl.constexpr):
-    """How many elements all groups before `group` have, and it itself."""
+    """`(start, size)` of a group, not clipped to a buffer. `start`: number of elements of the groups before."""
     before = tl.sum(tl.where(index < group, _all_sizes(sizes, index, GROUPS), 0), 0)
     return before, tl.maximum(tl.load(sizes + group), 0)
 
 
 @_jit
 def _fit(start, size, CAPACITY: tl.constexpr):
-    """First element and size of a group in a buffer that packs it: what doesn't fit is cut off."""
+    """`(start, size)` of a group in a buffer that packs it, clipped to the capacity."""
     start = tl.minimum(start, CAPACITY).to(tl.int32)
     return start, tl.minimum(size, CAPACITY - start)
 
 
 @_jit
 def _locate(start, size, EXTENT: tl.constexpr, PACKED: tl.constexpr):
-    """The same for any buffer; one that doesn't pack the axis has the group at 0."""
+    """`(start, size)` of a group in any buffer. If the buffer doesn't pack the axis, the group starts at 0."""
     if PACKED:
         return _fit(start, size, EXTENT)
     else:
@@ -443,7 +313,7 @@ def _locate(start, size, EXTENT: tl.constexpr, PACKED: tl.constexpr):
 
 @_jit
 def _in_bands(tile, tiles_r, TILES_C: tl.constexpr, BAND: tl.constexpr):
-    """Row and column of a tile: bands of `BAND` rows one after the other, each column by column."""
+    """`(row, column)` of a tile. Each band of `BAND` rows of tiles is visited column by column."""
     band = tile // (BAND * TILES_C)
     height = tl.minimum(tiles_r - band * BAND, BAND)
     local = tile % (BAND * TILES_C)
@@ -451,353 +321,219 @@ def _in_bands(tile, tiles_r, TILES_C: tl.constexpr, BAND: tl.constexpr):
 
 
 @_jit
-def _pointers(
-    operand,
-    e,
-    held,
-    first,
-    k,
-    STRIDES: tl.constexpr,
-    EXTENTS: tl.constexpr,
-    PACKED: tl.constexpr,
-    TILE: tl.constexpr,
-    TILE_K: tl.constexpr,
-    source,
-    SOURCE: tl.constexpr,
-):
-    """`[tile, tile_k]` pointers from element `[first, k]` on, and which of the kept elements are in the buffer.
+def _pointers(operand, source, e, matrix, first, k, A: tl.constexpr):
+    """`(pointers, inside)`: `[tile, tile_k]` pointers from element `[first, k]` on; whether each row is in the buffer.
 
-    Along a packed axis all are: past the buffer's end, its last row stands in for what the result leaves out. With a
-    `source`, they are to the rows that it names; if `k` is packed, to the row of all of them that is 0.
+    Rows are elements along the outer axis. If it is packed, pointers past the buffer's end are to its last row: the
+    result is masked there. With a `source`, pointers are to the gathered rows; or, if `k` is packed, to row 0, and the
+    caller adds the rows' offsets.
     """
-    kept = tl.arange(0, TILE)
-    inside = first + kept < EXTENTS[0]
-    operand += e.to(tl.int64) * STRIDES[0] + held.to(tl.int64) * STRIDES[1]
-    if source is not None and PACKED == "kept":
-        rows = _rows(source, SOURCE, EXTENTS[0], e, first, 0, TILE)
-        return operand + (k + rows[:, None] * STRIDES[2] + tl.arange(0, TILE_K)[None, :]), inside
+    TILE_K: tl.constexpr = A.tile_k
+    outer, inner = tl.arange(0, A.tile), tl.arange(0, TILE_K)
+    inside = first + outer < A.outer
+    operand += e.to(tl.int64) * A.batch_stride + matrix.to(tl.int64) * A.matrix_stride
+    if source is not None and A.packs == "outer":
+        rows = _rows(source, e, first, 0, A.tile, A.outer, A)
+        return operand + (k + rows[:, None] * A.outer_stride + inner[None, :]), inside
     elif source is not None:
-        return operand + first + kept[:, None] + tl.zeros((1, TILE_K), tl.int64), inside
+        return operand + first + outer[:, None] + tl.zeros((1, TILE_K), tl.int64), inside
     else:
-        if PACKED == "kept":
-            first = tl.minimum(first, EXTENTS[0] - 1)
-            kept = tl.minimum(kept, EXTENTS[0] - 1 - first)
-        operand += first.to(tl.int64) * STRIDES[2] + k.to(tl.int64) * STRIDES[3]
-        return operand + (kept[:, None] * STRIDES[2] + tl.arange(0, TILE_K)[None, :] * STRIDES[3]), inside
+        if A.packs == "outer":
+            first = tl.minimum(first, A.outer - 1)
+            outer = tl.minimum(outer, A.outer - 1 - first)
+        operand += first.to(tl.int64) * A.outer_stride + k.to(tl.int64) * A.k_stride
+        return operand + (outer[:, None] * A.outer_stride + inner[None, :] * A.k_stride), inside
 
 
 @_jit
-def _rows(source, SOURCE: tl.constexpr, EXTENT: tl.constexpr, e, first, k, TILE: tl.constexpr):
-    """`(tile,)` int64: the rows of the buffer that those from `first + k` on are; always some."""
+def _rows(source, e, first, k, TILE: tl.constexpr, EXTENT: tl.constexpr, A: tl.constexpr):
+    """`(tile,)` int64: for each packed row from `first + k` on, its row in the buffer, clipped."""
     index = tl.minimum(first + k + tl.arange(0, TILE), EXTENT - 1)
-    rows = tl.load(source + e.to(tl.int64) * SOURCE[0] + index)
-    return tl.minimum(tl.maximum(rows, 0), SOURCE[1] - 1).to(tl.int64)
+    rows = tl.load(source + e.to(tl.int64) * A.source_stride + index)
+    return tl.minimum(tl.maximum(rows, 0), A.source_rows - 1).to(tl.int64)
 
 
 @_jit
-def _load(pointers, inside, rest, EDGE: tl.constexpr):
-    """A tile `[tile, tile_k]`; zeros outside of the buffer, and past the first `rest` of `k`."""
+def _load(pointers, inside, rest, A: tl.constexpr):
+    """A tile `[tile, tile_k]`, with zeros outside of the buffer and, unless `rest` is None, from `k = rest` on."""
     if rest is not None:
-        k = tl.arange(0, pointers.shape[1])[None, :]
-        return tl.load(pointers, mask=inside[:, None] & (k < rest) if EDGE else k < rest, other=0.0)
-    elif EDGE:
+        k = tl.arange(0, A.tile_k)[None, :]
+        return tl.load(pointers, mask=inside[:, None] & (k < rest) if A.edge else k < rest, other=0.0)
+    elif A.edge:
         return tl.load(pointers, mask=inside[:, None], other=0.0)
     else:
         return tl.load(pointers)
 
 
 @_jit
-def _described(
-    operand,
-    COUNT: tl.constexpr,
-    STRIDES: tl.constexpr,
-    EXTENTS: tl.constexpr,
-    TILE: tl.constexpr,
-    TILE_K: tl.constexpr,
-):
-    """All `COUNT` matrices of an operand as one, each below the other, as they are stored: the contiguous axis last.
-
-    With another axis for the matrices, that is the one along which Triton would split a tile.
-    """
-    if STRIDES[3] == 1:
-        return tl.make_tensor_descriptor(operand, [COUNT * EXTENTS[0], EXTENTS[1]], [EXTENTS[1], 1], [TILE, TILE_K])
-    else:
-        return tl.make_tensor_descriptor(operand, [COUNT * EXTENTS[1], EXTENTS[0]], [EXTENTS[0], 1], [TILE_K, TILE])
+def _load_rest(pointers, inside, k, rest, A: tl.constexpr):
+    """The partial tile, with zeros after its first `rest` elements along `k`."""
+    if A.tma:  # then the pointers still point to the first tile
+        pointers += k.to(tl.int64) * A.k_stride
+    return _load(pointers, inside, rest, A)
 
 
 @_jit
-def _fetch(
-    tiles,
-    e,
-    held,
-    first,
-    k,
-    STRIDES: tl.constexpr,
-    EXTENTS: tl.constexpr,
-    TILE: tl.constexpr,
-    TILE_K: tl.constexpr,
-    STACKED: tl.constexpr,
-):
-    """A tile `[tile, tile_k]` by TMA. Past the buffer's end it has zeros, or what is stacked there."""
-    matrix = e * (STRIDES[0] // (EXTENTS[0] * EXTENTS[1])) + held * (STRIDES[1] // (EXTENTS[0] * EXTENTS[1]))
-    if STACKED and STRIDES[3] == 1:
-        return tiles.load([matrix * EXTENTS[0] + first, k])
-    elif STACKED:
-        return tl.trans(tiles.load([matrix * EXTENTS[1] + k, first]))
-    elif STRIDES[3] == 1:
-        return tiles.load([matrix, first, k]).reshape(TILE, TILE_K)
+def _next(tiles, pointers, inside, e, matrix, first, k, A: tl.constexpr):
+    """`(tile, pointers)`: a whole tile `[tile, tile_k]`, and, without TMA, pointers to the next one."""
+    if A.tma:
+        return _fetch(tiles, e, matrix, first, k, A), pointers
     else:
-        return tl.trans(tiles.load([matrix, k, first]).reshape(TILE_K, TILE))
+        return _load(pointers, inside, None, A), pointers + A.tile_k * A.k_stride
 
 
 @_jit
-def _scale_row(
-    scales,
-    SCALING: tl.constexpr,
-    e,
-    group,
-    held,
-    first,
-    EXTENT: tl.constexpr,
-    TILE: tl.constexpr,
-    PACKED: tl.constexpr,
-):
-    """`(tile,)` pointers to the scales of a tile's kept elements, in the first block along `k`.
+def _fetch(tiles, e, matrix, first, k, A: tl.constexpr):
+    """Loads a tile `[tile, tile_k]` by TMA, with zeros past the buffer's end."""
+    # The descriptor is `[matrices, p, q]`; `place` is the index of the matrix.
+    place = e * (A.batch_stride // (A.outer * A.k)) + matrix * (A.matrix_stride // (A.outer * A.k))
+    if A.k_stride == 1:
+        return tiles.load([place, first, k]).reshape(A.tile, A.tile_k)
+    else:
+        return tl.trans(tiles.load([place, k, first]).reshape(A.tile_k, A.tile))
 
-    `SCALING` is `(way, batch stride, group stride, extent and stride of blocks along the kept axis, and along k, batch
-    stride of the tensor's, whether k is packed)`. The ways: "" without scales; "total" where they don't change along
-    `k`; "step" where each step over it has one; "tile" where they are multiplied into the tile; "unit" where tensor
-    cores take them, in 8 bits. A group's are those of `group`, or with `-stride` those of `held`. One pointer, if the
-    tile has one scale.
+
+@_jit
+def _scale_pointers(scales, e, group, matrix, first, S: tl.constexpr, A: tl.constexpr):
+    """`(tile,)` pointers to the scales along a tile's outer axis, in the first block along `k`; 0 without scales.
+
+    `(1,)` if all rows of the tile share a scale.
     """
-    if SCALING[0] != "":
-        ONE: tl.constexpr = SCALING[0] != "unit" and (SCALING[4] == 0 or SCALING[3] % TILE == 0)
-        kept = first + tl.arange(0, 1 if ONE else TILE)
-        if PACKED == "kept" or EXTENT % TILE != 0:  # else they are known to be neighbours: one address for all
-            kept = tl.minimum(kept, EXTENT - 1)
-        kept = kept // SCALING[3]
-        which = group * SCALING[2] if SCALING[2] > 0 else held * -SCALING[2]
-        return scales + e.to(tl.int64) * SCALING[1] + which + kept.to(tl.int64) * SCALING[4]
+    if S.applied_to != "":
+        ONE: tl.constexpr = S.applied_to != "unit" and (S.outer_stride == 0 or S.outer_block % A.tile == 0)
+        outer = first + tl.arange(0, 1 if ONE else A.tile)
+        # Clip only if necessary: without clipping, the compiler knows that the pointers are consecutive.
+        if A.packs == "outer" or A.edge:
+            outer = tl.minimum(outer, A.outer - 1)
+        outer = outer // S.outer_block
+        scales += e.to(tl.int64) * S.batch_stride + group * S.group_stride + matrix * S.matrix_stride
+        return scales + outer.to(tl.int64) * S.outer_stride
     else:
         return 0
 
 
 @_jit
-def _scaled(x, scales, k, SCALING: tl.constexpr, EXTENT: tl.constexpr):
-    """A tile times its scales, where that is the way."""
-    if SCALING[0] == "tile":
-        block = tl.minimum(k + tl.arange(0, x.shape[1]), EXTENT - 1) // SCALING[5]
-        return x.to(tl.float32) * tl.load(scales[:, None] + block[None, :] * SCALING[6])
+def _scaled(x, scales, k, rest, S: tl.constexpr, A: tl.constexpr):
+    """`x`, multiplied by its scales in float32 if their mode is "tile".
+
+    Scales past `rest` are undefined, so the result is zero there.
+    """
+    if S.applied_to == "tile":
+        inner = tl.arange(0, A.tile_k)
+        block = tl.minimum(k + inner, A.k - 1) // S.k_block
+        x = x.to(tl.float32) * tl.load(scales[:, None] + block[None, :] * S.k_stride)
+        return x if rest is None else tl.where((inner < rest)[None, :], x, 0.0)
     else:
         return x
 
 
 @_jit
-def _first(x, rest, SCALING: tl.constexpr):
-    """Zeros past the first `rest` of `k`, again: there the scales may be anything."""
-    if SCALING[0] == "tile":
-        return tl.where((tl.arange(0, x.shape[1]) < rest)[None, :], x, 0.0)
-    else:
-        return x
-
-
-@_jit
-def _of_units(scales, k, rest, SCALING: tl.constexpr, TILE_K: tl.constexpr):
-    """`[tile, blocks]` uint8: a step's scales, four of which come as one number. 0, which in either format is finite,
-    past the first `rest` of `k`."""
-    BLOCK: tl.constexpr = SCALING[5] // 4
+def _tensor_core_scales(scales, k, rest, S: tl.constexpr, TILE_K: tl.constexpr):
+    """`[tile, blocks]` uint8: a step's scales for `tl.dot_scaled`. After `rest` elements, the byte 0 (finite)."""
+    BLOCK: tl.constexpr = S.k_block // 4  # `k_block` is four blocks
     BLOCKS: tl.constexpr = TILE_K // BLOCK
     FOURS: tl.constexpr = (BLOCKS + 3) // 4
     EACH: tl.constexpr = BLOCKS // FOURS
     four = tl.arange(0, FOURS)
-    pointers = scales[:, None] + (k // SCALING[5] + four)[None, :] * SCALING[6]
-    inside = None if rest is None else (four * SCALING[5] < rest)[None, :]
+    pointers = scales[:, None] + (k // S.k_block + four)[None, :] * S.k_stride
+    inside = None if rest is None else (four * S.k_block < rest)[None, :]
     fours = tl.load(pointers, mask=inside, other=None if rest is None else 0)[:, :, None]
-    place = (k % SCALING[5] // BLOCK + tl.arange(0, EACH))[None, None, :]
-    if SCALING[8]:  # a packed group begins with any of four
-        following = tl.load(pointers + SCALING[6], mask=inside, other=None if rest is None else 0)[:, :, None]
+    place = (k % S.k_block // BLOCK + tl.arange(0, EACH))[None, None, :]
+    if S.packs_k:  # a group may begin with any of the four, so the next four follow
+        following = tl.load(pointers + S.k_stride, mask=inside, other=None if rest is None else 0)[:, :, None]
         fours = tl.where(place < 4, fours, following)
-    found = (fours >> (place % 4 * 8)).to(tl.uint8).reshape(scales.shape[0], BLOCKS)
+    unpacked = (fours >> (place % 4 * 8)).to(tl.uint8).reshape(scales.shape[0], BLOCKS)
     if rest is None:
-        return found
+        return unpacked
     else:
-        return tl.where((tl.arange(0, BLOCKS) * BLOCK < rest)[None, :], found, 0).to(tl.uint8)
+        return tl.where((tl.arange(0, BLOCKS) * BLOCK < rest)[None, :], unpacked, 0).to(tl.uint8)
 
 
 @_jit
 def _between(x, first, end):
-    """A tile with zeros but from `first` to `end` along `k`."""
+    """`x` with zeros outside of `[first, end)` along `k`."""
     k = tl.arange(0, x.shape[1])[None, :]
     return tl.where((k >= first) & (k < end), x, tl.zeros_like(x))
 
 
 @_jit
-def _add(
-    total,
-    x,
-    y,
-    x_scales,
-    y_scales,
-    x_k,
-    y_k,
-    X_SCALING: tl.constexpr,
-    Y_SCALING: tl.constexpr,
-    COMMON: tl.constexpr,
-    PRECISION: tl.constexpr,
-    LONGEST: tl.constexpr,
-    rest=None,
-):
-    """`total + x @ y.T`, the product times what scales it has from `x_k` and `y_k` on.
+def _add(total, x, y, x_scales, y_scales, rest, X: tl.constexpr, Y: tl.constexpr, DOT: tl.constexpr):
+    """`total + x @ y.T`, with the product multiplied by the scales in the modes "step" and "unit".
 
-    Hopper's tensor cores add up fp8 in too few bits, so each step's sum is added to the total here. Where they are told
-    to promote it, Triton reads their registers too early, and ptxas makes them wait for each other.
+    `x_scales`, `y_scales`: pairs of pointers to the scales of the first block along `k`, and the step's position there.
+
+    Hopper's tensor cores add up fp8 products in too few bits, so each step's sum is added to the total in float32:
+    here, because `tl.dot` would read the tensor cores' registers so early that ptxas serialises their instructions.
     """
-    if COMMON is not None:
-        x, y = x.to(COMMON), y.to(COMMON)
-    if X_SCALING[0] == "unit":
-        of_x = _of_units(x_scales, x_k, rest, X_SCALING, x.shape[1])
-        of_y = _of_units(y_scales, y_k, rest, Y_SCALING, x.shape[1])
-        if x.dtype == tl.uint8:  # two numbers of 4 bits, whose scales are no powers of two
-            of_x, of_y = of_x.to(tl.float8e4nv, bitcast=True), of_y.to(tl.float8e4nv, bitcast=True)
-            return tl.dot_scaled(x, of_x, "e2m1", tl.trans(y), of_y, "e2m1", total)
+    if DOT.cast_to is not None:
+        x, y = x.to(DOT.cast_to), y.to(DOT.cast_to)
+    if X.applied_to == "unit":
+        x_scale = _tensor_core_scales(x_scales[0], x_scales[1], rest, X, x.shape[1])
+        y_scale = _tensor_core_scales(y_scales[0], y_scales[1], rest, Y, x.shape[1])
+        if x.dtype == tl.uint8:  # pairs of 4-bit floats
+            x_scale, y_scale = x_scale.to(tl.float8e4nv, bitcast=True), y_scale.to(tl.float8e4nv, bitcast=True)
+            return tl.dot_scaled(x, x_scale, "e2m1", tl.trans(y), y_scale, "e2m1", total)
         else:
             X_NAME: tl.constexpr = "e4m3" if x.dtype == tl.float8e4nv else "e5m2"
             Y_NAME: tl.constexpr = "e4m3" if y.dtype == tl.float8e4nv else "e5m2"
-            return tl.dot_scaled(x, of_x, X_NAME, tl.trans(y), of_y, Y_NAME, total)
-    elif X_SCALING[0] == "step" or Y_SCALING[0] == "step":
-        wide: tl.constexpr = tl.int32 if x.dtype == tl.int8 else tl.float32
-        part = tl.dot(x, tl.trans(y), input_precision=PRECISION, max_num_imprecise_acc=LONGEST, out_dtype=wide).to(
-            tl.float32
-        )
-        if X_SCALING[0] == "step":
-            part *= tl.load(x_scales + x_k // X_SCALING[5] * X_SCALING[6])[:, None]
-        if Y_SCALING[0] == "step":
-            part *= tl.load(y_scales + y_k // Y_SCALING[5] * Y_SCALING[6])[None, :]
+            return tl.dot_scaled(x, x_scale, X_NAME, tl.trans(y), y_scale, Y_NAME, total)
+    elif X.applied_to == "step" or Y.applied_to == "step":
+        OUT_DTYPE: tl.constexpr = tl.int32 if x.dtype == tl.int8 else tl.float32
+        part = tl.dot(
+            x, tl.trans(y), input_precision=DOT.precision, max_num_imprecise_acc=DOT.longest_sum, out_dtype=OUT_DTYPE
+        ).to(tl.float32)
+        if X.applied_to == "step":
+            part *= tl.load(x_scales[0] + x_scales[1] // X.k_block * X.k_stride)[:, None]
+        if Y.applied_to == "step":
+            part *= tl.load(y_scales[0] + y_scales[1] // Y.k_block * Y.k_stride)[None, :]
         return total + part
     elif x.dtype.is_fp8():
-        return total + tl.dot(x, tl.trans(y), max_num_imprecise_acc=LONGEST)
+        return total + tl.dot(x, tl.trans(y), max_num_imprecise_acc=DOT.longest_sum)
     else:
-        return tl.dot(x, tl.trans(y), total, input_precision=PRECISION, out_dtype=total.dtype)
+        return tl.dot(x, tl.trans(y), total, input_precision=DOT.precision, out_dtype=total.dtype)
 
 
 @_jit
-def _end(
-    total,
-    up_total,
-    bias,
-    up_bias,
-    held,
-    c,
-    corner,
-    mine,
-    inside,
-    out,
-    z,
-    up_z,
-    C: tl.constexpr,
-    BIAS_STRIDES: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SLICE: tl.constexpr,
-):
-    """Stores what is made of a tile of sums, from column `c` on: in the rows that are `inside`, zeros but in `mine`.
-
-    `SLICE` columns at a time, one half after the other: the sums leave no registers for more.
-    """
-    COLUMNS: tl.constexpr = total.shape[1]
-    if COLUMNS > SLICE:
-        left, right = _halves(total)
-        up_left, up_right = (None, None) if up_total is None else _halves(up_total)
-        _end(
-            left,
-            up_left,
-            bias,
-            up_bias,
-            held,
-            c,
-            corner,
-            mine,
-            inside,
-            out,
-            z,
-            up_z,
-            C,
-            BIAS_STRIDES,
-            ACTIVATION,
-            SLICE,
-        )
-        c += COLUMNS // 2
-        _end(
-            right,
-            up_right,
-            bias,
-            up_bias,
-            held,
-            c,
-            corner,
-            mine,
-            inside,
-            out,
-            z,
-            up_z,
-            C,
-            BIAS_STRIDES,
-            ACTIVATION,
-            SLICE,
-        )
-    else:
-        in_c = c + tl.arange(0, COLUMNS)
-        place = corner + (tl.arange(0, total.shape[0])[:, None] * C + in_c[None, :])
-        mine, mask = mine[:, None], inside[:, None] & (in_c < C)[None, :]
-        total = _biased(total, bias, held, in_c, BIAS_STRIDES[0], C)
-        _store(z, place, mine, mask, total)
-        result = _activated(total, ACTIVATION)
-        if up_total is not None:
-            up_total = _biased(up_total, up_bias, held, in_c, BIAS_STRIDES[1], C)
-            _store(up_z, place, mine, mask, up_total)
-            result *= up_total
-        _store(out, place, mine, mask, result)
-
-
-@_jit
-def _halves(x):
-    """The left and the right half of the columns."""
-    return tl.split(tl.permute(x.reshape(x.shape[0], 2, x.shape[1] // 2), (0, 2, 1)))
-
-
-@_jit
-def _biased(total, bias, held, columns, STRIDE: tl.constexpr, C: tl.constexpr):
-    """A sum in float32, plus the bias of each column, if there is one."""
-    total = total.to(tl.float32)
-    if bias is not None:
-        total += tl.load(bias + held.to(tl.int64) * STRIDE + columns, mask=columns < C, other=0.0)[None, :]
+def _apply_epilogue(total, out, place, mask, OUT: tl.constexpr):
+    """The linear part of the epilogue: `total`, plus old values if `OUT.adds`."""
+    if OUT.adds:
+        old = tl.load(out + place, mask=mask, other=0.0)
+        total = total.to(tl.float32) + old if old.dtype.is_floating() else total + old.to(total.dtype)
     return total
 
 
 @_jit
-def _store(out, place, mine, mask, x):
-    """Rounds and stores a tile, zeros where it isn't `mine`, if its array is asked for."""
-    if out is not None:
-        tl.store(out + place, tl.where(mine, x, 0.0).to(out.dtype.element_ty), mask=mask)
+def _columns(x, i: tl.constexpr, COLUMNS: tl.constexpr):
+    """Slice `i` of `x`: `[rows, COLUMNS]`."""
+    HALF: tl.constexpr = x.shape[1] // 2
+    if COLUMNS > HALF:
+        return x
+    else:
+        left, right = tl.split(tl.permute(x.reshape(x.shape[0], 2, HALF), (0, 2, 1)))
+        if i < HALF // COLUMNS:
+            return _columns(left, i, COLUMNS)
+        else:
+            return _columns(right, i - HALF // COLUMNS, COLUMNS)
 
 
 @_jit
-def _activated(z, ACTIVATION: tl.constexpr):
-    """What `jax.nn` has by these names, in float32; of NaN it is NaN. Without branches, in few registers."""
-    if ACTIVATION == "relu":
-        return tl.where(z <= 0, 0.0, z)
-    elif ACTIVATION == "silu":
-        return z * _sigmoid(z)
-    elif ACTIVATION == "gelu":
-        return z * _normal(z)
-    elif ACTIVATION == "gelu_tanh":  # by tanh(u) = 2 sigmoid(2 u) - 1
-        return z * _sigmoid(1.5957691216 * (z + 0.044715 * z * z * z))
-    elif ACTIVATION == "sigmoid":
-        return _sigmoid(z)
-    elif ACTIVATION == "tanh":
-        return _tanh(z)
-    else:
-        tl.static_assert(ACTIVATION == "", "unknown activation")
-        return z
+def _biased(total, bias, matrix, columns, STRIDE: tl.constexpr, C: tl.constexpr):
+    """`total` in float32, plus the bias if there is one."""
+    total = total.to(tl.float32)
+    if bias is not None:
+        total += tl.load(bias + matrix.to(tl.int64) * STRIDE + columns, mask=columns < C, other=0.0)[None, :]
+    return total
+
+
+@_jit
+def _store(out, place, in_group, mask, x):
+    """Unless `out` is None, rounds and stores a tile, with zeros in rows that aren't `in_group`."""
+    if out is not None:
+        tl.store(out + place, tl.where(in_group, x, 0.0).to(out.dtype.element_ty), mask=mask)
+
+
+# Functions for activations, in float32: see `functions`. They return NaN for NaN, have no branches, and need few
+# registers.
 
 
 @_jit
@@ -806,23 +542,48 @@ def _sigmoid(z):
 
 
 @_jit
-def _normal(z):
-    """How much of a normal distribution is below `z`.
-
-    Above `t` it is `exp(-t**2 / 2)` times what a polynomial in `u` fits to 2e-7 of itself.
-    """
-    t = tl.abs(z)
-    u = 1 / (1 + 0.3 * t)
+def _erfc(x):
+    """For positive numbers, `exp(-x**2)` times a polynomial in `u`, with a relative error of 2e-7."""
+    t = tl.abs(x)
+    u = 1 / (1 + 0.42426407 * t)
     p = 0.12856111 + u * (-0.053682726 + u * (0.20635258 + u * (-0.15720259 + u * 0.035674665)))
-    p = u * (0.1196293 + u * (0.12075393 + u * (0.09991366 + u * p)))
-    above = p * tl.exp(-0.5 * t * t)
-    return tl.where(z < 0, above, 1 - above)
+    p = 2 * u * (0.1196293 + u * (0.12075393 + u * (0.09991366 + u * p)))
+    above = p * tl.exp(-t * t)
+    return tl.where(x < 0, 2 - above, above)
 
 
 @_jit
 def _tanh(z):
-    """Of small numbers by their odd powers, which fit to 1e-7 of the result."""
+    """For small numbers, a polynomial of odd powers, with a relative error of 1e-7."""
     t, s = tl.abs(z), z * z
     small = z + z * s * (-0.33333144 + s * (0.13325878 + s * (-0.05304555 + s * 0.01724163)))
     large = 1 - 2 / (1 + tl.exp(2 * t))
     return tl.where(t < 0.5, small, tl.where(z < 0, -large, large))
+
+
+@_jit
+def _erf(x):
+    """For small numbers, a polynomial of odd powers."""
+    s = x * x
+    small = 0.11283792 + s * (-0.02686617 + s * (0.00522398 - s * 0.00085483))
+    small = x * (1.12837917 + s * (-0.37612639 + s * small))
+    return tl.where(tl.abs(x) < 0.5, small, 1 - _erfc(x))
+
+
+@_jit
+def _expm1(x):
+    return _tanh(0.5 * x) * (tl.exp(x) + 1)
+
+
+@_jit
+def _log1p(x):
+    """For small numbers, the series of `2 * atanh(x / (2 + x))`."""
+    s = x / (2 + x)
+    t = s * s
+    small = 2 * s + 2 * s * t * (0.33333333 + t * (0.2 + t * (0.14285714 + t * 0.11111111)))
+    return tl.where(tl.abs(x) < 0.25, small, tl.log(1 + x))
+
+
+@_jit
+def _sign(x):
+    return tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, x))

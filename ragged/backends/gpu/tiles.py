@@ -1,5 +1,4 @@
-"""Tiles for the GPU kernel: which are legal, what they take of shared memory, and which are chosen when none are asked
-for."""
+"""Tiles for the GPU kernel: which are legal, how much shared memory they need, and the default choice."""
 
 import itertools
 import math
@@ -10,20 +9,20 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from ragged.backends.base import Refusal
-from ragged.backends.config import GpuConfig
+from ragged.product.config import GpuConfig
 
 SMALLEST = 16
-"""A tile's least extent: what a tensor core multiplies at once."""
+"""The smallest extent of a tile and of a tensor core instruction."""
 
 
 class Chip(NamedTuple):
-    """What the choice of a tile depends on."""
+    """Figures of a GPU for the choice of tiles."""
 
-    capability: int  # 90 is 9.0
+    capability: int  # compute capability: 90 is 9.0
     multiprocessors: int
-    shared: int  # bytes of shared memory that a program may take
-    flops: float  # a second, bfloat16, dense
-    bandwidth: float  # bytes a second
+    shared: int  # bytes of shared memory for a program
+    flops: float  # per second, bfloat16, dense
+    bandwidth: float  # bytes per second
 
     @property
     def has_tma(self) -> bool:
@@ -31,7 +30,7 @@ class Chip(NamedTuple):
 
 
 _SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10}
-"""Bytes, by capability; 99 KiB on the others."""
+"""Bytes of shared memory for a program, keyed by compute capability; 99 KiB for all others."""
 
 _CHIPS = {
     "A100": Chip(80, 108, _SHARED[80], 312e12, 2.0e12),
@@ -44,17 +43,17 @@ _CHIPS = {
     "B200": Chip(100, 148, _SHARED[100], 2250e12, 8.0e12),
     "B300": Chip(103, 148, _SHARED[103], 2500e12, 8.0e12),
 }
-"""By a part of the device kind; a longer one counts. Dense bfloat16 and memory from NVIDIA's data sheets."""
+"""Chips, keyed by a part of the device kind; the longest match counts. FLOPs and bandwidth: NVIDIA's data sheets."""
 
 _PORTABLE = Chip(80, 108, 99 << 10, 312e12, 2.0e12)
-"""Where nothing says which GPU is lowered for: every later one runs its PTX."""
+"""The chip for an unknown GPU: every later GPU runs its PTX."""
 
 
 @cache
 def chip(device: tuple[str, int] | None) -> Chip:
-    """The chip of a device: kind or compute capability, and number of multiprocessors, as in `Target.device`.
+    """The chip of `Target.device`, such as `("NVIDIA H200", 132)`, or `("9.0", 132)` for compute capability 9.0.
 
-    `("NVIDIA H200", 132)`, or `("9.0", 132)` of a kind that isn't known.
+    The number of multiprocessors may be 0: the kind's default.
     """
     if device is None:
         return _PORTABLE
@@ -64,97 +63,95 @@ def chip(device: tuple[str, int] | None) -> Chip:
         known = _CHIPS[max(names, key=len)]
         return known._replace(multiprocessors=multiprocessors or known.multiprocessors)
     capability = _capability(kind)
-    like = max(
+    similar = max(
         (c for c in _CHIPS.values() if c.capability <= capability), key=lambda c: c.capability, default=_PORTABLE
     )
-    return like._replace(
+    return similar._replace(
         capability=capability,
-        multiprocessors=multiprocessors or like.multiprocessors,
+        multiprocessors=multiprocessors or similar.multiprocessors,
         shared=_SHARED.get(capability, 99 << 10),
     )
 
 
 def is_known(device: tuple[str, int]) -> bool:
-    """Whether there are figures of a device kind."""
+    """Whether `_CHIPS` has the device's kind."""
     return any(name in device[0] for name in _CHIPS)
 
 
 def _capability(kind: str) -> int:
-    """The compute capability that a kind ends with, "9.0" as 90; what every GPU can do, if it ends with none."""
+    """The compute capability at the end of a kind, "9.0" as 90; without one, the capability of `_PORTABLE`."""
     major, dot, minor = kind.rpartition(" ")[2].partition(".")
     return 10 * int(major) + int(minor) if dot and major.isdigit() and minor.isdigit() else _PORTABLE.capability
 
 
 class Problem(NamedTuple):
-    """One product to be tiled: `[r, k] × [k, c]` for each of `groups`, with the extents that a group has on average.
-
-    `r` and `c` are the rows and columns of the result as it is stored.
-    """
+    """A product to choose tiles for: `[r, k] × [k, c] -> [r, c]` for each group, with the mean group's extents."""
 
     r: int
     c: int
     k: int
     groups: int
-    itemsize: float  # of an operand in a dot, in bytes
+    itemsize: float  # bytes of an operand's element in a dot
     result: int  # bytes of an element of the result
-    least_k: int
-    wide: bool = False  # whether a tile's product has an accumulator of its own, besides the total
+    min_k: int  # see the function `min_k`
+    step_accumulator: bool = False  # whether a step's product has an accumulator besides the total
     slow: bool = False  # float32 without tensor cores
-    by_thread: bool = False  # an operand is loaded element by element, each thread holding its addresses
-    scaled: int = 0  # elements in a block of the scales that tensor cores multiply by, if they do
-    ragged: bool = False  # in all three letters, each with its place and its end
-    letters: str = "mnk"  # the product's, of `r`, `c` and `k`
-    products: int = 1  # matrices that the rows are multiplied with
-    results: int = 1  # arrays that are stored
+    by_thread: bool = False  # whether an operand is loaded without TMA: addresses then need registers
+    scaled: int = 0  # extent of a block of scales, if tensor cores apply them; else 0
+    ragged: bool = False  # whether all three letters are ragged: offsets and sizes then need many registers
+    letters: str = "mnk"  # the product's letters for `r`, `c` and `k`
+    products: int = 1  # number of matrices that the rows are multiplied with
+    results: int = 1  # number of stored arrays
+    instructions: int = 0  # of the epilogue, per element of the result
 
     @property
     def sums(self) -> int:
-        """How many accumulators, of the extent of a tile of the result, a program holds."""
-        return self.products * (2 if self.wide else 1)
+        """Number of accumulators, each of the size of a tile of the result."""
+        return self.products * (2 if self.step_accumulator else 1)
 
     @property
-    def least_r(self) -> int:
-        """The least rows of a tile. Triton has no other way to multiply 4 bits, as it has for fp8."""
+    def min_r(self) -> int:
+        """The smallest number of rows of a tile. For 4-bit floats, Triton requires `SCALED_ROWS`."""
         return SCALED_ROWS if self.itemsize < 1 else SMALLEST
 
     def config(self, r: int, c: int, k: int, **others: Any) -> GpuConfig:
-        """One with such a tile."""
         return GpuConfig(**dict(zip(self.letters, (r, c, k), strict=True)), **others)
 
 
-MOST_TOTALS = 128
-"""Registers of a thread that may hold sums; it has 255."""
+MAX_SUM_REGISTERS = 128
+"""Largest number of a thread's 255 registers that may hold sums."""
 
 
 SCALED_ROWS = 128
-"""Rows of the tiles that Blackwell's tensor cores multiply by scales."""
+"""Smallest number of rows of a tile for which Blackwell's tensor cores apply scales."""
 
 
-def least_k(*operands: Any) -> int:
-    """The least tile of the contracted letter: tensor cores take 32 numbers of 8 bits at once, or 64 of 4, which come
-    as uint8."""
+def min_k(*operands: Any) -> int:
+    """The smallest tile of the contracted letter for operands of these dtypes; 4-bit operands have uint8.
+
+    Along this letter, a tensor core instruction multiplies 32 numbers of 8 bits, or 64 of 4 bits.
+    """
     if all(dtype == jnp.uint8 for dtype in operands):
         return 64
     return 32 if all(jnp.dtype(dtype).itemsize == 1 for dtype in operands) else SMALLEST
 
 
 def shared(problem: Problem, config: GpuConfig, on: Chip) -> int:
-    """Bytes of shared memory that a kernel takes, at most: tiles in flight, or the result on its way to memory."""
-    # Blackwell's tensor cores want float32 in one order; Triton turns tiles in shared memory.
-    turned = 2 if on.capability >= 100 and problem.itemsize == 4 else 0
+    """Upper bound on the bytes of shared memory: tiles in flight, or a tile of the result before it is stored."""
+    # Blackwell's tensor cores require one order of float32 operands, so Triton transposes tiles in shared memory.
+    transposed = 2 if on.capability >= 100 and problem.itemsize == 4 else 0
     r, c, k = config.along(problem.letters)
-    loaded = int((config.stages + turned) * (r + problem.products * c) * k * problem.itemsize)
+    assert config.stages is not None
+    loaded = int((config.stages + transposed) * (r + problem.products * c) * k * problem.itemsize)
     if problem.scaled:
         loaded += config.stages * (r + problem.products * c) * max(4, k // problem.scaled)
-    if problem.scaled and r < SCALED_ROWS:  # else Triton scales tiles in bfloat16
+    if problem.scaled and r < SCALED_ROWS:  # Triton then applies the scales to tiles in bfloat16
         loaded += (r + problem.products * c) * k * 2
-    if config.variant:  # the next tile's operands come while a half of the result is on its way
-        return loaded + r * c * problem.result // 2 + 1024
     return max(loaded, r * c * 4 // (1 if problem.slow else 2)) + 1024
 
 
 def refuse(tile: dict[str, int]) -> Refusal | None:
-    """Which rule a tiling breaks, and the nearest that breaks none."""
+    """`Refusal` if a tile size is illegal, with the nearest legal tiling as hint; else None."""
     near = {x: max(SMALLEST, 1 << (t - 1).bit_length()) for x, t in tile.items()}
     wrong = next((letter for letter in tile if near[letter] != tile[letter]), None)
     if wrong is None:
@@ -166,7 +163,7 @@ def refuse(tile: dict[str, int]) -> Refusal | None:
 
 
 def fit(problem: Problem, tile: tuple[int, int, int], on: Chip) -> GpuConfig:
-    """A configuration for a tile that was asked for, halved along its longest side until it fits."""
+    """The configuration with the tile `(r, c, k)`, halved along its longest side until it fits."""
     r, c, k = tile
     config = _config(problem, r, c, k, on)
     while config is None:
@@ -178,30 +175,33 @@ def fit(problem: Problem, tile: tuple[int, int, int], on: Chip) -> GpuConfig:
 
 @cache
 def choose(problem: Problem, on: Chip) -> GpuConfig:
-    """The configuration with the least time by a model: see `_seconds`."""
-    widths = (SMALLEST, 32) if problem.slow else (32, 64, 128, 256)
-    heights = (SMALLEST, 32) if problem.slow else (SCALED_ROWS,) if problem.scaled else (16, 32, 64, 128)
+    """The configuration with the least time by the model `_seconds`."""
+    columns = (SMALLEST, 32) if problem.slow else (32, 64, 128, 256)
+    rows = (SMALLEST, 32) if problem.slow else (SCALED_ROWS,) if problem.scaled else (16, 32, 64, 128)
+    # 128 bytes along `k`, or 64 if addresses need registers.
     depth = SMALLEST if problem.slow else int((64 if problem.by_thread else 128) / problem.itemsize)
     depth = min(depth, 1 << (problem.k - 1).bit_length())
-    configs = (_config(problem, r, c, depth, on) for r, c in itertools.product(heights, widths))
+    configs = (_config(problem, r, c, depth, on) for r, c in itertools.product(rows, columns))
     return min((c for c in configs if c is not None), key=lambda config: _seconds(problem, config, on))
 
 
 def ranked(problem: Problem, on: Chip) -> list[GpuConfig]:
-    """Configurations to try: what `choose` takes, and then other tiles, warps and stages that fit, best by the model
-    first; behind the best of them, what the model knows nothing of."""
+    """Configurations to measure: the choice of `choose`, then others that fit, the fastest by the model first.
+
+    After the fastest eight come variants of the first one, whose times the model can't compare.
+    """
     first = choose(problem, on)
     depths = {*first.along(problem.letters[2]), int(128 / problem.itemsize), int(64 / problem.itemsize)}
     tried = itertools.product((16, 32, 64, 128, 256), (16, 32, 64, 128, 256), sorted(depths), (4, 8), (3, 4, 2))
     rest = []
     for r, c, k, warps, stages in tried:
-        config = problem.config(r, c, max(k, problem.least_k), warps=warps, stages=stages)
-        totals = r * c * problem.sums // (32 * warps)
-        small = 32 * 32 if problem.slow else 256 * 256
+        config = problem.config(r, c, max(k, problem.min_k), warps=warps, stages=stages)
+        registers = r * c * problem.sums // (32 * warps)
+        largest = 32 * 32 if problem.slow else 256 * 256
         fits = (
-            r >= problem.least_r
-            and 8 <= totals <= MOST_TOTALS
-            and r * c <= small
+            r >= problem.min_r
+            and 8 <= registers <= MAX_SUM_REGISTERS
+            and r * c <= largest
             and shared(problem, config, on) <= on.shared
         )
         if fits and r <= max(SMALLEST, 2 * problem.r) and config != first and config not in rest:
@@ -213,16 +213,15 @@ def ranked(problem: Problem, on: Chip) -> list[GpuConfig]:
 
 
 def _config(p: Problem, r: int, c: int, k: int, on: Chip) -> GpuConfig | None:
-    """Warps and stages for a tile; None if it fits neither registers nor shared memory."""
-    r, k = max(r, p.least_r), max(k, p.least_k)
-    # Hopper's and Blackwell's tensor cores read operands from shared memory, which leaves half of a thread's registers
-    # for the total, or for it and a tile's own product. Where fragments of operands are held too (before Hopper,
-    # and of float32, which is turned on the way), or their addresses, or where all three
-    # letters are ragged, half of that.
-    crowded = not on.has_tma or p.by_thread or p.ragged or p.itemsize >= 4
-    totals, each = r * c * p.sums, MOST_TOTALS // 2 if crowded else MOST_TOTALS
-    warps = 8 if totals > each * 128 or (p.slow and totals > 32 * 32) else 4
-    if totals > each * 32 * warps:
+    """The configuration with this tile, and warps and stages that fit; None if none do."""
+    r, k = max(r, p.min_r), max(k, p.min_k)
+    # Hopper's and Blackwell's tensor cores read operands from shared memory, which leaves half of the registers for
+    # sums. A quarter is left if registers also hold operands (before Hopper, and to transpose float32), addresses, or
+    # offsets of three ragged letters.
+    is_crowded = not on.has_tma or p.by_thread or p.ragged or p.itemsize >= 4
+    sums, per_thread = r * c * p.sums, MAX_SUM_REGISTERS // 2 if is_crowded else MAX_SUM_REGISTERS
+    warps = 8 if sums > per_thread * 128 or (p.slow and sums > 32 * 32) else 4
+    if sums > per_thread * 32 * warps:
         return None
     for stages in (4, 3, 2):
         config = p.config(r, c, k, warps=warps, stages=stages)
@@ -232,36 +231,44 @@ def _config(p: Problem, r: int, c: int, k: int, on: Chip) -> GpuConfig | None:
 
 
 def resident(problem: Problem, config: GpuConfig, on: Chip) -> int:
-    """How many programs a multiprocessor runs at a time: as many as its shared memory and its registers hold."""
-    warps = 3 * config.warps if config.variant == "specialised" else config.warps
-    return config.programs or min(16 // warps, max(1, on.shared // shared(problem, config, on)))
+    """Number of programs that a multiprocessor runs at a time: `config.programs`, or as many as fit."""
+    assert config.warps is not None
+    return config.programs or min(16 // config.warps, max(1, on.shared // shared(problem, config, on)))
 
 
 _LATENCY = 1.5e-6
-"""Seconds until a tile's first operands have come, and until its result is gone, where nothing hides them."""
+"""Seconds that a tile waits for its first operands and its store."""
 
 _L2 = 5.5e12
-"""Bytes a second that an H100's second-level cache serves; other chips' in proportion to their multiprocessors."""
+"""Bytes per second of an H100's L2 cache. The model scales it with the number of multiprocessors."""
+
+
+_LANES = 2.2e11
+"""Instructions per second of all lanes of an H100's multiprocessor. Epilogues don't overlap with other work."""
 
 
 def _seconds(p: Problem, config: GpuConfig, on: Chip) -> tuple[float, float]:
-    """What the model says a configuration takes: rounds of tiles, of which each has a price, or the bytes of memory.
+    """`(seconds, tie)` of a configuration by the model.
 
-    Where the bytes take longer than many of them, the second number decides: when the last whole round is over.
+    In a round, the chip computes as many tiles as it can at a time. `seconds` is the time of all rounds or of moving
+    all bytes, whichever is longer. If the bytes take longer, many configurations are equal. Then `tie` decides: the
+    number of rounds, rounded up, times the seconds of a tile.
     """
-    # Sizes are even by the model; they rarely are, so half a tile more.
+    # The model assumes equal sizes, and adds half a tile because they rarely are.
     r, c, _ = config.along(p.letters)
     rows = max(1.0, p.r / r + (0.5 if p.r > r else 0.0))
     tiles = p.groups * rows * -(-p.c // c)
-    # Tensor cores are fed from shared memory: narrow tiles starve them. Below 64 rows, Hopper's are not used in full.
-    # Of a gated product, columns of two matrices meet the same rows.
-    wide = p.products * c
-    rate = min(1.0, 0.4 + r / 200) * min(1.0, 0.35 + wide / 256) * on.flops / on.multiprocessors
-    compute = 2 * r * wide * p.k / rate * min(1, p.itemsize / 2)
-    cached = (r + wide) * p.k * p.itemsize / (_L2 / 132)
+    # With narrow tiles, tensor cores wait for shared memory. With fewer than 64 rows, Hopper's are partly idle. A gated
+    # product has the columns of two matrices.
+    columns = p.products * c
+    rate = min(1.0, 0.4 + r / 200) * min(1.0, 0.35 + columns / 256) * on.flops / on.multiprocessors
+    compute = 2 * r * columns * p.k / rate * min(1, p.itemsize / 2)
+    cached = (r + columns) * p.k * p.itemsize / (_L2 / 132)
     tile = max(compute, cached) + _LATENCY + r * c * p.results * p.result / (on.bandwidth / on.multiprocessors) / 2
+    tile += r * c * p.instructions / _LANES
     per_chip = on.multiprocessors * min(2, resident(p, config, on))
     rounds = max(1.0, tiles / per_chip)
+    # Programs on one multiprocessor share it, so a round takes as long as all of their tiles.
     busy = rounds * tile * per_chip / on.multiprocessors if tiles > on.multiprocessors else tile
     moved = p.groups * ((p.r + p.products * p.c) * p.k * p.itemsize + p.results * p.r * p.c * p.result)
     return max(busy, moved / on.bandwidth), math.ceil(rounds) * tile

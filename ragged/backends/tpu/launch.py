@@ -1,9 +1,9 @@
-"""How a TPU kernel is launched: its tile, its dtypes, its accumulator, and the Pallas call."""
+"""Launch of a TPU kernel with one ragged letter or none."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -13,78 +13,101 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import ManualAxisType
 
-from ragged.backends.base import ACTIVATIONS, DEFAULT_TPU, Launch, Target, finish, kernel_metadata
-from ragged.backends.config import TpuConfig
+from ragged.backends import base
+from ragged.backends.base import DEFAULT_TPU, Launch, kernel_metadata
 from ragged.backends.schedule import Visits
 from ragged.backends.tpu import scales as tpu_scales
 from ragged.backends.tpu import tiles
-from ragged.backends.tpu.pipeline import buffered_pallas_call, in_place
+from ragged.backends.tpu.pipeline import Input, Pipeline, buffered_pallas_call, in_place
 from ragged.backends.tpu.scales import RowBlocks
-from ragged.backends.tpu.tiles import Chip, Problem
+from ragged.backends.tpu.tiles import Problem
+from ragged.product.config import TpuConfig
+from ragged.product.function import names
 from ragged.product.operands import Call
 
 
 class Details(NamedTuple):
-    """What a launch of a kernel with one ragged letter, or none, knows besides the call."""
+    """`Launch.details` of a kernel with one ragged letter or none."""
 
     tiled: Problem
-    ways: tuple[str, str]  # of the terms' scales: see `scale_ways`
-    lanes: int | None  # extent of the contracted blocks whose products are scaled one by one, if they are
+    modes: tuple[str, str]  # see `scale_modes`
+    lanes: int | None  # in the mode "step", extent of the scaled steps, a multiple of 128; else None
 
     def config(self, tile: tuple[int, int, int], buffers: int) -> TpuConfig:
-        """One with a tile of the problem's rows, `a` and `b`; it ends where a block of scales does."""
+        """The configuration with a tile `(rows, a, b)`. `a` is rounded up to whole steps that are scaled."""
         rows, a, b = tile
         if self.lanes is not None and a < self.tiled.a:
             a = tiles.round_up(a, self.lanes)
         return TpuConfig(**dict(zip(self.tiled.letters, (rows, a, b), strict=True)), buffers=buffers)
 
 
+class Grid(NamedTuple):
+    """A kernel's grid and result."""
+
+    dims: tuple[Any, ...]
+    parallel: int  # number of leading dims that may run in any order
+    shape: tuple[int, ...]  # of the result
+    block: pl.BlockSpec  # of the result
+    accumulators: int  # number of accumulators, each like a block of the result
+
+
 @dataclass(frozen=True)
 class Kernel:
-    """What a kernel with one ragged letter, or none, is built from."""
+    """A kernel with one ragged letter or none."""
 
     launch: Launch  # with `Details`
-    scales: tuple[Any, ...]  # `Blocks`, `RowBlocks` or None: of both operands, and of a gated product's second matrix
+    scales: tuple[Any, ...]  # `Blocks`, `RowBlocks` or None, of both operands and of a second matrix
 
     @property
     def problem(self) -> Problem:
         return self.launch.details.tiled
 
     @property
+    def letters(self) -> tuple[str, str]:
+        """The operands' letters, in the order of `Call.kernel_operands`."""
+        p = self.launch.call.product
+        return (p.lhs, p.rhs) if p.out[0] in p.lhs else (p.rhs, p.lhs)
+
+    @property
+    def contracted(self) -> tuple[int, int]:
+        """The contracted axis of each operand's tiles, 0 or 1."""
+        first, second = (letters.index(self.launch.call.product.contracted) for letters in self.letters)
+        return first, second
+
+    @property
+    def name(self) -> str:
+        """The kernel's name in profilers, without the tile."""
+        is_transposed = self.problem.kind == "rows" and self.contracted[1] == 1
+        return self.launch.kernel + "_transposed" * is_transposed
+
+    @property
     def lanes(self) -> int | None:
         return self.launch.details.lanes
 
     @property
-    def target(self) -> Target:
-        return self.launch.target
-
-    @property
     def tile(self) -> tuple[int, int, int]:
-        """Of the problem's rows, `a` and `b`."""
-        rows, a, b = self.config.along(self.problem.letters)
+        """`(rows, a, b)`: see `Problem`."""
+        rows, a, b = self.launch.config.along(self.problem.letters)
         return rows, a, b
 
     @property
-    def config(self) -> TpuConfig:
-        return self.launch.config
-
-    @cached_property
-    def chip(self) -> Chip:
-        return tiles.chip(self.target.device)
+    def steps(self) -> int:
+        """Number of tiles of the contracted letter, if it isn't ragged."""
+        return -(-self.problem.a // self.tile[1])
 
     @property
     def rescales_each(self) -> bool:
-        """Whether each visit's product is scaled, not their sum."""
-        return self.problem.kind == "groups" and "step" in self.launch.details.ways
+        """Whether the product of each visit is scaled instead of their sum."""
+        return self.problem.kind == "groups" and "step" in self.launch.details.modes
 
     @property
     def scales_row_blocks(self) -> bool:
         """Whether the product of each block of rows is scaled."""
         by_block = any(isinstance(each, RowBlocks) for each in self.scales)
-        return by_block and "tile" not in self.launch.details.ways
+        return by_block and "tile" not in self.launch.details.modes
 
     def buffers(self, *arrays: Any) -> int:
-        """Buffers of each operand. More than two only where all copies are of whole tiles of memory: Mosaic insists."""
+        """Buffers of each operand. Mosaic supports more than two only if copies are whole tiles of memory."""
         whole = all(x.shape[-1] % tiles.LANES == x.shape[-2] % tiles.sublanes(x.dtype) == 0 for x in arrays)
         return self.problem.buffers if whole else min(self.problem.buffers, 2)
 
@@ -94,133 +117,186 @@ class Kernel:
         return jnp.dtype(jnp.float32) if is_scaled else self.problem.dot.result
 
     @property
-    def wide(self) -> Any:
-        """The dtype in which the accumulator and what is already there are added."""
+    def store_dtype(self) -> Any:
+        """The dtype in which a store selects between new and old rows."""
         return jnp.float32 if jnp.issubdtype(self.problem.dtypes[2], jnp.floating) else jnp.int32
 
-    def dot(self, x: Array, y: Array, x_axis: int, y_axis: int) -> Array:
-        return self.problem.dot(x, y, x_axis, y_axis, self.dot_precision)
+    def dot(self, x: Array, y: Array) -> Array:
+        return self.problem.dot(x, y, *self.contracted, self.dot_precision)
 
     @property
     def dot_precision(self) -> Any:
-        """What was asked for; of tiles that were multiplied by their scales, all bits count."""
+        """The call's precision; "highest" for 8-bit operands, whose scaled tiles need all bits of float32."""
         eight_bits = all(dtype.itemsize == 1 for dtype in self.problem.dtypes[:2])
         return lax.Precision.HIGHEST if eight_bits else self.launch.call.options.precision
 
-    def multiply(self, x: Array, y: Array, x_axis: int, y_axis: int, x_scales: Any, y_scales: Any, begin: Any) -> Array:
-        """The product of two tiles, with the scales that change along the contracted axis; tiles begin at `begin`."""
+    def products(
+        self, x: Array, ys: Sequence[Any], x_scales: Any, y_scales: Sequence[Any], step: Any, is_last: bool
+    ) -> Iterator[Array]:
+        """Products of the tile `x` with the tiles in the refs `ys`. `step`: index of the contracted tile."""
+        begin, rest = 0 if self.steps == 1 else step * self.tile[1], self.problem.a % self.tile[1]
 
-        def dot(a: Array, b: Array) -> Array:
-            return self.dot(a, b, x_axis, y_axis)
+        def inside(tile: Array, axis: int) -> Array:
+            return select_first(tile, rest, axis) if is_last and rest else tile
 
-        refs = (x_scales, y_scales)
+        x = inside(x, self.contracted[0])
+        for y, scales in zip(ys, y_scales, strict=True):
+            yield self.multiply(x, inside(y[...], self.contracted[1]), x_scales, scales, begin)
+
+    def multiply(self, x: Array, y: Array, x_scales: Any, y_scales: Any, begin: Any) -> Array:
+        """The product of two tiles, with the scales that change along the contracted axis.
+
+        `begin`: the tiles' first element along it.
+        """
+        refs, axes, blocks = (x_scales, y_scales), self.contracted, (self.scales[0], self.scales[1])
         if self.lanes is not None:
-            blocks = self.scales[0], self.scales[1]
-            return tpu_scales.block_products(dot, (x, y), (x_axis, y_axis), refs, blocks, self.lanes, begin)
+            return tpu_scales.block_products(self.dot, (x, y), axes, refs, blocks, self.lanes, begin)
         scaled = []
-        for tile, axis, ref, blocks, along in zip((x, y), (x_axis, y_axis), refs, self.scales[:2], (1, 0), strict=True):
-            if blocks is not None and blocks.extent is not None:
-                wide, width = self.problem.dot.lhs, tile.shape[axis]
-                factor = tpu_scales.repeated(ref, axis != along, blocks.extent, begin, width, axis, wide)
-                tile = tile.astype(wide) * factor
+        # `blocks_axis`: the axis of blocks of the scales, see `tpu_scales.Blocks`.
+        for tile, axis, ref, each, blocks_axis in zip((x, y), axes, refs, blocks, (1, 0), strict=True):
+            if each is not None and each.extent is not None:
+                dtype, width = self.problem.dot.lhs, tile.shape[axis]
+                scales = tpu_scales.repeated(ref, axis != blocks_axis, each.extent, begin, width, axis, dtype)
+                tile = tile.astype(dtype) * scales
             scaled.append(tile)
-        return dot(*scaled)
+        return self.dot(*scaled)
+
+    def product_of_rows(
+        self, operands: tuple[Any, Any], refs: Any, starts: tuple[Any, Any], rows: Any, span: tuple[Any, Any] | None
+    ) -> Array:
+        """A wgrad's product of `rows` of both operands' tiles, masked to `span` unless it is None.
+
+        `refs`: refs of the scales. `starts`: the tiles' first columns.
+        """
+
+        def in_group(x: Array, first: Any) -> Array:
+            return x if span is None else select_rows(x, span[0] - first, span[1] - first)
+
+        if self.scales_row_blocks:
+            total = tpu_scales.row_block_products(
+                self.dot,
+                operands,
+                rows,
+                refs,
+                (self.scales[0], self.scales[1]),
+                in_group,
+                lambda first: True if span is None else (first >= span[0]) & (first < span[1]),
+            )
+            return self.rescale(total, *refs)
+        x, y = (
+            tpu_scales.scale_rows(operand, rows, ref, blocks, start, self.problem.dot.lhs)
+            for operand, ref, blocks, start in zip(operands, refs, self.scales, starts, strict=True)
+        )
+        total = self.dot(in_group(x, rows.start), in_group(y, rows.start))
+        return self.rescale(total, *refs) if self.rescales_each else total
 
     def rescale(self, total: Array, x_scales: Any, y_scales: Any) -> Array:
-        """The accumulator times the scales that are the same all along the contracted axis."""
+        """`total` times the scales that are constant along the contracted axis."""
         for ref, blocks in zip((x_scales, y_scales), self.scales[:2], strict=True):
             if blocks is not None and blocks.extent is None:
                 total = total.astype(jnp.float32) * ref[...]
         return total
 
-    def ended(self, totals: list[Array], x_scales: Any, y_scales: Any, existing: Any, biases: Any) -> list[Array]:
-        """What is stored of the accumulators, before it is rounded."""
-        z, call = [], self.launch.call
+    def with_epilogue(
+        self, totals: list[Array], x_scales: Any, y_scales: Any, existing: Any, biases: Any
+    ) -> list[Array]:
+        """Arrays to store, unrounded: `totals` after scales and epilogue."""
+        z = []
         for total, scales, bias in zip(totals, y_scales, biases, strict=True):
-            total = finish(self.rescale(total, x_scales, scales), existing, call)
+            total = base.apply_epilogue(self.rescale(total, x_scales, scales), existing)
             z.append(total if bias is None else total.astype(jnp.float32) + bias[...])
-        return _ended(z, call)
+        return _activated(z, self.launch.call)
 
     def run(
         self,
         body: Any,
+        grid: Grid,
         visits: Visits | None,
         operands: tuple[Any, Any],
-        specs: tuple[Any, Any],
         existing: Array | None,
         others: tuple[Any, ...],
-        other_specs: tuple[Any, ...],
-        out_block: pl.BlockSpec,
-        shape: tuple[int, ...],
-        grid: tuple[Any, ...],
-        semantics: tuple[str, ...],
-        accumulators: list[tuple[int, int]],
-        *,
-        name: str,
-        axes: tuple[str, str],
     ) -> Any:
-        """Launches `body`. `operands` are the two that stream through VMEM, `others` scales and biases; all pytrees.
-
-        `axes` are the letters of the two.
-        """
-        launch, p, tile = self.launch, self.problem, "x".join(map(str, self.tile))
-        by_letter = dict(zip("mkn", self.config.along("mkn"), strict=True))
-        out = jax.ShapeDtypeStruct(shape, p.dtypes[2], manual_axis_type=ManualAxisType())
-        num_groups = shape[1] if p.kind == "batched" else p.groups
-        estimate = {"flops": launch.flops, "bytes_accessed": launch.bytes_accessed, "transcendentals": 0}
-        scalars = jax.tree.leaves(visits)
-        streams = jax.tree.leaves(operands)
-        place, is_ended = len(scalars) + len(streams), launch.call.ending is not None
-        aliases = {} if existing is None else in_place(place, out, out_block, self.target.interpret)
-        with jax.named_scope(f"ragged_{name}"):
+        """Launches `body`. `operands` and `others`, scales and biases, are pytrees of `Input`."""
+        launch, p, target = self.launch, self.problem, self.launch.target
+        out = jax.ShapeDtypeStruct(grid.shape, p.dtypes[2], manual_axis_type=ManualAxisType())
+        inputs = [*operands, None if existing is None else Input(existing, grid.block), *others]
+        arrays, specs = (
+            jax.tree.map(itemgetter(field), inputs, is_leaf=lambda x: isinstance(x, Input)) for field in (0, 1)
+        )
+        streams = jax.tree.leaves(arrays[:2])
+        existing_index = len(jax.tree.leaves(visits)) + len(streams)  # of all inputs
+        has_epilogue = launch.call.epilogue is not None
+        block: Any = grid.block.block_shape
+        pipeline = Pipeline(
+            grid.dims,
+            specs,
+            [grid.block] * p.results if has_epilogue else grid.block,
+            [pltpu.VMEM(block[-2:], self.accumulator)] * grid.accumulators,
+            input_buffer_count=[self.buffers(*streams, out)] * 2 + [2] * (1 + len(others)),
+            dimension_semantics=["parallel"] * grid.parallel + ["arbitrary"] * (len(grid.dims) - grid.parallel),
+        )
+        by_letter = dict(zip("mkn", launch.config.along("mkn"), strict=True))
+        num_groups = grid.shape[1] if p.kind == "batched" else p.groups
+        function = launch.call.epilogue and launch.call.epilogue.function
+        transcendentals = function.transcendentals * math.prod(grid.shape) if function else 0
+        estimate = {"flops": launch.flops, "bytes_accessed": launch.bytes_accessed, "transcendentals": transcendentals}
+        with jax.named_scope(f"ragged_{self.name}"):
             return buffered_pallas_call(
                 body,
-                [out] * p.results if is_ended else out,
-                grid=grid,
-                in_specs=[*specs, None if existing is None else out_block, *other_specs],
-                out_specs=[out_block] * p.results if is_ended else out_block,
-                input_buffer_count=[self.buffers(*streams, out)] * 2 + [2] * (1 + len(others)),
-                scratch_shapes=[pltpu.VMEM(shape, self.accumulator) for shape in accumulators],
-                dimension_semantics=semantics,
-                vmem_limit_bytes=None if self.target.device is None else self.chip.vmem * 6 // 5,
-                input_output_aliases=aliases,
-                interpret=self.target.interpret,
-                device=self.target.device or DEFAULT_TPU,
-                name=f"{name}_{tile}",
+                [out] * p.results if has_epilogue else out,
+                pipeline,
+                # A fifth more than the tiles' limit, for scales and the compiler: see `tiles.chip`.
+                vmem_limit_bytes=None if target.device is None else tiles.chip(target.device).vmem * 6 // 5,
+                input_output_aliases={}
+                if existing is None
+                else in_place(existing_index, out, grid.block, target.interpret),
+                interpret=target.interpret,
+                device=target.device or DEFAULT_TPU,
+                name=f"{self.name}_{'x'.join(map(str, self.tile))}",
                 cost_estimate=pl.CostEstimate(**estimate),
-                metadata=kernel_metadata((*axes, launch.call.product.out), by_letter, p.dtypes, num_groups),
-            )(visits, *operands, existing, *others)
+                metadata=kernel_metadata((*self.letters, launch.call.product.out), by_letter, p.dtypes, num_groups),
+            )(visits, *arrays)
 
 
-def _gelu(z: Array) -> Array:
-    """By `erf`: Pallas has no `erfc` for TPUs. Off by at most half a unit of 1 times `z`."""
-    return z * (lax.erf(z * math.sqrt(0.5)) + 1) / 2
+FORMULAS: dict[str, Callable[..., Array]] = {
+    "add_any": lax.add,
+    "erfc": lambda x, **_: 1 - lax.erf(x),  # the absolute error is at most half a unit in the last place of 1
+    "expm1": lambda x, **_: lax.tanh(0.5 * x) * (lax.exp(x) + 1),
+}
+"""Formulas for primitives that Pallas can't lower for TPUs."""
+
+PRIMITIVES = {*FORMULAS} | names(
+    "abs add and atan2 ceil clamp convert_element_type cos div eq erf erf_inv exp exp2 floor ge gt integer_pow "
+    "is_finite le log log1p logistic lt max min mul ne neg nextafter not or pow reduce_precision rem round rsqrt "
+    "select_n sign sin sqrt square stop_gradient sub tan tanh xor"
+)
+"""JAX's elementwise primitives that kernels can compute on every generation."""
 
 
-def _ended(z: list[Array], call: Call) -> list[Array]:
-    """What is stored, before it is rounded, of accumulators with their biases: see `product.operands.Ending`."""
-    if call.ending is None:
+def _activated(z: list[Array], call: Call) -> list[Array]:
+    """Arrays to store, unrounded: see `EpilogueSpec`. `z`: the pre-activations."""
+    if call.epilogue is None:
         return z
-    activation = (ACTIVATIONS | {"gelu": _gelu}).get(call.ending.activation or "", lambda z: z)
-    results = math.prod(z[1:], start=activation(z[0])), *z
-    return [each for each, is_stored in zip(results, call.ending.stored, strict=True) if is_stored]
+    function = call.epilogue.function
+    results = z[0] if function is None else function.compute(*z, formulas=FORMULAS), *z
+    return [each for each, is_stored in zip(results, call.epilogue.stored, strict=True) if is_stored]
 
 
 def in_chunks(low: Any, high: Any, rows: int, visit: Callable[[Any], None]) -> None:
-    """Visits the chunks of a tile's rows that hold any of `low..high`."""
-    small = tiles.chunk(rows)
-    if small == rows:
+    """Calls `visit(slice)` for each chunk of a tile of `rows` that overlaps rows `low..high`."""
+    size = tiles.chunk(rows)
+    if size == rows:
         pl.when(high > low)(lambda: visit(pl.ds(0, rows)))
         return
 
     def part(index: Any, carry: None) -> None:
-        visit(pl.ds(pl.multiple_of(index * small, small), small))
+        visit(pl.ds(pl.multiple_of(index * size, size), size))
 
-    lax.fori_loop(low // small, pl.cdiv(high, small), part, None)
+    lax.fori_loop(low // size, pl.cdiv(high, size), part, None)
 
 
 def accumulate(step: Any, steps: int, multiply: Any, store: Any, accumulators: Any, rows: Any = ...) -> None:
-    """Adds up each of `multiply(is_last)` over the tiles of the contracted letter, and stores the sums at the last."""
+    """Adds the products of `multiply(is_last)` to the accumulators; at the last step, calls `store` with the sums."""
     if steps == 1:
         store(list(multiply(True)))
         return
@@ -241,7 +317,7 @@ def accumulate(step: Any, steps: int, multiply: Any, store: Any, accumulators: A
 
 
 def select_first(x: Array, count: int, axis: int) -> Array:
-    """`x` with zeros from index `count` of `axis` on: what a partial tile holds there is undefined."""
+    """`x` with zeros from index `count` of `axis` on, where a partial tile is undefined."""
     return jnp.where(lax.broadcasted_iota(jnp.int32, x.shape, axis) < count, x, jnp.zeros_like(x))
 
 
@@ -252,4 +328,5 @@ def select_rows(x: Array, low: Any, high: Any) -> Array:
 
 
 def with_batch(x: Array, ndim: int) -> Array:
+    """`x` with a batch axis, of extent 1 if it has none. `ndim`: the rank without it."""
     return x if x.ndim > ndim else x[None]

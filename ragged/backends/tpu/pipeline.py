@@ -1,9 +1,9 @@
-"""A Pallas call for TPUs whose inputs are buffered as deep as asked, and whose grid may end at run time."""
+"""A Pallas call for TPUs with any number of buffers for each input. The grid's extents may be run-time values."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,116 +13,136 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
 
+class Input(NamedTuple):
+    """An array that a kernel reads, and its block for each point of the grid."""
+
+    array: Array
+    spec: pl.BlockSpec
+
+
+class Pipeline(NamedTuple):
+    """The grid of a Pallas call, and the blocks that are fetched and stored at each of its points.
+
+    - `grid`: ints, and `()` int32 arrays for run-time extents.
+    - `in_specs`: a pytree of `pl.BlockSpec` for each input. An index map is called as `index_map(*ids, prefetch)`. With
+      the memory space `pl.ANY`, the input stays in HBM.
+    - `out_specs`, `scratch_shapes`: as in `pl.pallas_call`.
+    - `input_buffer_count`: number of buffers, for all inputs or for each; None for an input that isn't streamed.
+    - `use_lookahead`: with more than two buffers, fetch the next *different* block as soon as a buffer is free.
+    - `dimension_semantics`: "parallel" or "arbitrary" for each dim of the grid. Two cores can share only the first dim.
+    """
+
+    grid: tuple[int | Array, ...]
+    in_specs: Sequence[Any]
+    out_specs: Any
+    scratch_shapes: Sequence[Any] = ()
+    input_buffer_count: int | Sequence[int | None] = 2
+    use_lookahead: bool = True
+    dimension_semantics: Sequence[str] | None = None
+
+    @property
+    def counts(self) -> list[int | None]:
+        count = self.input_buffer_count
+        return [count] * len(self.in_specs) if isinstance(count, int) else list(count)
+
+
 def buffered_pallas_call(
     body: Callable[..., None],
     out_shape: Any,
+    pipeline: Pipeline,
     *,
-    grid: tuple[int | Array, ...],
-    in_specs: Sequence[Any],
-    out_specs: Any,
-    input_buffer_count: int | Sequence[int | None] = 2,
-    use_lookahead: bool = True,
-    scratch_shapes: Sequence[Any] = (),
-    dimension_semantics: Sequence[str] | None = None,
-    vmem_limit_bytes: int | None = None,
     input_output_aliases: dict[int, int] | None = None,
     interpret: Any = False,
     device: tuple[str, int] = ("TPU v5 lite", 1),
-    **kwargs: Any,
+    **options: Any,
 ) -> Callable[..., Any]:
-    """A function `(prefetch, *inputs) -> out`, or a list of them, that runs `body` at each point of the grid.
+    """A function `(prefetch, *inputs) -> out` that runs `body` at each point of the grid; `out` may be a list.
 
-    With at most two buffers for each input this is the compiler's own pipeline. With more it is Pallas's
-    `emit_pipeline`, which fetches ahead of time as many blocks as there are buffers for.
+    With at most two buffers for each input, the compiler's pipeline is used, with more Pallas's `emit_pipeline`.
 
     **Arguments:**
 
-    - `body`: called as `body(ids, prefetch, *inputs, *outs, *scratch)`: the grid's indices, then the scalars, then
-      refs.
-    - `out_shape`: of the output, or a list.
-    - `grid`: ints, and `()` int32 arrays known only at run time.
-    - `in_specs`: a pytree of `pl.BlockSpec` for each input. An index map is called as `index_map(*ids, prefetch)`. A
-      spec in memory space `pl.ANY` leaves its input in HBM; it has no buffers.
-    - `out_specs`: the spec of the output, likewise, or a list.
-    - `input_buffer_count`: how many buffers each input has, one int for all or one for each (a pytree's blocks share
-      it); None for one that is there as a whole, in HBM or scalar memory.
-    - `use_lookahead`: with more than two buffers, fetch the next *other* block as soon as a buffer is free, however
-      many steps ahead it is used.
-    - `dimension_semantics`: "parallel" or "arbitrary" for each dim of the grid. Two cores share only a first dim.
-    - `input_output_aliases`: from an input's position among the leaves of `(prefetch, *inputs)` to the output's.
+    - `body`: called as `body(ids, prefetch, *inputs, *outs, *scratch)`: the grid's indices, the scalars, then refs.
+    - `out_shape`: shape of the output, or a list of shapes.
+    - `input_output_aliases`: maps an input's position among the leaves of `(prefetch, *inputs)` to an output's.
     - `interpret`: as in `pl.pallas_call`.
-    - `device`: kind and number of cores of the TPU that this is for; `emit_pipeline` asks.
-    - `kwargs`: the rest, handed to `pl.pallas_call`: `name`, `cost_estimate`, `metadata`, ...
+    - `device`: kind and number of cores of the TPU, for `emit_pipeline`.
+    - `options`: `vmem_limit_bytes`, and options of `pl.pallas_call`: `name`, `cost_estimate`, `metadata`, ...
 
-    **Raises:** `ValueError` if there are not as many buffer counts as inputs, or one is below 1.
+    **Raises:** `ValueError` if the number of buffer counts isn't the number of inputs, or a count is below 1.
     """
-    counts: list[int | None] = (
-        [input_buffer_count] * len(in_specs) if isinstance(input_buffer_count, int) else list(input_buffer_count)
-    )
-    if len(counts) != len(in_specs):
+    counts, grid = pipeline.counts, pipeline.grid
+    if len(counts) != len(pipeline.in_specs):
         raise ValueError(
-            f"`buffered_pallas_call`: {len(counts)} buffer counts for {len(in_specs)} inputs.\n"
+            f"`buffered_pallas_call`: {len(counts)} buffer counts for {len(pipeline.in_specs)} inputs.\n"
             "`input_buffer_count` is one int for all inputs, or one entry for each."
         )
     if any(count is not None and count < 1 for count in counts):
         raise ValueError(f"`buffered_pallas_call`: `input_buffer_count` is {counts}.\nEach must be at least 1.")
-    semantics: Any = tuple(dimension_semantics or ("arbitrary",) * len(grid))
-    aliases, specs = input_output_aliases or {}, list(in_specs)
-    call = partial(_call, out_shape, list(scratch_shapes), vmem_limit_bytes, **kwargs)
+    semantics = tuple(pipeline.dimension_semantics or ("arbitrary",) * len(grid))
+    call = partial(_call, out_shape, interpret=interpret, **options)
+    aliases = input_output_aliases or {}
     if any(count is not None and count > 2 for count in counts):
         shared = semantics[0] == "parallel" and device[1] > 1
-        return _emitted(call, body, grid, specs, counts, out_specs, aliases, shared, use_lookahead, interpret, device)
+        return _emitted(call, body, pipeline, aliases, shared, interpret, device)
 
     def step(prefetch: Any, *refs: Any) -> None:
         body(tuple(pl.program_id(i) for i in range(len(grid))), prefetch, *refs)
 
-    blocks = [jax.tree.map(partial(_buffered, count=count), spec) for spec, count in zip(specs, counts, strict=True)]
-    return call(step, grid, blocks, out_specs, semantics, aliases, interpret)
+    blocks = [
+        jax.tree.map(partial(_buffered, count=count), spec)
+        for spec, count in zip(pipeline.in_specs, counts, strict=True)
+    ]
+    return call(step, pipeline._replace(in_specs=blocks, dimension_semantics=semantics), aliases)
 
 
 def _call(
     out_shape: Any,
-    scratch_shapes: list[Any],
-    vmem_limit_bytes: int | None,
     body: Callable[..., None],
-    grid: tuple[Any, ...],
-    in_specs: list[Any],
-    out_specs: Any,
-    semantics: Any,
+    pipeline: Pipeline,
     aliases: dict[int, int],
-    interpret: Any,
-    **kwargs: Any,
+    *,
+    vmem_limit_bytes: int | None = None,
+    **options: Any,
 ) -> Callable[..., Any]:
     spec = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=1, grid=grid, in_specs=in_specs, out_specs=out_specs, scratch_shapes=scratch_shapes
+        num_scalar_prefetch=1,
+        grid=pipeline.grid,
+        in_specs=pipeline.in_specs,
+        out_specs=pipeline.out_specs,
+        scratch_shapes=pipeline.scratch_shapes,
     )
+    semantics: Any = pipeline.dimension_semantics
     params = pltpu.CompilerParams(vmem_limit_bytes=vmem_limit_bytes, dimension_semantics=semantics)
-    options: dict[str, Any] = {"input_output_aliases": aliases, "interpret": interpret, **kwargs}
-    return pl.pallas_call(body, out_shape, grid_spec=spec, compiler_params=params, **options)
+    return pl.pallas_call(
+        body, out_shape, grid_spec=spec, compiler_params=params, input_output_aliases=aliases, **options
+    )
 
 
 def _emitted(
     call: Callable[..., Any],
     body: Callable[..., None],
-    grid: tuple[Any, ...],
-    in_specs: list[Any],
-    counts: list[int | None],
-    out_specs: Any,
+    pipeline: Pipeline,
     aliases: dict[int, int],
     shared: bool,
-    use_lookahead: bool,
     interpret: Any,
     device: tuple[str, int],
 ) -> Callable[..., Any]:
-    """By Pallas's `emit_pipeline`. `shared`: two cores share the first dim, each with a pipeline of its own."""
-    # The plain interpreter knows no copies of a size known only at run time, as those of partial blocks are.
+    """The function of `buffered_pallas_call`, with `emit_pipeline`.
+
+    1. The outer Pallas call leaves all streamed arrays in HBM. If `shared`, its grid is the first dim, which two cores
+       share; else it has no grid.
+    2. The outer body runs `emit_pipeline` over the other dims.
+    3. `body` gets blocks of the streamed inputs, and refs of the others, in the order of the inputs.
+    """
+    grid, in_specs, out_specs, counts = pipeline.grid, pipeline.in_specs, pipeline.out_specs, pipeline.counts
+    # The plain interpreter doesn't support copies of partial blocks, whose sizes are run-time values.
     interpret = pltpu.InterpretParams(buffer_bounds="padded") if interpret is True else interpret
-    # Extents known only at run time are scalars too.
     dynamic = [i for i, extent in enumerate(grid) if not isinstance(extent, int)]
     run_time = [jnp.asarray(grid[i], jnp.int32).reshape(1) for i in dynamic]
     (specs, treedef), out_blocks = jax.tree.flatten(in_specs), jax.tree.leaves(out_specs)
     depths = jax.tree.leaves([jax.tree.map(lambda _, c=c: c or 0, s) for s, c in zip(in_specs, counts, strict=True)])
-    streamed = [depth > 0 and spec.memory_space is not pl.ANY for spec, depth in zip(specs, depths, strict=True)]
+    is_streamed = [depth > 0 and spec.memory_space is not pl.ANY for spec, depth in zip(specs, depths, strict=True)]
 
     def outer(scalars: Any, *refs: Any) -> None:
         prefetch, extents = scalars
@@ -135,30 +155,34 @@ def _emitted(
             def index_map(*ids: Any) -> Any:
                 return spec.index_map(*first, *ids, prefetch)
 
-            return _buffered(dataclasses.replace(spec, index_map=index_map), depth, use_lookahead and (depth or 0) > 2)
+            ahead = pipeline.use_lookahead and (depth or 0) > 2
+            return _buffered(dataclasses.replace(spec, index_map=index_map), depth, ahead)
 
         def step(*blocks: Any) -> None:
             ids = (*first, *(pl.program_id(i) for i in range(len(inner_grid))))
-            both, stored = iter(blocks), blocks[len(blocks) - len(outs) :]
-            inputs = [next(both) if in_blocks else ref for ref, in_blocks in zip(flat, streamed, strict=True)]
+            streamed, stored = iter(blocks), blocks[len(blocks) - len(outs) :]
+            inputs = [next(streamed) if in_blocks else ref for ref, in_blocks in zip(flat, is_streamed, strict=True)]
             body(ids, prefetch, *jax.tree.unflatten(treedef, inputs), *stored, *scratch)
 
         pltpu.emit_pipeline(
             step,
             grid=tuple(inner_grid),
-            in_specs=[bound(s, d) for s, d, use in zip(specs, depths, streamed, strict=True) if use],
+            in_specs=[bound(s, d) for s, d, use in zip(specs, depths, is_streamed, strict=True) if use],
             out_specs=[bound(spec) for spec in out_blocks],
-        )(*(ref for ref, use in zip(flat, streamed, strict=True) if use), *outs)
+        )(*(ref for ref, use in zip(flat, is_streamed, strict=True) if use), *outs)
 
-    anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    places = treedef.unflatten(anywhere if use else spec for spec, use in zip(specs, streamed, strict=True))
-    own_grid, semantics = ((grid[0],), ("parallel",)) if shared else ((), None)
-    aliases = {place + len(run_time): to for place, to in aliases.items()}
-    out_places = jax.tree.map(lambda _: anywhere, out_specs)
-    emitted = call(outer, own_grid, places, out_places, semantics, aliases, interpret)
+    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+    outer_in_specs = treedef.unflatten(in_hbm if use else spec for spec, use in zip(specs, is_streamed, strict=True))
+    outer_grid, semantics = ((grid[0],), ("parallel",)) if shared else ((), None)
+    aliases = {position + len(run_time): to for position, to in aliases.items()}
+    outer_out_specs = jax.tree.map(lambda _: in_hbm, out_specs)
+    outer_pipeline = Pipeline(
+        outer_grid, outer_in_specs, outer_out_specs, pipeline.scratch_shapes, dimension_semantics=semantics
+    )
+    emitted = call(outer, outer_pipeline, aliases, interpret=interpret)
 
     def run(prefetch: Any, *inputs: Any) -> Any:
-        # `emit_pipeline` asks which TPU it is for; here that may be one that isn't in the machine.
+        # `emit_pipeline` reads the TPU's kind from the mesh in context.
         kind = AbstractDevice(*device, "tpu")
         with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=kind)):
             return emitted((prefetch, run_time), *inputs)
@@ -167,10 +191,10 @@ def _emitted(
 
 
 def in_place(operand: int, out: jax.ShapeDtypeStruct, block: pl.BlockSpec, interpret: Any) -> dict[int, int]:
-    """`input_output_aliases` for an operand whose place the result takes.
+    """`input_output_aliases` for an operand whose buffer becomes the result.
 
-    Of what is aliased, `pltpu.InterpretParams` (jax 0.11 and 0.12) returns whole blocks, also where the result ends in
-    part of one: there they are two arrays.
+    Empty for a result that ends in a partial block, if `interpret` is `pltpu.InterpretParams`: in jax 0.11 and 0.12, it
+    returns whole blocks of an aliased array.
     """
     shape: Any = block.block_shape
     whole = all(size is None or extent % size == 0 for extent, size in zip(out.shape, shape, strict=True))
@@ -178,7 +202,6 @@ def in_place(operand: int, out: jax.ShapeDtypeStruct, block: pl.BlockSpec, inter
 
 
 def _buffered(spec: Any, count: int | None, use_lookahead: bool = False) -> Any:
-    """`spec` with `count` buffers. Two are what it has by itself."""
     if count is None or count == 2 or spec.memory_space is pl.ANY:
         return spec
     return dataclasses.replace(spec, pipeline_mode=pl.Buffered(count, use_lookahead=use_lookahead))

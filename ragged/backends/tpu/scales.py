@@ -1,8 +1,6 @@
 """Scales of quantised operands inside a TPU kernel: no operand is dequantised in memory.
 
-A scale that is the same all along the contracted axis is a factor of the accumulator. One that changes along it is
-multiplied into the tile, in bfloat16, where that holds every product, as of 8 bits and a power of two. Else it is a
-factor of each block's own product, if blocks are of whole lanes, or is multiplied into the tile in float32.
+`base.scale_modes` lists where kernels multiply by them; `backend._details` and `tiled` choose.
 """
 
 import math
@@ -13,40 +11,42 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from ragged.backends.tpu.pipeline import Input
 from ragged.backends.tpu.tiles import LANES
-from ragged.product.operands import Scales
+from ragged.core.scales import Scales
 
 
 class Blocks(NamedTuple):
-    """One operand's scales as a kernel takes them.
+    """An operand's scales, arranged for a kernel.
 
-    An axis is that of its kept letter, by element or 1 for all; the other that of the blocks along the contracted one.
-    The kept axis comes first for the first operand, last for the second.
+    The outer axis, which isn't contracted, has a scale for each element, or one for all. The other axis has the blocks
+    along the contracted axis.
     """
 
-    values: Array  # [..., kept, blocks] or [..., blocks, kept], float32
-    extent: int | None  # of a block along the contracted axis; None for the whole of it
+    values: Array  # float32 [..., outer, blocks] for the first operand, [..., blocks, outer] for the second
+    extent: int | None  # of a block along the contracted axis; None for the whole axis
 
 
-def arrange(scales: Scales | None, kept_axis: int, kept: int, first: bool, ndim: int) -> Blocks | None:
-    """The scales `[..., p, q]` of an operand whose axis `kept_axis` of these two is kept, and has extent `kept`.
+def arrange(scales: Scales | None, outer_axis: int, outer: int, first: bool, ndim: int) -> Blocks | None:
+    """Arranges scales `[..., p, q]` for a kernel. `outer_axis`: 0 for `p`, 1 for `q`. `outer`: its extent.
 
-    The result has `ndim` axes: a batch axis of 1 in front if there was none.
+    `first`: whether they are of the kernel's first operand. `ndim`: number of axes of the result, with a batch axis in
+    front.
     """
     if scales is None:
         return None
-    values, block = scales.values.astype(jnp.float32), scales.block[kept_axis]
-    values = values if kept_axis == 0 else values.mT  # [..., kept, blocks]
+    values, block = scales.values.astype(jnp.float32), scales.block[outer_axis]
+    values = values if outer_axis == 0 else values.mT  # [..., outer, blocks]
     if block is not None and block > 1:
-        values = jnp.repeat(values, block, axis=-2)[..., :kept, :]
+        values = jnp.repeat(values, block, axis=-2)[..., :outer, :]
     values = values if values.ndim == ndim else values[None]
-    return Blocks(values if first else values.mT, scales.block[1 - kept_axis])
+    return Blocks(values if first else values.mT, scales.block[1 - outer_axis])
 
 
-def spec(blocks: Blocks | None, axis: int, width: int, index: Callable[..., Any]) -> pl.BlockSpec | None:
-    """How scales are fetched: tiles of `width` along `axis`, -2 or -1, and all of the other of these two.
+def fetched(blocks: Blocks | None, axis: int, width: int, index: Callable[..., Any]) -> Input | None:
+    """Scales as a kernel's input, in blocks of `width` along `axis`, -2 or -1.
 
-    `index(values, *ids)`: which tile it is, and before it the place along each leading axis.
+    `index(values, *ids)`: the index along each leading axis, then the block's index along `axis`.
     """
     if blocks is None:
         return None
@@ -55,49 +55,51 @@ def spec(blocks: Blocks | None, axis: int, width: int, index: Callable[..., Any]
     shape[axis] = min(shape[axis], width)
 
     def index_map(*ids: Any) -> tuple[Any, ...]:
-        *lead, place = index(values, *ids)
-        place = 0 if values.shape[axis] == 1 else place  # one scale for all
-        return *lead, *((place, 0) if axis == -2 else (0, place))
+        *lead, block = index(values, *ids)
+        block = 0 if values.shape[axis] == 1 else block  # all share one scale
+        return *lead, *((block, 0) if axis == -2 else (0, block))
 
-    return pl.BlockSpec((*[None] * (values.ndim - 2), *shape), index_map)
+    return Input(values, pl.BlockSpec((*[None] * (values.ndim - 2), *shape), index_map))
 
 
-def repeated(ref: Any, turned: bool, extent: int, start: Any, width: int, axis: int, dtype: Any) -> Array:
-    """The scales of elements `start, start + 1, ...` (`width` of them) of an axis that `ref` has by blocks, as `axis`.
+def repeated(ref: Any, transposed: bool, extent: int, start: Any, width: int, axis: int, dtype: Any) -> Array:
+    """Scales of the elements `start, ..., start + width - 1` along `axis` of the result, in `dtype`.
 
-    `start` is a multiple of whole lanes. `turned`: `ref` has the axis as the other one. Along lanes scales are gathered
-    from a register of them, along sublanes repeated; or, where tiles don't end with blocks, `spread`.
+    `ref`, which may be `transposed`, has one scale for each block of `extent` elements. `start` is a multiple of 128.
+    Along lanes, scales are gathered from one register; along sublanes, they are repeated; otherwise, for example if
+    tiles don't end with blocks, `spread` is used.
     """
-    blocks, kept = ref.shape if axis == int(turned) else ref.shape[::-1]
+    blocks, outer = ref.shape if axis == int(transposed) else ref.shape[::-1]
     count = -(-width // extent)
 
-    def some(first: Any, count: int) -> Array:
-        """Of `count` blocks, `[kept, count]` along lanes, `[count, kept]` along sublanes."""
+    def load(first: Any, count: int) -> Array:
+        """Scales of `count` blocks: `[outer, count]` along lanes, `[count, outer]` along sublanes."""
         place = slice(first, first + count) if isinstance(first, int) else pl.ds(pl.multiple_of(first, count), count)
-        values = ref[...] if count == blocks else ref[place, :] if axis == int(turned) else ref[:, place]
-        return values.T if turned else values
+        values = ref[...] if count == blocks else ref[place, :] if axis == int(transposed) else ref[:, place]
+        return values.T if transposed else values
 
-    if axis == 1 and LANES % extent == 0 and kept % 8 == 0 and (blocks <= LANES or blocks % LANES == 0):
-        lane, parts = lax.broadcasted_iota(jnp.int32, (kept, LANES), 1), []
-        for at in range(0, width, LANES):  # the blocks of all of these lanes are in one register
+    if axis == 1 and LANES % extent == 0 and outer % 8 == 0 and (blocks <= LANES or blocks % LANES == 0):
+        lane, parts = lax.broadcasted_iota(jnp.int32, (outer, LANES), 1), []
+        for at in range(0, width, LANES):  # the scales of these elements are in one register
             first = (start + at) // extent
             register = 0 if blocks <= LANES else jnp.minimum(first // LANES, blocks // LANES - 1)
-            values = some(register * LANES, min(blocks, LANES))
+            values = load(register * LANES, min(blocks, LANES))
             values = jnp.pad(values, ((0, 0), (0, LANES - values.shape[1])))
             index = jnp.minimum(first - register * LANES + lane // extent, LANES - 1)
             parts.append(jnp.take_along_axis(values, index, axis=1, mode="promise_in_bounds"))
         return jnp.concatenate(parts, axis=1)[:, :width].astype(dtype)
     if axis == 0 and extent % 16 == 0 and (count == blocks or (width % (8 * extent) == 0 and blocks % count == 0)):
-        values = some(start // extent, count)
-        values = jnp.broadcast_to(values[:, None, :], (count, extent, kept))
-        return values.reshape(count * extent, kept)[:width].astype(dtype)
-    return spread(some(0, blocks), extent, start, width, axis, dtype)
+        values = load(start // extent, count)
+        values = jnp.broadcast_to(values[:, None, :], (count, extent, outer))
+        return values.reshape(count * extent, outer)[:width].astype(dtype)
+    return spread(load(0, blocks), extent, start, width, axis, dtype)
 
 
 def spread(values: Array, extent: int, start: Any, width: int, axis: int, dtype: Any = jnp.float32) -> Array:
-    """The same of an array, from any element on: a product with a matrix of zeros and ones.
+    """Scales of the elements `start, ..., start + width - 1` along `axis`, for any `start`.
 
-    Each element gets one scale times one, so it is exact.
+    `values` has one scale for each block of `extent` elements. A product with zeros and ones, which is exact, copies
+    them.
     """
     shape = (values.shape[axis], width) if axis == 1 else (width, values.shape[axis])
     block, element = (lax.broadcasted_iota(jnp.int32, shape, i) for i in ((0, 1) if axis == 1 else (1, 0)))
@@ -117,7 +119,10 @@ def block_products(
     lanes: int,
     start: Any,
 ) -> Array:
-    """The sum of the products of each block of `lanes`, each times its scales. `start`: where the tile begins."""
+    """The product of two tiles, a sum of products of `lanes` elements along the contracted axes, each times its scales.
+
+    `axes`: the tiles' contracted axes. `start`: the tiles' first element along them.
+    """
     total = None
     for at in range(0, tiles[0].shape[axes[0]], lanes):
         parts = (lax.slice_in_dim(x, at, min(at + lanes, x.shape[i]), axis=i) for x, i in zip(tiles, axes, strict=True))
@@ -131,7 +136,7 @@ def block_products(
 
 
 def _pick(ref: Any, index: Any, axis: int) -> Array:
-    """Entry `index` along `axis`, which stays with extent 1."""
+    """Entry `index` along `axis`, which remains with extent 1."""
     if axis == 0:
         return ref[pl.ds(index, 1), :]
     if isinstance(index, int):
@@ -140,40 +145,52 @@ def _pick(ref: Any, index: Any, axis: int) -> Array:
     return jnp.sum(jnp.where(lane == index, ref[...], 0.0), axis=1, keepdims=True)
 
 
-def held_scales(scales: Scales, group_offset: Array | None, held: int) -> Scales:
-    """Scales by group, `[..., g, blocks]`, as `[..., h, 1, blocks]` for the groups that the uniform term holds."""
+def local_scales(scales: Scales, group_offset: Array | None, num_local: int) -> Scales:
+    """Scales of the local groups: `[..., g, blocks] -> [..., h, 1, blocks]`."""
     values = scales.values
     first = jnp.int32(0) if group_offset is None else group_offset
-    index = jnp.clip(first[..., None] + jnp.arange(held, dtype=jnp.int32), 0, values.shape[-2] - 1)
+    index = jnp.clip(first[..., None] + jnp.arange(num_local, dtype=jnp.int32), 0, values.shape[-2] - 1)
     if index.ndim > 1 or values.ndim > 2:
         batch = jnp.broadcast_shapes(index.shape[:-1], values.shape[:-2])
         values = jnp.broadcast_to(values, (*batch, *values.shape[-2:]))
-        index = jnp.broadcast_to(index, (*batch, held))
+        index = jnp.broadcast_to(index, (*batch, num_local))
     return Scales(jnp.take_along_axis(values, index[..., None], axis=-2)[..., None, :], scales.block)
 
 
 class RowBlocks(NamedTuple):
-    """A wgrad operand's scales by blocks of rows, for each tile of rows: as many as Pallas fetches at a time."""
+    """A wgrad operand's scales by blocks of rows."""
 
-    values: Array  # [e, tiles, blocks of a tile or more, columns], float32
+    values: Array  # float32 [batch or 1, tiles, blocks, columns]; a tile's blocks are padded to a multiple of 8
     extent: int  # rows of a block
 
 
 def of_rows(
-    scales: Scales | None, columns: int, first: bool, group_offset: Array | None, held: int, tile: int, in_tile: bool
+    scales: Scales | None,
+    columns: int,
+    first: bool,
+    group_offset: Array | None,
+    num_local: int,
+    tile: int,
+    in_tile: bool,
 ) -> Blocks | RowBlocks | None:
-    """A wgrad operand's scales: by row, `[e, m, blocks]`; by group, `[e, h, columns or 1, 1]`, `.mT` for `rhs`; or by
-    block of rows. `in_tile`: they are multiplied into tiles of `tile` rows."""
+    """Arranges a wgrad operand's scales.
+
+    - Scales by row: `Blocks` of `[batch or 1, m, blocks]`, with the extent of a block along columns.
+    - Scales by group: `Blocks` of `[batch or 1, local groups, columns or 1, 1]`; transposed unless `first`.
+    - Scales by block of rows: `RowBlocks`.
+
+    `in_tile`: whether the scales multiply tiles of `tile` rows.
+    """
     if scales is None:
         return None
     if scales.block[0] is None:
-        blocks = arrange(held_scales(scales, group_offset, held), 1, columns, first, ndim=4)
+        blocks = arrange(local_scales(scales, group_offset, num_local), 1, columns, first, ndim=4)
         return None if blocks is None else blocks._replace(extent=None)
     values = scales.values.astype(jnp.float32)
     values = values if values.ndim == 3 else values[None]
     if scales.block[0] == 1:
         return Blocks(values, scales.block[1] or columns)
-    # Where there would be fewer, or half of one, a tile has smaller blocks with the same scale.
+    # Blocks are divided, so that a tile has whole blocks; with `in_tile`, 8 or more.
     extent = math.gcd(scales.block[0], tile // 8 if in_tile and tile % 8 == 0 else tile)
     values = jnp.repeat(values, scales.block[0] // extent, axis=1)
     if scales.block[1] != 1:
@@ -187,8 +204,10 @@ def of_rows(
 def scale_rows(
     operand: Any, rows: Any, scales: Any, blocks: Blocks | RowBlocks | None, start: Any, dtype: Any
 ) -> Array:
-    """A wgrad's tile `rows` of an operand, times its rows' scales, if it has any, in `dtype`. `start`: its first
-    column."""
+    """`rows` of a wgrad's operand, multiplied in `dtype` by scales that change with the row.
+
+    `start`: the tile's first column.
+    """
     x = operand[rows, :]
     if blocks is None or blocks.extent is None:
         return x
@@ -204,28 +223,29 @@ def row_block_products(
     refs: tuple[Any, Any],
     blocks: tuple[Any, Any],
     mask: Callable[[Array, Any], Array],
-    is_mine: Callable[[Any], Any],
+    is_in_group: Callable[[Any], Any],
 ) -> Array:
-    """A wgrad's product of the tiles `rows` of its operands: the sum of that of each block of rows, times its scales.
+    """A wgrad's product of `rows` of its operands. The product of each block of rows is multiplied by its scales.
 
-    `mask(x, first)`: of rows from `first` on, those of the group. `is_mine`: whether a block that begins there is its.
+    - `mask(x, first)`: `x`, which begins at the tile's row `first`, with zeros outside of the group.
+    - `is_in_group(first)`: whether the block that begins at this row belongs to the group.
     """
     extent = math.gcd(rows.size, *(each.extent for each in blocks if isinstance(each, RowBlocks)))
     # The first operand's columns are the result's rows: [blocks, a] -> [a, blocks].
-    turned = (
+    transposed = (
         jnp.pad(refs[0][...], ((0, -refs[0].shape[0] % LANES), (0, 0))).T if isinstance(blocks[0], RowBlocks) else None
     )
     total = None
     for at in range(0, rows.size, extent):
         first = rows.start + at
-        some = pl.ds(first if isinstance(first, int) else pl.multiple_of(first, extent), extent)
-        product = dot(*(mask(operand[some, :], first) for operand in operands)).astype(jnp.float32)
-        if turned is not None:
-            lane = lax.broadcasted_iota(jnp.int32, turned.shape, 1)
-            mine = (lane == first // blocks[0].extent) & is_mine(first)
-            product *= jnp.sum(jnp.where(mine, turned, 0.0), axis=1, keepdims=True)
+        block = pl.ds(first if isinstance(first, int) else pl.multiple_of(first, extent), extent)
+        product = dot(*(mask(operand[block, :], first) for operand in operands)).astype(jnp.float32)
+        if transposed is not None:
+            lane = lax.broadcasted_iota(jnp.int32, transposed.shape, 1)
+            in_group = (lane == first // blocks[0].extent) & is_in_group(first)
+            product *= jnp.sum(jnp.where(in_group, transposed, 0.0), axis=1, keepdims=True)
         if isinstance(blocks[1], RowBlocks):
-            product *= jnp.where(is_mine(first), refs[1][pl.ds(first // blocks[1].extent, 1), :], 0.0)
+            product *= jnp.where(is_in_group(first), refs[1][pl.ds(first // blocks[1].extent, 1), :], 0.0)
         total = product if total is None else total + product
     assert total is not None
     return total

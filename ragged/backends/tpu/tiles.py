@@ -1,4 +1,4 @@
-"""Tiles for TPU kernels: which are legal, what they take of VMEM, and which are chosen when none are asked for."""
+"""Tiles for TPU kernels: which are legal, how much VMEM they need, and the default choice."""
 
 import math
 from collections.abc import Iterator
@@ -16,24 +16,24 @@ LANES = 128
 
 
 class Chip(NamedTuple):
-    """What the choice of a tile depends on, for one core."""
+    """Figures of a TPU, per core, for the choice of tiles."""
 
     cores: int
     generation: int
     mxu: int  # rows and columns of a matrix unit
     vmem: int  # bytes that a kernel may use
-    flops: float  # a second, bfloat16
-    bandwidth: float  # bytes a second
-    narrow: tuple[tuple[str, float], ...] = ()  # formats of 8 bits and fewer that it multiplies, and `flops` in them
+    flops: float  # per second, bfloat16
+    bandwidth: float  # bytes per second
+    narrow: tuple[tuple[str, float], ...] = ()  # (dtype, operations per second) of 8-bit and narrower formats
 
     def rate(self, dtype: Any) -> float | None:
-        """Operations a second on operands of this dtype; None if it is narrow, and the matrix units don't have it."""
+        """Operations per second on operands of this dtype; None if the matrix units don't support it."""
         return dict(self.narrow).get(jnp.dtype(dtype).name, self.flops if jnp.dtype(dtype).itemsize > 1 else None)
 
 
 @cache
 def chip(device: tuple[str, int] | None) -> Chip:
-    """The chip of a device kind, such as `("TPU v6 lite", 1)`. Where it isn't known, what all generations can do."""
+    """The chip of `Target.device`, such as `("TPU v6 lite", 1)`; if unknown, one that suits all generations."""
     if device is None:
         return chip(DEFAULT_TPU)._replace(vmem=12 << 20, narrow=())
     kind = AbstractDevice(*device, "tpu")
@@ -44,7 +44,7 @@ def chip(device: tuple[str, int] | None) -> Chip:
         return chip(None)
     rates = dict.fromkeys(("float8_e4m3fn", "float8_e4m3b11fnuz", "float8_e5m2"), info.fp8_ops_per_second)
     rates |= {"int8": info.int8_ops_per_second, "int4": info.int4_ops_per_second}
-    # What scales need, and the compiler itself, is left to them: a kernel's limit is a fifth higher.
+    # A quarter of VMEM is left for scales and the compiler.
     return Chip(
         info.num_cores,
         info.generation,
@@ -57,7 +57,7 @@ def chip(device: tuple[str, int] | None) -> Chip:
 
 
 def is_known(device: tuple[str, int]) -> bool:
-    """Whether there are figures of a device kind."""
+    """Whether the kind's figures are known."""
     return chip(device) != chip(None)
 
 
@@ -66,20 +66,19 @@ def round_up(x: int, multiple: int) -> int:
 
 
 def sublanes(*dtypes: Any) -> int:
-    """Rows of the smallest tile of memory that suits all of `dtypes`: 8 of 32 bits, 16 of 16, 32 of 8, 64 of 4."""
+    """Rows of the smallest tile of memory for all of `dtypes`: 8 for 32 bits, 16 for 16, 32 for 8, 64 for 4."""
     return max(8 * 32 // jax.dtypes.itemsize_bits(dtype) for dtype in dtypes)
 
 
 def block_bytes(rows: int, columns: int, dtype: Any) -> int:
-    """What a block takes of VMEM."""
+    """Bytes of a block in VMEM."""
     return round_up(rows, sublanes(dtype)) * round_up(columns, LANES) * jax.dtypes.itemsize_bits(dtype) // 8
 
 
 def refuse(tile: dict[str, int], extents: dict[str, int], ragged: str, dtypes: tuple[Any, ...]) -> Refusal | None:
-    """Which rule a tiling breaks, and the nearest that breaks none.
+    """`Refusal` if a tile size is illegal, with the nearest legal tiling as hint; else None.
 
-    A tile of rows (of a ragged letter) must be a multiple of the dtypes' sublanes, any other of 128 lanes, unless it
-    holds the whole extent.
+    A tile must be a multiple of the dtypes' sublanes along a ragged letter, of 128 along others, or the whole extent.
     """
     unit = {letter: sublanes(*dtypes) if letter in ragged else LANES for letter in tile}
     near = {x: t if t >= extents[x] or t % unit[x] == 0 else round_up(t, unit[x]) for x, t in tile.items()}
@@ -96,48 +95,55 @@ def refuse(tile: dict[str, int], extents: dict[str, int], ragged: str, dtypes: t
 
 
 class Problem(NamedTuple):
-    """One product to be tiled. Extents and tiles are in the order rows, first, second, whatever a kernel calls them."""
+    """A product to choose tiles for. Extents and tiles have the order `rows`, `a`, `b`. By `kind`, the product is:
 
-    kind: str  # "rows": [r, a] x [g, a, b] -> [r, b]; "groups": [r, a] x [r, b] -> [g, a, b]; "batched": as "rows",
-    rows: int  # where each group has all the rows
+    - "rows": `[r, a] × [g, a, b] -> [r, b]`;
+    - "groups": `[r, a] × [r, b] -> [g, a, b]`;
+    - "batched": `[g, r, a] × [g, a, b] -> [g, r, b]`.
+    """
+
+    kind: str
+    rows: int
     a: int
     b: int
     groups: int
     dtypes: tuple[Any, Any, Any]  # of the operands and the result
-    dot: Any  # how two tiles are multiplied: see `units.Dot`
+    dot: Any  # a `units.Dot`
     buffers: int  # of each operand
     has_existing: bool = False
-    elements: int = 1  # batch elements that the table of visits lists
-    letters: str = "mkn"  # the product's, of `rows`, `a` and `b`
-    products: int = 1  # matrices that the rows are multiplied with
-    results: int = 1  # arrays that are stored
+    elements: int = 1  # batch elements in the table of visits
+    letters: str = "mkn"  # the product's letters for `rows`, `a` and `b`
+    products: int = 1  # number of matrices that the rows are multiplied with
+    results: int = 1  # number of stored arrays
+    instructions: int = 0  # of the epilogue, per element of the result
+    halves: bool = False  # whether both matrices are halves of one array
 
     @property
     def units(self) -> tuple[int, int, int]:
-        """What a tile must be a multiple of along each extent, unless it holds all of it."""
-        # Where nothing is ragged, an operand may have the rows along its lanes.
+        """The unit of tiles along each extent: a tile is a multiple of it, or the whole extent."""
+        # Without a ragged letter, an operand may have the rows along its lanes.
         return LANES if self.kind == "batched" else sublanes(*self.dtypes), LANES, LANES
 
 
 def vmem(problem: Problem, tile: tuple[int, int, int]) -> int:
-    """Bytes of VMEM that a kernel takes: buffers, casts, the accumulator, and the result before it is cast."""
+    """Bytes of VMEM that a kernel needs: buffers, casts, the accumulator, and the unrounded result."""
     (r, a, b), p = tile, problem
     blocks = ((r, a), (r, b), (a, b)) if p.kind == "groups" else ((r, a), (a, b), (r, b))
     total = (2 * p.results + 2 * p.has_existing) * block_bytes(*blocks[2], p.dtypes[2])
     total += 2 * p.products * block_bytes(*blocks[2], jnp.float32)
     streams = zip(blocks[:2], p.dtypes[:2], (p.dot.lhs, p.dot.rhs), (1, p.products), strict=True)
-    for block, dtype, taken, count in streams:
+    for block, dtype, dot_dtype, count in streams:
         total += p.buffers * count * block_bytes(*block, dtype)
-        total += block_bytes(*block, taken) * (jnp.dtype(dtype) != taken)
+        total += block_bytes(*block, dot_dtype) * (jnp.dtype(dtype) != dot_dtype)
     return total
 
 
 SMEM = 3 << 18
-"""Bytes of tables that fit the scalar memory of every generation, 1 MiB."""
+"""Limit of the tables' bytes: three quarters of scalar memory, which is 1 MiB in every generation."""
 
 
 def smem(problem: Problem, tile: tuple[int, int, int]) -> int:
-    """Bytes of scalar memory that the table of visits takes: see `schedule.Visits`."""
+    """Bytes of scalar memory for `schedule.Visits`."""
     p = problem
     if p.kind == "batched":
         return 0
@@ -147,25 +153,29 @@ def smem(problem: Problem, tile: tuple[int, int, int]) -> int:
 
 @cache
 def choose(problem: Problem, on: Chip) -> tuple[int, int, int]:
-    """The tile `(rows, a, b)` with the least time by a model: FLOPs or bytes, a price for each step, and the pipeline's
-    first and last blocks, which nothing hides. It always fits into VMEM."""
+    """The tile `(rows, a, b)` with the least time by the model `_seconds`."""
     return next(iter(ranked(problem, on)), problem.units)
 
 
 def ranked(problem: Problem, on: Chip) -> list[tuple[int, int, int]]:
-    """All tiles that fit, best by the model first."""
+    """All tiles that fit, the fastest by the model first.
+
+    Tiles with more than `SMEM` bytes of tables are left out, unless all have more.
+    """
     fitting = [t for t in _candidates(problem) if fits(problem, t, on)]
     listable = [t for t in fitting if smem(problem, t) <= SMEM] or fitting
     return sorted(listable, key=lambda tile: _seconds(problem, tile, on))
 
 
 def fits(problem: Problem, tile: tuple[int, int, int], on: Chip) -> bool:
-    """Whether a tile fits into VMEM, and its products, which are unrolled, compile in a few seconds."""
+    """Whether a tile fits into VMEM, and the compiler can unroll its products in a few seconds."""
+    if problem.halves and problem.b % tile[2]:  # the second half must begin at a tile
+        return False
     return problem.products * math.prod(tile) <= 2**30 * on.mxu // 128 and vmem(problem, tile) <= on.vmem
 
 
 def fit(problem: Problem, tile: tuple[int, int, int], on: Chip) -> tuple[int, int, int]:
-    """`tile`, no larger than the extents, halved along its longest side until it fits into VMEM."""
+    """`tile`, cut to the extents, then halved along its longest side until it fits into VMEM."""
     unit = problem.units
     r, a, b = (min(t, extent) for t, extent in zip(tile, (problem.rows, problem.a, problem.b), strict=True))
     while vmem(problem, (r, a, b)) > on.vmem and (r > unit[0] or a > unit[1] or b > unit[2]):
@@ -177,62 +187,72 @@ def fit(problem: Problem, tile: tuple[int, int, int], on: Chip) -> tuple[int, in
 
 def _candidates(p: Problem) -> Iterator[tuple[int, int, int]]:
     unit = p.units[0]
-    tallest = min(512, round_up(p.rows, unit))
-    heights = [t for t in (16, 32, 64, 128, 256, 512) if t % unit == 0 and t < tallest] + [tallest]
+    largest = min(512, round_up(p.rows, unit))
+    row_tiles = [t for t in (16, 32, 64, 128, 256, 512) if t % unit == 0 and t < largest] + [largest]
     for a in _parts(p.a):
         for b in _parts(p.b):
-            for rows in heights:
+            for rows in row_tiles:
                 yield rows, a, b
 
 
 def _parts(extent: int) -> list[int]:
-    """The whole extent, and equal parts of it in whole lanes, down to one lane tile."""
+    """The whole extent, and equal parts of it in whole lanes."""
     parts = [round_up(-(-extent // count), LANES) for count in (*range(2, 9), 12, 16, 24, 32, 48, 64, 128, 256)]
     return list(dict.fromkeys([extent, *(t for t in [*parts, LANES] if t < extent)]))
 
 
-_VMEM = 6e12
-"""Bytes a second that the vector unit stores: a register of 4 KiB each cycle."""
+_STORES = 6e12
+"""Bytes per second that the vector unit stores: a register of 4 KiB in each cycle."""
+
+_VECTOR = 3e12
+"""Operations per second of the vector unit: about three registers of 1024 elements in each cycle."""
 
 _STEP = {"rows": 0.12e-6, "batched": 0.12e-6, "groups": 0.35e-6}
-"""Seconds that a step of the grid takes besides its product, by the simulator: to fill and drain the matrix units, and
-in a wgrad to begin the transpose."""
+"""Seconds of a step of the grid besides its product, measured with libtpu's simulator.
+
+In this time, the matrix units are filled and drained, and in a wgrad the transpose starts.
+"""
 
 
 def _seconds(p: Problem, tile: tuple[int, int, int], on: Chip) -> float:
-    """What the model says a tile takes. Each step computes while the blocks of the next one arrive."""
+    """Seconds of a product with this tile, by the model.
+
+    A step computes while the next blocks are copied. So it takes as long as its FLOPs plus a fixed overhead, or as its
+    bytes, whichever is longer. Nothing overlaps with the first and the last copy.
+    """
     rows, a, b = tile
     size = [jax.dtypes.itemsize_bits(dtype) / 8 for dtype in p.dtypes]
     tiles_a, tiles_b = -(-p.a // a), -(-p.b // b)
     per_group = p.rows if p.kind == "batched" else -(-p.rows // p.groups)
-    # Visits of a group: to whole tiles, and now and then to one more that it shares with a neighbour. There, what is
-    # computed is rounded to chunks.
+    # A group visits whole tiles, and often a tile that it shares. There, computed rows are rounded up to chunks.
     visits = max(per_group / rows, 1.0) if p.kind == "batched" else per_group / rows + 0.25
     computed = min(rows * math.ceil(per_group / rows), per_group + chunk(rows) / 2)
-    # A matrix unit is loaded with as many rows as it has before it multiplies; fewer take as long.
+    # Loading weights into a matrix unit takes as long as multiplying `mxu` rows, so fewer rows save no time.
     busy = computed * max(1.0, on.mxu / min(rows, per_group))
-    # Integers count as bfloat16: at their own rate smaller tiles look as good, and by the simulator are slower.
+    # Integers have the rate of bfloat16 here. With their own, higher rate, smaller tiles would seem as fast; in the
+    # simulator, they are slower.
     rate = None if jnp.issubdtype(p.dot.lhs, jnp.integer) else on.rate(p.dot.lhs)
     compute = 2 * p.products * busy * round_up(a, LANES) * round_up(b, LANES) / (rate or on.flops) / visits
+    # An activation's instructions run in parallel with the matrix units.
+    compute = max(compute, computed * round_up(b, LANES) * p.instructions / _VECTOR / tiles_a / visits)
     compute += _STEP[p.kind]
     if p.kind == "groups":
-        # A visit reads rows of both operands; after a group's last one, its matrix is written.
+        # Each visit reads rows of both operands. A group's last visit writes its matrix.
         each, once = rows * (a * size[0] + b * size[1]), a * b * size[2]
     else:
-        # A visit reads rows and writes rows; before a group's first one, its matrix is read; or before each, if the
-        # matrix is read in parts.
+        # Each visit reads and writes rows. A group's matrix is read once; or at each visit, if it is read in parts.
         each, once = rows * (a * size[0] + p.results * b * size[2] / tiles_a), p.products * a * b * size[1]
         if tiles_a > 1:
             each, once = each + once, 0.0
-            compute += p.products * rows * round_up(b, LANES) * 4 / _VMEM  # accumulators are stored at each step
+            compute += p.products * rows * round_up(b, LANES) * 4 / _STORES  # each step stores the accumulators
     first = max(compute, (each + once) / on.bandwidth)
     others = max(visits - 1.0, 0.0) * max(compute, each / on.bandwidth)
     total = p.groups * tiles_a * tiles_b * (first + others)
-    # Cores share the tiles of the letter that the grid goes over first. Nothing hides the first and the last blocks.
+    # Cores share the tiles of the grid's first dim.
     outer = tiles_a if p.kind == "groups" else p.groups if p.kind == "batched" else tiles_b
     return -(-outer // on.cores) / outer * total + (each + once) / on.bandwidth
 
 
 def chunk(rows: int) -> int:
-    """Rows that a kernel computes at a time in a tile that a group does not fill."""
+    """Rows that a kernel multiplies at a time in a partial tile."""
     return 128 if rows % 128 == 0 else rows

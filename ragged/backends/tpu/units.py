@@ -1,10 +1,10 @@
-"""What a TPU's matrix units multiply: in which dtypes a dot takes its operands, and the dot.
+"""Dots of a TPU's matrix units: the dtypes in which they multiply operands, and the dot.
 
-Whatever they are, no value of an operand is lost, NaN and infinities included, and the product of two values of 8 bits
-is exact in float32. What sums such products rounds to is the hardware's: see docs/tpu.md.
+These dtypes keep every value of an operand, and the product of two 8-bit values is exact in float32. For the rounding
+of sums, see docs/tpu.md.
 
-Where the units' format of 4 bits of exponent and 3 of mantissa isn't `float8_e4m3fn` but `float8_e4m3b11fnuz`, the same
-bits stand for a sixteenth, and others for what isn't a number:
+Instead of `float8_e4m3fn`, some generations have `float8_e4m3b11fnuz`, where the same bits mean a sixteenth of the
+value, and other bits mean NaN:
 
     bits               0x01    0x38    0x7e    0x7f    0x80    0xff
     e4m3fn             2**-9   1       448     nan     -0      nan
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ragged.backends.tpu.tiles import Chip
-from ragged.quant.formats import accumulator_dtype, compute_dtype
+from ragged.core.formats import accumulator_dtype, compute_dtype
 
 _B11 = jnp.dtype(jnp.float8_e4m3b11fnuz)
 
@@ -26,16 +26,21 @@ _B11 = jnp.dtype(jnp.float8_e4m3b11fnuz)
 class Dot(NamedTuple):
     """How two tiles are multiplied."""
 
-    lhs: Any  # the dtypes in which the units take the operands
+    lhs: Any  # dtype in which `lhs` is multiplied
     rhs: Any
-    longest: int | None = None  # the most contracted elements that are summed exactly, if there is a most
+    longest: int | None = None  # largest number of products whose sum is exact; None for no limit
 
     @property
     def result(self) -> Any:
         return accumulator_dtype(self.lhs)
 
     def __call__(self, x: Array, y: Array, x_axis: int, y_axis: int, precision: Any = lax.Precision.DEFAULT) -> Array:
-        """The product, contracting these axes of two matrices, in `result`. `precision` is for tiles of float32."""
+        """The product of two tiles in the dtype `result`, contracting `x_axis` with `y_axis`.
+
+        `precision` applies only to float32.
+        """
+        if x_axis == y_axis == 1 and y.shape[0] == 1:  # Pallas doesn't lower such a dot for narrow operands
+            return jnp.sum(x.astype(self.result) * y.astype(self.result), axis=1, keepdims=True)
         x, y = _cast(x, self.lhs), _cast(y, self.rhs)
         extent, total = x.shape[x_axis], None
         for begin in range(0, extent, self.longest or extent):
@@ -54,29 +59,30 @@ class Dot(NamedTuple):
 
 
 def dot(lhs: Any, rhs: Any, on: Chip) -> Dot:
-    """How operands of these dtypes are multiplied.
+    """The dot for operands of these dtypes.
 
-    As they are if the units have the formats of both, and multiply them no slower than bfloat16; else both in a format
-    that holds all their values. Integers that the units have no format for are multiplied as bfloat16, by the compiler,
-    and summed in float32: up to 2²⁴ that is exact.
+    Operands of the same dtype, or two 8-bit floats, aren't cast if the matrix units support them. Otherwise both are
+    cast to a dtype that has all their values. If the matrix units don't support int8, the compiler multiplies it as
+    bfloat16, and sums in float32, which is exact up to 2²⁴.
     """
     lhs, rhs = jnp.dtype(lhs), jnp.dtype(rhs)
     floats = all(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1 for dtype in (lhs, rhs))
     if lhs == rhs or floats:
-        own = [_B11 if d == jnp.float8_e4m3fn and on.rate(d) is None else d for d in (lhs, rhs)]
-        if all(on.rate(dtype) is not None for dtype in own):
-            return Dot(own[0], own[1])
+        native = [_B11 if d == jnp.float8_e4m3fn and on.rate(d) is None else d for d in (lhs, rhs)]
+        if all(on.rate(dtype) is not None for dtype in native):
+            return Dot(native[0], native[1])
     common = compute_dtype(lhs, rhs)
     if common == jnp.int8 and on.rate(common) is None:
-        bits = sum(jax.dtypes.itemsize_bits(dtype) - 1 for dtype in (lhs, rhs))
+        bits = sum(jax.dtypes.itemsize_bits(dtype) - 1 for dtype in (lhs, rhs))  # a product is at most 2**bits
         return Dot(common, common, 2 ** (24 - bits))
     return Dot(common, common)
 
 
 def _cast(x: Array, dtype: Any) -> Array:
+    """`x` in `dtype`. For `float8_e4m3b11fnuz`, `x / 16`: the same bits as `float8_e4m3fn`, except for -0 and NaN."""
     if dtype != _B11:
         return x if x.dtype == dtype else x.astype(dtype)
     bits = lax.bitcast_convert_type(x, jnp.int8)
-    no_number = (bits & jnp.int8(0x7F)) == 0x7F
-    bits = jnp.where(bits == -0x80, jnp.int8(0), jnp.where(no_number, jnp.int8(-0x80), bits))
+    is_nan = (bits & jnp.int8(0x7F)) == 0x7F
+    bits = jnp.where(bits == -0x80, jnp.int8(0), jnp.where(is_nan, jnp.int8(-0x80), bits))
     return lax.bitcast_convert_type(bits, _B11)

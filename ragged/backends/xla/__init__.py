@@ -1,1 +1,1 @@
-"""XLA: any platform, no custom kernel, fast on the CPU."""
+"""The XLA backend."""

@@ -1,8 +1,8 @@
-"""Grouped products in plain XLA: no custom kernel, any platform, fast on the CPU."""
+"""Grouped products in plain XLA, on any platform, fast on the CPU."""
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -13,60 +13,62 @@ from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import InconclusiveDimensionOperation
 
-from ragged.backends import schedule
-from ragged.backends.base import Launch, Refusal, Target, Work, choice, cost, finish, is_empty, spans
-from ragged.backends.config import XlaConfig
+from ragged.backends.base import (
+    Launch,
+    Refusal,
+    Target,
+    Work,
+    apply_epilogue,
+    changes_sums,
+    choice,
+    cost,
+    is_empty,
+    spans,
+)
+from ragged.core.formats import AnyArray, accumulator_dtype, compute_dtype
+from ragged.core.offsets import group_offsets, segments
+from ragged.core.scales import Scales, dequantized
+from ragged.product.config import XlaConfig
 from ragged.product.operands import Call, Operand, Operands
-from ragged.quant.formats import accumulator_dtype, compute_dtype
-from ragged.quant.scales import dequantized
 
 
 def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
-    """Every product has a kernel: see `ragged.backends.base`."""
+    """Chooses kernel and configuration."""
     if is_empty(call, x):
         return Launch("xla", "zeros", call, target, config=XlaConfig(), source="model", **cost(call, x))
-    try:
-        found = choice(
-            call,
-            x,
-            target,
-            "xla",
-            partial(_illegal, call, x),
-            lambda tiling: XlaConfig(**_heights(call, x, tiling)),
-            lambda: XlaConfig(**_heights(call, x, None), batched_rows=_batched_rows(call, x)),
-        )
-    except InconclusiveDimensionOperation:
-        return Refusal(
-            "the extent of a ragged dim is symbolic, and may be smaller than a tile.\n"
-            f"Got lhs={x.lhs.data.shape}, rhs={x.rhs.data.shape}.",
-            "Bound it, as in `jax.export.symbolic_shape('m', constraints=['m >= 513'])`, or leave the buffer's extent "
-            "static: the sizes of the groups vary in any case.",
-            NotImplementedError,
-        )
-    if isinstance(found, Refusal):
-        return found
-    config, source = found
+    chosen = choice(
+        call,
+        x,
+        target,
+        "xla",
+        partial(_illegal, call, x),
+        lambda tiling: XlaConfig(**_tile_sizes(call, x, tiling)),
+        lambda: XlaConfig(**_tile_sizes(call, x, None), batched_rows=_batched_rows(call, x)),
+    )
+    if isinstance(chosen, Refusal):
+        return chosen
+    config, source = chosen
     return Launch("xla", call.product.kernel, call, target, config=config, source=source, **cost(call, x))
 
 
 def candidates(launch: Launch, x: Operands) -> Iterator[XlaConfig]:
-    """Other heights to try in place of the launch's."""
+    """Other tile sizes to measure, and other numbers of batched rows."""
+    current: XlaConfig = launch.config
     if launch.call.product.kernel == "tiled_matmul":
-        chosen: XlaConfig = launch.config
-        for factor in (0.5, 2.0, 0.25, 4.0):
-            scaled = {z: tuple(max(8, int(height * factor)) for height in chosen.along(z)[0]) for z in "mkn"}
-            yield XlaConfig(**scaled)
+        for ratio in (0.5, 2.0, 0.25, 4.0):
+            scaled = {z: tuple(max(8, int(tile * ratio)) for tile in current.along(z)[0]) for z in "mkn"}
+            yield XlaConfig(m=scaled["m"], k=scaled["k"], n=scaled["n"])
         return
-    own: XlaConfig = launch.config
-    yield from (replace(own, batched_rows=rows) for rows in dict.fromkeys((0, _batched_rows(launch.call, x), 16)))
-    for letter, extent in _packed_extents(launch.call, x).items():
-        for heights in (*_HEIGHTS[launch.kernel], (8, 16, 32, 64), (32, 128, 512), (64, 256)):
-            if fitting := tuple(height for height in heights if height < extent):
-                yield XlaConfig(**{letter: fitting})
+    yield from (replace(current, batched_rows=rows) for rows in dict.fromkeys((0, _batched_rows(launch.call, x), 16)))
+    for letter, extent in _ragged_extents(launch.call, x).items():
+        for tile_sizes in (*_TILE_SIZES[launch.kernel], (8, 16, 32, 64), (32, 128, 512), (64, 256)):
+            if fitting := tuple(tile for tile in tile_sizes if tile < extent):
+                tiles: Any = {letter: fitting}
+                yield XlaConfig(**tiles)
 
 
 def run(launch: Launch, x: Operands) -> Array:
-    """The product. Operands with scales are dequantised: copies in memory, of a group's matrix where it is visited."""
+    """Computes the product."""
     kernel = {
         "zeros": _zeros,
         "batched_matmul": _batched,
@@ -74,109 +76,126 @@ def run(launch: Launch, x: Operands) -> Array:
         "transposed_grouped_matmul": _transposed_grouped,
         "tiled_matmul": _tiled,
     }[launch.kernel]
-    return kernel(*_without_scales(launch, x))
+    launch, x = _without_scales(launch, x)
+    # XLA must not fold the loops' bitcasts of floats, hence the barrier: see `formats.bits`.
+    return kernel(launch, jax.tree.map(lambda z: z if _bits(z.dtype) is None else lax.optimization_barrier(z), x))
 
 
 def _without_scales(launch: Launch, x: Operands) -> tuple[Launch, Operands]:
-    """The same product of operands times their scales, but for matrices that the kernel multiplies with theirs."""
+    """`(launch, x)` with dequantised operands, except for matrices that the loop dequantises one by one."""
     call = launch.call
     if x.lhs.scales is None and x.rhs.scales is None:
         return launch, x
-    wide, once = _accumulator(call, x), call.batch(x) in (None, 1)
+    dtype, is_single = call.accumulator(x), call.batch(x) in (None, 1)
 
     def times_scales(operand: Operand, letters: str) -> Operand:
-        data, scales = operand
-        in_loop = launch.kernel == "grouped_matmul" and call.product.is_uniform(letters) and (once or data.ndim == 4)
+        data, scales, _ = operand
+        # The loop would dequantise a shared matrix once for each batch element.
+        is_used_once = is_single or data.ndim == 4
+        in_loop = launch.kernel == "grouped_matmul" and call.product.is_uniform(letters) and is_used_once
+        # In the loop, each matrix has its own scales, or all share them.
         if scales is None or (in_loop and math.prod(scales.values.shape[:-2]) in (1, math.prod(data.shape[:-2]))):
             return operand
-        return Operand(dequantized(data, scales, x.sizes.get(letters[0]), wide))
+        return Operand(dequantized(data, scales, x.sizes.get(letters[0]), dtype))
 
     lhs, rhs = times_scales(x.lhs, call.product.lhs), times_scales(x.rhs, call.product.rhs)
-    # A float32 operand's bits all count, whatever the platform's default precision is.
+    # Dequantised operands need all bits of float32.
     options = call.options._replace(precision=call.options.precision or lax.Precision.HIGHEST)
     return replace(launch, call=call._replace(options=options)), x._replace(lhs=lhs, rhs=rhs)
 
 
 def _illegal(call: Call, x: Operands, config: XlaConfig) -> Refusal | None:
-    """Why a product can't have these heights."""
-    p, extents = call.product, _packed_extents(call, x)
+    """`Refusal` if the product can't have this configuration, else None."""
+    p, extents = call.product, _ragged_extents(call, x)
     for letter in p.ragged:
-        heights = config.along(letter)[0]
-        several = len(p.ragged) == 1
-        if not heights or (len(heights) > 1 and not several):
-            what = "at least one height" if several else "one height"
+        tile_sizes = config.along(letter)[0]
+        allows_several = len(p.ragged) == 1
+        if not tile_sizes or (len(tile_sizes) > 1 and not allows_several):
+            what = "at least one tile size" if allows_several else "one tile size"
+            dims = "one ragged dim" if allows_several else f"{len(p.ragged)} ragged dims"
             return Refusal(
-                f"`XlaConfig.{letter}` is {heights} for a ragged dim of a product with {len(p.ragged)} of them.",
+                f"`XlaConfig.{letter}` is {tile_sizes} for a ragged dim, in a product with {dims}.",
                 f"Give it {what}: `XlaConfig({letter}=(64,))`.",
             )
-        if heights[-1] > extents[letter]:
-            problem = f"`XlaConfig.{letter}` is {heights} for a buffer of {extents[letter]}."
-            return Refusal(problem, "Heights must fit it.")
+        if letter in extents and tile_sizes[-1] > extents[letter]:
+            problem = f"`XlaConfig.{letter}` is {tile_sizes} for a buffer of {extents[letter]}."
+            return Refusal(problem, "Tile sizes must not exceed the buffer.")
     if rows := config.batched_rows:
         if not _can_batch(call, x):
             return Refusal(
-                f"`XlaConfig.batched_rows` is {rows} for a product that has no dot for all groups.", "Leave it 0."
+                f"`XlaConfig.batched_rows` is {rows}, but one dot can't multiply rows of all groups in this product.",
+                "Leave it 0.",
             )
         if rows > extents[p.ragged]:
             problem = f"`XlaConfig.batched_rows` is {rows} for a buffer of {extents[p.ragged]}."
-            return Refusal(problem, "They must fit it.")
+            return Refusal(problem, "It must not exceed the buffer.")
     return None
 
 
-def _packed_extents(call: Call, x: Operands) -> dict[str, Any]:
-    """The least extent of the buffers along each ragged letter."""
+def _ragged_extents(call: Call, x: Operands) -> dict[str, int]:
+    """The smallest extent of the buffers along each ragged letter, without symbolic extents."""
     p, extents = call.product, {}
     for letters, shape in ((p.lhs, x.lhs.data.shape), (p.rhs, x.rhs.data.shape), (p.out, call.shape)):
         for letter, n in zip(letters, shape[-2:], strict=True):
-            if letter in x.sizes:
+            if letter in x.sizes and isinstance(n, int):
                 extents[letter] = min(extents.get(letter, n), n)
     return extents
 
 
-def _heights(call: Call, x: Operands, tiling: dict[str, int] | None) -> dict[str, tuple[int, ...]]:
-    p, (a, _) = call.product, call.terms(x)
+def _tile_sizes(call: Call, x: Operands, tiling: dict[str, int] | None) -> dict[str, Any]:
+    """Tile sizes of each ragged letter, at most those of `tiling`."""
+    p, (a, _) = call.product, call.kernel_operands(x)
     if len(p.ragged) == 1:
-        m, tallest = a.extent(p.ragged), tiling[p.ragged] if tiling else None
-        small, large = _HEIGHTS[p.kernel]
+        m, largest = a.extent(p.ragged), tiling[p.ragged] if tiling else None
+        small, large = _TILE_SIZES[p.kernel]
         flops = cost(call, x)["flops"]
-        heights = small if flops is not None and flops < 2**29 else large
-        # A tile as tall as the buffer would have its dot hoisted out of its loop, where there is more than one.
-        several = tuple(t for t in heights if t < m and t <= (tallest or t))
-        return {p.ragged: several or (min(m, tallest or m),)}
-    tiles: dict[str, Any] = {}
+        tile_sizes = small if flops is not None and flops < 2**29 else large
+        if not isinstance(m, int):  # symbolic, under `jax.export`: `_padding` pads the buffer
+            return {p.ragged: tuple(t for t in tile_sizes if t <= (largest or t)) or (largest or tile_sizes[0],)}
+        # A tile as large as the buffer must be the only one: its dot doesn't depend on the position, so XLA would hoist
+        # it out of the loop and always compute it.
+        fitting = tuple(t for t in tile_sizes if t < m and t <= (largest or t))
+        return {p.ragged: fitting or (min(m, largest or m),)}
+    tiles: dict[str, int] = {}
     for (packed, other), shape in ((p.lhs, x.lhs.data.shape), (p.rhs, x.rhs.data.shape), (p.out, call.shape)):
         rows, columns = shape[-2:]
-        if packed in x.sizes:
-            tile = tiling[packed] if tiling else _mean_tile(rows, x.num_groups)
-            tiles[packed] = min(tiles.get(packed, rows), rows, tile)
-        if other in x.sizes:
-            tiles[other] = min(tiles.get(other, columns), columns, tiling[other] if tiling else 256)
+        for letter, extent, tile in ((packed, rows, _mean_tile(rows, x.num_groups)), (other, columns, 256)):
+            if letter in x.sizes:
+                known = [extent] if isinstance(extent, int) else []  # symbolic: `padded` adds a tile
+                tile = tiling[letter] if tiling else tile
+                tiles[letter] = min(tiles.get(letter, tile), tile, *known)
     return {letter: (tile,) for letter, tile in tiles.items()}
 
 
 def _batched_rows(call: Call, x: Operands) -> int:
-    """The mean group, where groups are so small that the tiles of a loop would mostly wait for each other."""
-    rows = _packed_extents(call, x).get(call.product.ragged)
+    """Rows of each group that one dot multiplies: the mean group's if groups are small, else 0.
+
+    For small groups, one dot is faster than a loop over small tiles, which wait for each other.
+    """
+    rows = _ragged_extents(call, x).get(call.product.ragged)
     if not _can_batch(call, x) or rows is None or rows > _BATCHED[call.product.kernel][0] * x.num_groups:
         return 0
     return min(max(_mean_group(rows, x.num_groups), 16), rows)
 
 
-def _batched_dtype(call: Call, common: Any) -> Any:
-    """Of the dot for all groups, whose result is written once and read again, all of it.
+def _batched_dtype(call: Call, common: Any, existing: Array | None) -> Any:
+    """Result dtype of the dot for all groups: the accumulator's, or bfloat16, which is faster to store and read again.
 
-    A bfloat16 one is rounded by the dot itself, from the same float32 sum.
+    bfloat16 only if operands and result are bfloat16 and nothing is added to the sums, because the dot rounds them
+    itself.
     """
-    return common if common == call.dtype == jnp.bfloat16 else accumulator_dtype(common)
+    is_rounded = common == call.dtype == jnp.bfloat16 and not changes_sums(existing)
+    return common if is_rounded else accumulator_dtype(common)
 
 
 def _can_batch(call: Call, x: Operands) -> bool:
     """Whether one dot can multiply the first rows of all groups."""
-    p, (a, b), batch = call.product, call.terms(x), call.batch(x)
-    if p.kernel == "grouped_matmul":  # every segment's matrix is read where it lies
-        is_plain = b.scales is None and b.data.dtype == compute_dtype(a.data.dtype, b.data.dtype)
-        fits = is_plain and (batch in (None, 1) or b.data.ndim == 4)
-    elif p.kernel == "transposed_grouped_matmul":  # every matrix is written once, and is the sum over one segment
+    p, (a, b), batch = call.product, call.kernel_operands(x), call.batch(x)
+    if p.kernel == "grouped_matmul":
+        # The dot reads a matrix for each segment in place: none is cast, scaled, or shared by batch elements.
+        is_unchanged = b.scales is None and b.data.dtype == compute_dtype(a.data.dtype, b.data.dtype)
+        fits = is_unchanged and (batch in (None, 1) or b.data.ndim == 4)
+    elif p.kernel == "transposed_grouped_matmul":  # each matrix must be one segment's sum
         fits = x.epilogue.existing is None and (batch in (None, 1) or call.out_batch)
     else:
         return False
@@ -184,350 +203,405 @@ def _can_batch(call: Call, x: Operands) -> bool:
 
 
 def _zeros(launch: Launch, x: Operands) -> Array:
-    """There is nothing to multiply."""
+    """Result of an empty product: `existing`, or zeros."""
     call, batch, existing = launch.call, launch.call.batch(x), x.epilogue.existing
     shape = (batch, *call.shape) if batch is not None and call.out_batch else call.shape
     return jnp.zeros(shape, call.dtype) if existing is None else existing
 
 
-def _tiled(launch: Launch, x: Operands) -> Array:
-    """Two or three letters ragged, tile by tile.
+@dataclass(frozen=True)
+class _Tiles:
+    """Tiles and buffers, `[packed, other]`, of a product with two or three ragged letters.
 
-    Every term holds a ragged letter, so every buffer is `[packed, other]`, with a batch axis or without. A tile spans
-    the whole of a letter that isn't ragged. FLOPs: what the groups need, rounded up to whole tiles along ragged
-    letters. Long, as it is the body of three loops, which share where the group lies.
+    A tile has the whole extent of letters that aren't ragged. Groups are ordered by batch element. Buffers are named
+    `"lhs"`, `"rhs"` and `"out"`.
     """
-    call, p, sizes, existing = launch.call, launch.call.product, x.sizes, x.epilogue.existing
-    lhs, rhs, batch, num_groups = x.lhs.data, x.rhs.data, call.batch(x), x.num_groups
-    tiles: dict[str, int] = {letter: launch.config.along(letter)[0][0] for letter in p.ragged}
-    terms: dict[str, str] = {"lhs": p.lhs, "rhs": p.rhs, "out": p.out}
-    shapes: dict[str, tuple[int, ...]] = {"lhs": lhs.shape, "rhs": rhs.shape, "out": call.shape}
-    batched: dict[str, bool] = {"lhs": lhs.ndim == 3, "rhs": rhs.ndim == 3, "out": batch is not None}
-    contracted = p.contracted
 
-    # A batch element is `num_groups` further groups: sizes that fit every buffer, and where each group starts in each
-    # buffer, both `[batch * g]`.
+    call: Call
+    tile: dict[str, int]  # keyed by ragged letter
+    columns: dict[str, int]  # keyed by buffer
+    length: dict[str, Array]  # keyed by ragged letter, `(batch * g,)`: group sizes, clipped to all buffers
+    starts: dict[str, Array]  # keyed by buffer, `(batch * g,)`: first row of each group
+    operands: dict[str, Array]  # keyed by "lhs" and "rhs", padded
+
+    def letters(self, name: str) -> str:
+        letters: str = getattr(self.call.product, name)
+        return letters
+
+    def padded(self, x: Array, letters: str) -> Array:
+        """`x`, padded so that every tile that begins inside a group fits the buffer.
+
+        Groups begin at any row, and at column 0.
+        """
+        packed, other = letters
+        x = x.reshape(-1, x.shape[-1])
+        columns, tile = x.shape[1], self.tile.get(other, 1)
+        more = -columns % tile if isinstance(columns, int) else tile - 1  # symbolic
+        return jnp.pad(x, [(0, self.tile[packed]), (0, more)])
+
+    def window(self, name: str, group: Array, at: dict[str, Array]) -> tuple[list[Array], list[int]]:
+        """`(begin, extent)` of a buffer's tile, by axis. `at`: where the tile begins in the group, by letter."""
+        packed, other = self.letters(name)
+        begin = [self.starts[name][group] + at[packed], at.get(other, jnp.int32(0))]
+        return begin, [self.tile[packed], self.tile[other] if other in self.tile else self.columns[name]]
+
+    def inside(self, name: str, letters: str, group: Array, at: dict[str, Array]) -> Array:
+        """Mask of a tile's elements inside the group along `letters`."""
+        mask = jnp.ones((1, 1), bool)
+        for axis, letter in enumerate(self.letters(name)):
+            if letter in self.length and letter in letters:
+                place = at[letter] + lax.iota(jnp.int32, self.tile[letter])
+                mask = mask & jnp.expand_dims(place < self.length[letter][group], 1 - axis)
+        return mask
+
+    def dot(self, group: Array, at: dict[str, Array]) -> Array:
+        """The product of a tile of each operand."""
+        p = self.call.product
+
+        def tile(name: str) -> Array:
+            x = lax.dynamic_slice(self.operands[name], *self.window(name, group, at))
+            return jnp.where(self.inside(name, p.contracted, group, at), x, jnp.zeros((), x.dtype))
+
+        first, second = ("lhs", "rhs") if p.out[0] in p.lhs else ("rhs", "lhs")
+        contract = (self.letters(first).index(p.contracted),), (self.letters(second).index(p.contracted),)
+        x, y = _untransposed(tile(first), self.starts["out"].shape[0]), tile(second)
+        return lax.dot_general(x, y, (contract, ((), ())), self.call.options.precision, accumulator_dtype(x.dtype))
+
+    def total(self, group: Array, count: dict[str, Array], at: dict[str, Array], extent: list[int]) -> Array:
+        """A tile of the result, unrounded, of the shape `extent`. `count`: the group's tiles, by ragged letter."""
+        contracted = self.call.product.contracted
+        if contracted not in self.length:
+            return self.dot(group, at)
+
+        def add(step: Array, total: Array) -> Array:
+            return total + self.dot(group, at | {contracted: step * self.tile[contracted]})
+
+        zeros = jnp.zeros(extent, accumulator_dtype(self.operands["lhs"].dtype))
+        return lax.fori_loop(0, count[contracted], add, zeros)
+
+
+def _tiles(launch: Launch, x: Operands) -> _Tiles:
+    """The `_Tiles` of a product, with operands cast to the dtype of the dot."""
+    call, p, batch, num_groups = launch.call, launch.call.product, launch.call.batch(x), x.num_groups
+    shapes: dict[str, tuple[Any, ...]] = {"lhs": x.lhs.data.shape, "rhs": x.rhs.data.shape, "out": call.shape}
+    batched = {"lhs": x.lhs.data.ndim == 3, "rhs": x.rhs.data.ndim == 3, "out": batch is not None}
+
     def flat(x: Array) -> Array:
         return jnp.broadcast_to(x, (batch or 1, num_groups)).reshape(-1).astype(jnp.int32)
 
-    length = {letter: flat(jnp.maximum(size, 0)) for letter, size in sizes.items()}
+    length = {letter: flat(jnp.maximum(size, 0)) for letter, size in x.sizes.items()}
     starts = {}
-    for term, (packed, other) in terms.items():
-        rows, columns = shapes[term][-2:]
-        if packed in sizes:
-            offsets = schedule.group_offsets(sizes[packed], rows)
+    for name, (packed, other) in (("lhs", p.lhs), ("rhs", p.rhs), ("out", p.out)):
+        rows, columns = shapes[name][-2:]
+        if packed in x.sizes:
+            offsets = group_offsets(x.sizes[packed], rows)
             begin = offsets[..., :-1]
             length[packed] = jnp.minimum(length[packed], flat(offsets[..., 1:] - begin))
-            if batched[term]:
+            if batched[name]:
                 begin = begin.reshape(-1, num_groups) + (rows * jnp.arange(batch or 1, dtype=jnp.int32))[:, None]
-            starts[term] = flat(begin)
-        if other in sizes:
+            starts[name] = flat(begin)
+        if other in x.sizes:
             length[other] = jnp.minimum(length[other], columns)
+    tile_sizes = {letter: launch.config.along(letter)[0][0] for letter in p.ragged}
+    tiles = _Tiles(call, tile_sizes, {name: shape[-1] for name, shape in shapes.items()}, length, starts, {})
+    common = compute_dtype(x.lhs.data.dtype, x.rhs.data.dtype)
+    lhs, rhs = (tiles.padded(z.data.astype(common), letters) for z, letters in ((x.lhs, p.lhs), (x.rhs, p.rhs)))
+    return replace(tiles, operands={"lhs": lhs, "rhs": rhs})
 
-    # Padded so that a tile which begins inside a group never has to be moved to fit the buffer: packed groups begin
-    # anywhere, left-aligned ones at 0.
-    def padded(x: Array, letters: str) -> Array:
-        packed, other = letters
-        x = x.reshape(-1, x.shape[-1])
-        return jnp.pad(x, [(0, tiles[packed]), (0, -x.shape[1] % tiles.get(other, 1))])
 
-    common = compute_dtype(lhs.dtype, rhs.dtype)
-    accumulator = accumulator_dtype(common)
-    buffers = {"lhs": padded(lhs.astype(common), terms["lhs"]), "rhs": padded(rhs.astype(common), terms["rhs"])}
-    first, second = ("lhs", "rhs") if terms["out"][0] in terms["lhs"] else ("rhs", "lhs")
-    contract = (terms[first].index(contracted),), (terms[second].index(contracted),)
+def _tiled(launch: Launch, x: Operands) -> Array:
+    """A product with two or three ragged letters: `[packed, other] × [packed, other] -> [packed, other]`.
 
-    def window(term: str, group: Array, at: dict[str, Array]) -> tuple[list[Array], list[int]]:
-        """First index and extent of a tile of `term`."""
-        packed, other = terms[term]
-        begin = [starts[term][group] + at[packed], at.get(other, jnp.int32(0))]
-        return begin, [tiles[packed], tiles.get(other, shapes[term][-1])]
+    For each group and each tile of its result:
 
-    def inside(term: str, letters: str, group: Array, at: dict[str, Array]) -> Array:
-        """Which elements of a tile of `term` lie inside the group, along `letters`."""
-        mask = jnp.ones((1, 1), bool)
-        for axis, letter in enumerate(terms[term]):
-            if letter in sizes and letter in letters:
-                place = at[letter] + lax.iota(jnp.int32, tiles[letter])
-                mask = mask & jnp.expand_dims(place < length[letter][group], 1 - axis)
-        return mask
-
-    def dot(group: Array, at: dict[str, Array]) -> Array:
-        operands = []
-        for term in (first, second):
-            tile = lax.dynamic_slice(buffers[term], *window(term, group, at))
-            operands.append(jnp.where(inside(term, contracted, group, at), tile, jnp.zeros((), common)))
-        return lax.dot_general(
-            *operands,
-            dimension_numbers=(contract, ((), ())),
-            precision=call.options.precision,
-            preferred_element_type=accumulator,
-        )
-
-    kept = [letter for letter in terms["out"] if letter in sizes]
+    1. multiply tiles of the operands, and add up along the contracted letter;
+    2. apply the epilogue and round;
+    3. write the elements inside the group.
+    """
+    call, out_letters, existing, batch = launch.call, launch.call.product.out, x.epilogue.existing, launch.call.batch(x)
+    tiles = _tiles(launch, x)
+    ragged = [letter for letter in out_letters if letter in x.sizes]
 
     def visit(group: Array, count: dict[str, Array], index: Array, out: Array) -> Array:
-        at = {}
-        for letter in reversed(kept):
-            at[letter] = index % count[letter] * tiles[letter]
+        at = {}  # `index` counts the tiles of the group's result row by row
+        for letter in reversed(ragged):
+            at[letter] = index % count[letter] * tiles.tile[letter]
             index = index // count[letter]
-        begin, extent = window("out", group, at)
-        if contracted in sizes:
-
-            def add(step: Array, total: Array) -> Array:
-                return total + dot(group, at | {contracted: step * tiles[contracted]})
-
-            total = lax.fori_loop(0, count[contracted], add, jnp.zeros(extent, accumulator))
-        else:
-            total = dot(group, at)
+        begin, extent = tiles.window("out", group, at)
+        total = tiles.total(group, count, at, extent)
         old = lax.dynamic_slice(out, begin, extent)
-        new = finish(total, None if existing is None else old, call).astype(call.dtype)
-        new = jnp.where(inside("out", terms["out"], group, at), new, old)
+        new = apply_epilogue(total, None if existing is None else old).astype(call.dtype)
+        new = jnp.where(tiles.inside("out", out_letters, group, at), new, old)
         return lax.dynamic_update_slice(out, new, begin)
 
     def all_tiles(group: Array, out: Array) -> Array:
-        count = {letter: -(-length[letter][group] // tiles[letter]) for letter in sizes}
-        visits = jnp.prod(jnp.stack([count[letter] for letter in kept]))
+        count = {letter: -(-tiles.length[letter][group] // tiles.tile[letter]) for letter in x.sizes}
+        visits = jnp.prod(jnp.stack([count[letter] for letter in ragged]))
         return lax.fori_loop(0, visits, partial(visit, group, count), out)
 
     full = call.shape if batch is None else (batch, *call.shape)
-    out = padded(jnp.zeros(full, call.dtype) if existing is None else existing, terms["out"])
-    out = lax.fori_loop(0, (batch or 1) * num_groups, all_tiles, out)
-    return out[: out.shape[0] - tiles[terms["out"][0]], : call.shape[-1]].reshape(full)
+    out = tiles.padded(jnp.zeros(full, call.dtype) if existing is None else existing, out_letters)
+    out = lax.fori_loop(0, (batch or 1) * x.num_groups, all_tiles, out)
+    return out[: out.shape[0] - tiles.tile[out_letters[0]], : call.shape[-1]].reshape(full)
 
 
-def _mean_tile(rows: int | Any, num_groups: int) -> int:
-    """About the mean group, a power of two in 16..256."""
-    if not (isinstance(rows, int) and isinstance(num_groups, int)):  # symbolic, under `jax.export`
+def _mean_tile(rows: int, num_groups: int) -> int:
+    """Tile size near the mean group: a power of two from 16 to 256."""
+    if not (isinstance(rows, int) and isinstance(num_groups, int)):  # symbolic
         return 256
     return int(np.clip(_mean_group(rows, num_groups), 16, 256))
 
 
 def _mean_group(rows: int, num_groups: int) -> int:
-    """The rows of a mean group, rounded up to a power of two."""
+    """Rows of the mean group, rounded up to a power of two."""
     return 1 << (max(rows // max(num_groups, 1), 1) - 1).bit_length()
 
 
 def _grouped(launch: Launch, x: Operands) -> Array:
-    """The result packs the ragged letter: `[m, k] × [h, k, n] -> [m, n]`, or `[h, n, k]`, read in place.
+    """A product whose result packs the ragged letter: `[m, k] × [h, k, n] -> [m, n]`, or `× [h, n, k]`.
 
-    Rows `starts[i]:ends[i]` of an element times `rhs[index[i]]`, all `base[i]` rows further down; other rows are zero.
+    Segment `i` is one group of one batch element: rows `starts[i]:ends[i]` of the element, which begins at row
+    `base[i]`. They are multiplied by `rhs[index[i]]`. Rows of no segment are zero, or `existing`.
+
+    1. If groups are small, one dot multiplies the first `batched_rows` rows of all segments.
+    2. A loop over segments with further rows multiplies tiles of static sizes. Both steps apply the epilogue.
+    3. A tile that would leave the buffer is moved up. A stored tile keeps the old values outside of the segment.
     """
-    call, (a, b), existing, batch = launch.call, launch.call.terms(x), x.epilogue.existing, launch.call.batch(x)
+    call, existing, batch = launch.call, x.epilogue.existing, launch.call.batch(x)
+    a, b = call.kernel_operands(x)
     letter, contracted = a.letters
-    m, n, held, elements = a.extent(letter), call.shape[-1], b.data.shape[-3], 1 if batch is None else batch
-    starts, ends = schedule.segments(x.sizes[letter], m, x.offset, held)
-    # A batch element is `held` further segments of operands that are read in place, mapped or not.
+    m, n, num_local, elements = a.extent(letter), call.shape[-1], b.data.shape[-3], 1 if batch is None else batch
+    starts, ends = segments(x.sizes[letter], m, x.offset, num_local)
+    # Each batch element adds `num_local` segments.
     element = jnp.arange(elements, dtype=jnp.int32)[:, None]
-    index = jnp.arange(held, dtype=jnp.int32)[None] + (held * element if b.data.ndim == 4 else 0)
+    index = jnp.arange(num_local, dtype=jnp.int32)[None] + (num_local * element if b.data.ndim == 4 else 0)
     starts, ends, index, base = (
-        jnp.broadcast_to(z, (elements, held)).reshape(-1) for z in (starts, ends, index, m * element)
+        jnp.broadcast_to(z, (elements, num_local)).reshape(-1) for z in (starts, ends, index, m * element)
     )
-    lhs, rhs, is_stacked = a.data.reshape(-1, a.data.shape[-1]), b.data.reshape(-1, *b.data.shape[-2:]), a.data.ndim > 2
-    weight_dtype = rhs.dtype if b.scales is None else _accumulator(call, x)
+    tile_sizes = launch.config.along(letter)[0]
+    rhs, is_stacked, padding = b.data.reshape(-1, *b.data.shape[-2:]), a.data.ndim > 2, _padding(m, tile_sizes)
+    lhs = _padded(a.data.reshape(-1, a.data.shape[-1]), padding)
+    weight_dtype = rhs.dtype if b.scales is None else call.accumulator(x)
     common = compute_dtype(lhs.dtype, weight_dtype)
-    accumulator, heights = accumulator_dtype(common), launch.config.along(letter)[0]
-    dims, cover = (((1,), (b.axis(contracted),)), ((), ())), _cover(heights)
+    accumulator, dims, cover = accumulator_dtype(common), (((1,), (b.axis(contracted),)), ((), ())), _cover(tile_sizes)
 
-    def put(y: Array, at: Array, mine: Array, out: Array) -> Array:
+    def put(y: Array, at: Array, in_group: Array, out: Array) -> Array:
         old = _slice(out, at, y.shape[0])
-        y = finish(y, None if existing is None else _from_carry(old, call.dtype), call).astype(call.dtype)
-        return _put(out, jnp.where(mine, _to_carry(y), old), at)  # a neighbour's rows stay
+        y = apply_epilogue(y, None if existing is None else _from_carry(old, call.dtype)).astype(call.dtype)
+        return _put(out, jnp.where(in_group, _to_carry(y), old), at)
 
-    def matrix(which: Array) -> Array:
-        weight = _slice(rhs, which, 1)
-        if b.scales is not None:
-            values = b.scales.values.reshape(-1, *b.scales.values.shape[-2:])
-            own = replace(b.scales, values=values if values.shape[0] == 1 else _slice(values, which, 1))
-            weight = dequantized(weight, own, dtype=weight_dtype)
-        return weight[0].astype(common)
+    def segment(start: Array, end: Array, matrix: Array, base: Array, out: Array) -> Array:
+        weight = _matrix(rhs, b.scales, matrix, weight_dtype).astype(common)
 
-    def segment(start: Array, end: Array, which: Array, base: Array, out: Array) -> Array:
-        weight = matrix(which)
-
-        def visit(height: int, start: Array, out: Array) -> Array:
-            at, mine = _window(m, height, start, end)
-            x = _slice(lhs, at + base if is_stacked else at, height).astype(common)
+        def visit(tile: int, start: Array, out: Array) -> Array:
+            at, in_group = _window(m + padding, tile, start, end)
+            x = _slice(lhs, at + base if is_stacked else at, tile).astype(common)
+            x = _untransposed(x, elements * num_local)
             y = lax.dot_general(x, weight, dims, call.options.precision, accumulator)
-            return put(y, at + base, mine, out)
+            return put(y, at + base, in_group, out)
 
         def step(carry: tuple[Array, Array]) -> tuple[Array, Array]:
             start, out = carry
-            choice = _slice(cover, jnp.minimum(end - start, heights[-1]), 1)[0]
-            out = lax.switch(choice, [partial(visit, height) for height in heights], start, out)
-            return start + _slice(np.asarray(heights, np.int32), choice, 1)[0], out
+            size_index = _slice(cover, jnp.minimum(end - start, tile_sizes[-1]), 1)[0]
+            out = lax.switch(size_index, [partial(visit, tile) for tile in tile_sizes], start, out)
+            return start + _slice(np.asarray(tile_sizes, np.int32), size_index, 1)[0], out
 
         return lax.while_loop(lambda carry: carry[0] < end, step, (start, out))[1]
 
     out = jnp.zeros((elements * m, n), call.dtype) if existing is None else existing.reshape(elements * m, n)
-    out = _to_carry(out)
+    out = _to_carry(_padded(out, padding))
     if rows := launch.config.batched_rows:
-        result = accumulator if existing is not None else _batched_dtype(call, common)
+        result = _batched_dtype(call, common, existing)
 
         def first_rows(starts: Array) -> Array:
             at = jnp.minimum(starts, m - rows)
             x = _slices(lhs, at + base if is_stacked else at, rows).astype(common)
-            ((kept,), (other,)), _ = dims
-            batched = ((kept + 1,), (other + 1,)), ((0,), (0,))
+            ((lhs_axis,), (rhs_axis,)), _ = dims
+            batched = ((lhs_axis + 1,), (rhs_axis + 1,)), ((0,), (0,))
+            x = _untransposed(x, elements * num_local)
             return lax.dot_general(x, rhs, batched, call.options.precision, result)
 
-        def store(start: Array, end: Array, which: Array, base: Array, out: Array) -> Array:
-            at, mine = _window(m, rows, start, end)
-            return put(_slice(y, which, 1)[0], at + base, mine, out)
+        def store(start: Array, end: Array, matrix: Array, base: Array, out: Array) -> Array:
+            at, in_group = _window(m, rows, start, end)
+            # `_can_batch` requires a matrix for each segment, so `matrix` is also the segment's index.
+            return put(_slice(y, matrix, 1)[0], at + base, in_group, out)
 
         batch_them = _is_worth(launch, x, ends - starts)
-        zeros = jnp.zeros((elements * held, rows, n), result)
+        zeros = jnp.zeros((elements * num_local, rows, n), result)
         y = lax.cond(batch_them, first_rows, lambda _: zeros, starts)
         rest = jnp.minimum(ends, starts + jnp.where(batch_them, rows, 0))
         out = _for_each(rest > starts, (starts, rest, index, base), store, out)
         starts = rest
     out = _for_each(ends > starts, (starts, ends, index, base), segment, out)
-    out = _from_carry(out, call.dtype)
+    out = _from_carry(out[: elements * m] if padding else out, call.dtype)
     return out if batch is None else out.reshape(batch, m, n)
 
 
+def _matrix(matrices: Array, scales: Scales | None, index: Array, dtype: Any) -> Array:
+    """Matrix `index` of `[h, k, n]`, dequantised to `dtype` if it has scales."""
+    matrix = _slice(matrices, index, 1)
+    if scales is not None:
+        values = scales.values.reshape(-1, *scales.values.shape[-2:])
+        matrix_scales = replace(scales, values=values if values.shape[0] == 1 else _slice(values, index, 1))
+        matrix = dequantized(matrix, matrix_scales, dtype=dtype)
+    return matrix[0]
+
+
 def _transposed_grouped(launch: Launch, x: Operands) -> Array:
-    """The ragged letter is contracted: `[k, m] × [k, n] -> [h, m, n]`.
+    """A product that contracts the ragged letter, such as a wgrad: `[k, m] × [k, n] -> [h, m, n]`.
 
-    `out[i]` is the sum over `e` of `lhs[rows].T @ rhs[rows]`, where the rows are `starts[e, i]:ends[e, i]`. In an
-    operand with a batch axis they lie `base[e, i]` rows further down.
+    `out[i]` is `lhs[rows].T @ rhs[rows]` for `rows = starts[e, i]:ends[e, i]`, summed over `e` unless `call.out_batch`.
+
+    1. If groups are small, one dot multiplies the first `batched_rows` rows of all groups.
+    2. A loop over groups with further rows adds up products of tiles, and applies the epilogue.
     """
-    call, terms, existing, batch = launch.call, launch.call.terms(x), x.epilogue.existing, launch.call.batch(x)
-    letter, held = terms[0].letters[0], call.shape[0]
-    k, elements, keeps_batch = (
-        terms[0].extent(letter),
-        1 if batch is None else batch,
-        call.out_batch and batch is not None,
-    )
-    starts, ends = schedule.segments(x.sizes[letter], k, x.offset, held)
-    base = k * jnp.arange(elements, dtype=jnp.int32)[:, None]
-    starts, ends, base = (jnp.broadcast_to(z, (elements, held)) for z in (starts, ends, base))
-    if keeps_batch:  # a batch element is `held` further matrices
+    call, existing, batch = launch.call, x.epilogue.existing, launch.call.batch(x)
+    pair = call.kernel_operands(x)
+    letter, num_local, keeps_batch = pair[0].letters[0], call.shape[0], call.out_batch and batch is not None
+    k, elements = pair[0].extent(letter), 1 if batch is None else batch
+    starts, ends = segments(x.sizes[letter], k, x.offset, num_local)
+    base = k * jnp.arange(elements, dtype=jnp.int32)[:, None]  # first row of each batch element
+    starts, ends, base = (jnp.broadcast_to(z, (elements, num_local)) for z in (starts, ends, base))
+    if keeps_batch:  # each batch element adds `num_local` matrices
         starts, ends, base = (z.reshape(1, -1) for z in (starts, ends, base))
-    operands = [(term.data.reshape(-1, term.data.shape[-1]), term.data.ndim > 2) for term in terms]
+    padding = _padding(k, launch.config.along(letter)[0])
+    operands = [(_padded(z.data.reshape(-1, z.data.shape[-1]), padding), z.data.ndim > 2) for z in pair]
     common = compute_dtype(operands[0][0].dtype, operands[1][0].dtype)
-    accumulator, heights, (summed, h) = accumulator_dtype(common), launch.config.along(letter)[0], starts.shape
+    accumulator, tile_sizes, (summed, h) = accumulator_dtype(common), launch.config.along(letter)[0], starts.shape
+    # For each number of rows, the smallest tile that holds them.
+    tile_index = np.searchsorted(tile_sizes, np.arange(tile_sizes[-1] + 1)).astype(np.int32)
 
-    # The index of the least height that holds so many rows.
-    least = np.searchsorted(heights, np.arange(heights[-1] + 1)).astype(np.int32)
-
-    def tile(height: int, start: Array, end: Array, base: Array) -> Array:
-        at, mine = _window(k, height, start, end)
-        slices = [_slice(z, at + base if is_stacked else at, height) for z, is_stacked in operands]
-        left, right = (jnp.where(mine, z, jnp.zeros((), z.dtype)).astype(common) for z in slices)
-        left = _transposed(left, launch.target.portable)
-        return lax.dot_general(left, right, (((1,), (0,)), ((), ())), call.options.precision, accumulator)
+    def product(tile: int, start: Array, end: Array, base: Array) -> Array:
+        at, in_group = _window(k + padding, tile, start, end)
+        slices = [_slice(z, at + base if is_stacked else at, tile) for z, is_stacked in operands]
+        return _product_of_rows(launch, slices, in_group, common, accumulator)
 
     def segment(start: Array, end: Array, base: Array) -> Array:
-        # The partial tile comes first and starts the sum, so most groups need no addition.
-        full = jnp.maximum(end - start - 1, 0) // heights[-1]
-        middle = end - full * heights[-1]
-        last = _slice(least, middle - start, 1)[0]
-        total = lax.switch(last, [partial(tile, height) for height in heights], start, middle, base)
+        # The partial tile comes first, so a group of one tile needs no addition.
+        full = jnp.maximum(end - start - 1, 0) // tile_sizes[-1]
+        middle = end - full * tile_sizes[-1]
+        partial_tile = _slice(tile_index, middle - start, 1)[0]
+        total = lax.switch(partial_tile, [partial(product, tile) for tile in tile_sizes], start, middle, base)
 
         def add(step: Array, total: Array) -> Array:
-            return total + tile(heights[-1], middle + step * heights[-1], end, base)
+            return total + product(tile_sizes[-1], middle + step * tile_sizes[-1], end, base)
 
         return lax.fori_loop(_ZERO, full, add, total)
 
     def group(i: Array, out: Array) -> Array:
-        if isinstance(summed, int) and summed == 1:  # it may be symbolic, under `jax.export`
-            total = segment(starts[0, i], ends[0, i], base[0, i])
+        def element(e: Any) -> Array:
+            return segment(starts[e, i], ends[e, i], base[e, i])
+
+        if isinstance(summed, int) and summed == 1:  # `summed` may be symbolic
+            total = element(0)
         else:
-
-            def add(e: Array, total: Array) -> Array:
-                return total + segment(starts[e, i], ends[e, i], base[e, i])
-
             zeros = jnp.zeros(call.shape[1:], accumulator)
-            total = lax.fori_loop(_ZERO, jnp.asarray(summed, jnp.int32), add, zeros)
-        old = None
-        if is_added or existing is not None:
-            old = _from_carry(_slice(out, i, 1)[0], call.dtype)
-        total = finish(total, old, call).astype(call.dtype)
-        return _put(out, _to_carry(total)[None], i)
+            count = jnp.asarray(summed, jnp.int32)
+            total = lax.fori_loop(_ZERO, count, lambda e, total: total + element(e), zeros)
+        old = _from_carry(_slice(out, i, 1)[0], call.dtype)
+        total = apply_epilogue(total, None if existing is None else old)
+        if in_two_parts:  # `old` is the first rows' product, with the epilogue
+            total = total + old.astype(total.dtype)
+        return _put(out, _to_carry(total.astype(call.dtype))[None], i)
 
     shape = (h, *call.shape[1:])
-    is_added = bool(launch.config.batched_rows) and _in_two_parts(launch, x)
+    in_two_parts = bool(launch.config.batched_rows) and _in_two_parts(launch, x)
     if rows := launch.config.batched_rows:
-        result = _batched_dtype(call, common)
+        result = _batched_dtype(call, common, None)  # `_can_batch` requires `summed == 1`, no `existing`
 
         def first_rows(starts: Array) -> Array:
-            at, mine = jax.vmap(partial(_window, k, rows))(starts, ends[0])
+            at, in_group = jax.vmap(partial(_window, k, rows))(starts, ends[0])
             slices = [_slices(z, at + base[0] if is_stacked else at, rows) for z, is_stacked in operands]
-            left, right = (jnp.where(mine, z, jnp.zeros((), z.dtype)).astype(common) for z in slices)
-            left = _transposed(left, launch.target.portable)
-            dims = (((2,), (1,)), ((0,), (0,)))
-            return lax.dot_general(left, right, dims, call.options.precision, result).astype(call.dtype)
+            out = _product_of_rows(launch, slices, in_group, common, result)
+            return apply_epilogue(out, None).astype(call.dtype)
 
         batch_them = _is_worth(launch, x, ends[0] - starts[0])
         out = lax.cond(batch_them, first_rows, lambda _: jnp.zeros(shape, call.dtype), starts[0])
         done = jnp.where(batch_them, rows, 0)
         chosen = ends[0] - starts[0] > done
-        if is_added:
-            starts = jnp.minimum(ends, starts + done)
+        if in_two_parts:
+            starts = jnp.minimum(ends, starts + done)  # `group` multiplies only the further rows
     else:
         out = jnp.zeros(shape, call.dtype) if existing is None else existing.reshape(shape)
         chosen = jnp.any(ends > starts, axis=0)
     out = _for_each(chosen, (jnp.arange(h, dtype=jnp.int32),), group, _to_carry(out))
     out = _from_carry(out, call.dtype)
-    return out.reshape(batch, held, *call.shape[1:]) if keeps_batch else out
+    return out.reshape(batch, num_local, *call.shape[1:]) if keeps_batch else out
 
 
-_HEIGHTS = {
+def _untransposed(x: Array, num_matrices: Any) -> Array:
+    """`x`, an operand of a dot, or of a loop over dots, of so many matrices.
+
+    With a single one, XLA may fold a transpose of `x` into the dot. On CPUs (jaxlib up to 0.12.0) it then can't run the
+    dot in bfloat16, or adds up in bfloat16. The barrier keeps the transpose out.
+    """
+    is_single = isinstance(num_matrices, int) and num_matrices == 1
+    return lax.optimization_barrier(x) if is_single and x.dtype == jnp.bfloat16 else x
+
+
+def _product_of_rows(launch: Launch, rows: list[Array], in_group: Array, common: Any, dtype: Any) -> Array:
+    """`[..., rows, m], [..., rows, n] -> [..., m, n]` in `dtype`, multiplied in `common`; rows not `in_group` are 0."""
+    left, right = (jnp.where(in_group, z, jnp.zeros((), z.dtype)).astype(common) for z in rows)
+    left, groups = _transposed(left, launch.target.portable), tuple(range(left.ndim - 2))
+    dims = ((left.ndim - 1,), (right.ndim - 2,)), (groups, groups)
+    return lax.dot_general(left, right, dims, launch.call.options.precision, dtype)
+
+
+_TILE_SIZES = {
     "grouped_matmul": ((16, 64, 256), (16, 32, 48, 64, 96, 128, 160, 192, 256, 512)),
     "transposed_grouped_matmul": (
         (32, 64, 128, 256),
         (16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512),
     ),
 }
-"""Tile heights of small products and of large ones.
+"""Tile sizes of products with fewer than 2**29 FLOPs, and of larger ones.
 
-Each takes about 40 ms to compile. Without the further ones, a product takes 5 to 10 % longer to run.
+Each size takes about 40 ms to compile. A large product with the small product's sizes takes 5 to 10 % longer.
 """
 
 _OVERHEAD = 24
-"""What a tile costs beyond its rows, in rows: 20 to 40 were measured."""
+"""Fixed cost of a tile, in rows. Measured: 20 to 40."""
 
 _BATCHED = {"grouped_matmul": (16, 24), "transposed_grouped_matmul": (64, 128)}
-"""Up to which mean group one dot multiplies the first rows of all; what a group costs more in the loop, in rows.
+"""`(largest mean group, loop overhead)` by kernel, in rows.
 
-Measured with random, Zipf and even sizes at means of 4 to 128, float32 and bfloat16. A wgrad's loop zeroes the result
-first, and copies each sum into it.
+Up to the largest mean group, one dot multiplies the first rows of all groups. In the loop, a group costs its rows plus
+the overhead. A wgrad's loop also zeroes the result, and copies each sum into it. Measured with random, Zipf and even
+sizes at means of 4 to 128, in float32 and bfloat16.
 """
 
-_ZERO = np.int32(0)  # loops from it count in int32, under x64 too
+_ZERO = np.int32(0)  # loops from it count in int32, even with x64 enabled
 
 
 @cache
-def _cover(heights: tuple[int, ...]) -> np.ndarray:
-    """Which of the heights the first tile of `0, 1, ..., heights[-1]` remaining rows has, `(heights[-1] + 1,)`.
+def _cover(tile_sizes: tuple[int, ...]) -> np.ndarray:
+    """`(tile_sizes[-1] + 1,)`: for each number of remaining rows of a group, the index of the next tile's size.
 
-    It covers them at the least cost, where a tile costs its rows and `_OVERHEAD` more; more rows than that begin with a
-    tile of the tallest height.
+    The tiles cover the rows at the lowest cost: a tile costs its rows plus `_OVERHEAD`. For more rows, use the largest.
     """
-    cost, first = np.zeros(heights[-1] + 1), np.zeros(heights[-1] + 1, np.int32)
-    for rows in range(1, heights[-1] + 1):
-        costs = [height + _OVERHEAD + cost[max(rows - height, 0)] for height in heights]
+    cost, first = np.zeros(tile_sizes[-1] + 1), np.zeros(tile_sizes[-1] + 1, np.int32)
+    for rows in range(1, tile_sizes[-1] + 1):
+        costs = [tile + _OVERHEAD + cost[max(rows - tile, 0)] for tile in tile_sizes]
         first[rows] = np.argmin(costs)
         cost[rows] = costs[first[rows]]
     return first
 
 
-def _covered(heights: tuple[int, ...], first: int, end: int, is_contracted: bool) -> list[tuple[int, int]]:
-    """The tiles of a group whose size is known: where each begins, and its height."""
+def _covered(tile_sizes: tuple[int, ...], first: int, end: int, is_contracted: bool) -> list[tuple[int, int]]:
+    """`(first row, tile size)` of each tile of a group."""
     tiles = []
     if is_contracted:  # the partial tile comes first
-        rest = first + (end - first - 1) % heights[-1] + 1 if end > first else end
-        tiles = [(first, heights[np.searchsorted(heights, rest - first)])] if end > first else []
-        return tiles + [(at, heights[-1]) for at in range(rest, end, heights[-1])]
+        rest = first + (end - first - 1) % tile_sizes[-1] + 1 if end > first else end
+        tiles = [(first, tile_sizes[np.searchsorted(tile_sizes, rest - first)])] if end > first else []
+        return tiles + [(at, tile_sizes[-1]) for at in range(rest, end, tile_sizes[-1])]
     while first < end:
-        tiles.append((first, heights[_cover(heights)[min(end - first, heights[-1])]]))
+        tiles.append((first, tile_sizes[_cover(tile_sizes)[min(end - first, tile_sizes[-1])]]))
         first += tiles[-1][1]
     return tiles
 
 
 def work(launch: Launch, x: Operands) -> Work:
-    """What the loops come to: see `ragged.backends.base`."""
+    """Tiles and FLOPs of the product."""
     p, groups = launch.call.product, spans(launch.call, x)
     size = {letter: end - first for letter, (first, end) in groups.items()}
     if not p.ragged:
@@ -538,16 +612,16 @@ def work(launch: Launch, x: Operands) -> Work:
     is_batched = rows and bool(_is_worth(launch, x, size[letter], np))
     in_two_parts = _in_two_parts(launch, x)
     for group, (first, end) in enumerate(zip(*groups[letter], strict=True), int(x.offset or 0)):
-        if is_batched:  # of each group that is held, empty or not
+        if is_batched:  # the dot multiplies `batched_rows` rows of every group, even if it is empty
             tiles.append((group, int(first), rows))
             first = min(first + rows, end) if in_two_parts or end - first <= rows else first
         if len(p.ragged) > 1:
             covered = [(at, tile[letter]) for at in range(first, end, tile[letter])]
         else:
             covered = _covered(launch.config.along(letter)[0], first, end, letter == p.contracted)
-        tiles += [(group, int(at), int(height)) for at, height in covered]
+        tiles += [(group, int(at), int(tile)) for at, tile in covered]
     if len(p.ragged) == 1:
-        multiplied = sum(height for *_, height in tiles)
+        multiplied = sum(tile for *_, tile in tiles)
         return Work(
             len(tiles), 0, 2 * multiplied * math.prod(tile[z] for z in "mkn" if z != letter), letter, tuple(tiles)
         )
@@ -555,40 +629,52 @@ def work(launch: Launch, x: Operands) -> Work:
     return Work(visits, 0, 2 * visits * math.prod(tile.values()), letter, tuple(tiles))
 
 
-def _window(m: Any, height: int, start: Array, end: Array) -> tuple[Array, Array]:
-    """Where to slice `height` rows from `start` on, moved up to fit the buffer; which of them are in `[start, end)`."""
-    at = jnp.minimum(start, m - height)
-    row = lax.iota(jnp.int32, height) - (start - at)
-    # As unsigned numbers, rows before the start are past the end too.
+def _window(m: Any, tile: int, start: Array, end: Array) -> tuple[Array, Array]:
+    """`(at, in_group)`: the first of `tile` rows, and the mask `[tile, 1]` of the rows in `[start, end)`.
+
+    `at` is `start`, or less if the tile would reach past the end of the buffer of `m` rows.
+    """
+    at = jnp.minimum(start, m - tile)
+    row = lax.iota(jnp.int32, tile) - (start - at)
+    # As unsigned numbers, rows before the start are large, so one comparison is enough.
     return at, (row.astype(jnp.uint32) < (end - start).astype(jnp.uint32))[:, None]
 
 
+def _padding(extent: Any, tile_sizes: tuple[int, ...]) -> int:
+    """Rows to append to a buffer so that every tile fits: 0 if the buffer is known to be large enough."""
+    try:
+        return 0 if extent >= tile_sizes[-1] else tile_sizes[-1]
+    except InconclusiveDimensionOperation:  # symbolic
+        return tile_sizes[-1]
+
+
+def _padded(x: Array, padding: int) -> Array:
+    return jnp.pad(x, [(0, padding), (0, 0)]) if padding else x
+
+
 def _is_worth(launch: Launch, x: Operands, sizes: Any, numpy: Any = jnp) -> Any:
-    """Whether one dot for the first `batched_rows` rows of all groups costs less than the tiles that it saves."""
+    """Whether one dot for the first `batched_rows` rows of all groups costs less than the tiles that it saves.
+
+    `numpy`: the module of `sizes`.
+    """
     rows, overhead = launch.config.batched_rows, _BATCHED[launch.kernel][1]
-    longer = rows if _in_two_parts(launch, x) else 0
-    saved = numpy.where(sizes > rows, longer, numpy.where(sizes > 0, sizes + overhead, 0))
+    # The loop skips groups of up to `rows` rows. It visits longer ones anyway, with fewer rows if they have two parts.
+    saved_of_long = rows if _in_two_parts(launch, x) else 0
+    saved = numpy.where(sizes > rows, saved_of_long, numpy.where(sizes > 0, sizes + overhead, 0))
     return numpy.sum(saved, dtype=np.int32) > np.int32(rows * saved.shape[0])
 
 
 def _in_two_parts(launch: Launch, x: Operands) -> bool:
-    """Whether a group with more than `batched_rows` rows is multiplied in two parts: those rows, and the others.
+    """Whether a group with more than `batched_rows` rows is multiplied in two parts: by the dot and by the loop.
 
-    A wgrad is their sum. Where the result's dtype would round that twice, such a group is multiplied as a whole.
+    A wgrad is the sum of both parts. If its dtype would round this sum twice, the loop multiplies all rows.
     """
-    return launch.kernel == "grouped_matmul" or launch.call.dtype == _accumulator(launch.call, x)
+    return launch.kernel == "grouped_matmul" or launch.call.dtype == launch.call.accumulator(x)
 
 
-def _accumulator(call: Call, x: Operands) -> Any:
-    """The dtype of the sums."""
-    if x.lhs.scales is None and x.rhs.scales is None:
-        return accumulator_dtype(compute_dtype(x.lhs.data.dtype, x.rhs.data.dtype))
-    # Operands with scales are dequantised to it.
-    return jnp.float64 if jnp.float64 in (x.lhs.data.dtype, x.rhs.data.dtype, call.dtype) else jnp.float32
-
-
-def _slice(x: Array | Any, at: Any, size: int) -> Array:
-    rows = lax.dynamic_slice_in_dim(_to_carry(x), at, size, allow_negative_indices=False)
+def _slice(x: AnyArray, at: Any, size: int) -> Array:
+    """`x[at : at + size]`, sliced in the dtype of `_to_carry`."""
+    rows = lax.dynamic_slice_in_dim(_to_carry(jnp.asarray(x)), at, size, allow_negative_indices=False)
     return _from_carry(rows, x.dtype)
 
 
@@ -597,13 +683,13 @@ _put = partial(lax.dynamic_update_slice_in_dim, axis=0, allow_negative_indices=F
 
 
 def _for_each(chosen: Array, columns: tuple[Array, ...], body: Callable[..., Array], out: Array) -> Array:
-    """`out = body(*row, out)`, in place, for each row of the table of `columns` that is chosen."""
+    """Loops over the chosen rows of a table of `columns`: `out = body(*row, out)`, in place."""
     count = jnp.asarray(chosen.shape[0], jnp.int32)
-    # The first chosen row from each one on; `count` where there is none.
+    # For each row, the first chosen row from it on; `count` if there is none.
     following = lax.cummin(jnp.where(chosen, jnp.arange(chosen.shape[0], dtype=jnp.int32), count), reverse=True)
     following = jnp.concatenate([following, count[None]])
-    # Sizes that are constants of the program would have XLA fold the loop away, and with it the form of a bfloat16 dot
-    # that its CPU backend can run. What comes before the barrier is computed once for all products of the same groups.
+    # Without the barrier, XLA would fold a loop over constant sizes, and leave a bfloat16 dot that its CPU backend
+    # can't run. The barrier follows the table, so that XLA computes the table once for all products of the same groups.
     following, columns = lax.optimization_barrier((following, columns))
 
     def visit(carry: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -615,23 +701,27 @@ def _for_each(chosen: Array, columns: tuple[Array, ...], body: Callable[..., Arr
 
 
 def _transposed(x: Array, portable: bool) -> Array:
-    """`x.T`, row by row in memory, as the fast dot wants it: behind a barrier, or XLA folds it into a slow dot.
+    """`x.mT`, stored row by row, as the fast dot requires. Without a barrier, XLA folds the transpose into a slow dot.
 
-    What pins the order in memory is a custom call that `jax.export` refuses. `portable` is slower without it.
+    The constraint is a custom call, which `jax.export` rejects: with `portable`, the slower dot runs without it.
     """
     if portable:
         return lax.optimization_barrier(x.mT)
     return with_layout_constraint(lax.optimization_barrier(x).mT, Layout(tuple(range(x.ndim))))
 
 
-# XLA's CPU backend converts a whole array of 8-bit floats that a loop slices or carries, at each trip; before jaxlib
-# 0.12 one of 16-bit floats too. From there on, the bits of these would only cost a copy of the result at the end.
+# If a loop slices or carries an array of floats of 8 bits or fewer (before jax 0.12, of 16 too), XLA's CPU backend
+# converts the whole array in each iteration. So such arrays become integers.
 _AS_BITS = {8: jnp.uint8, 4: jnp.uint4} | ({16: jnp.uint16} if jax.__version_info__ < (0, 12) else {})
 
 
+def _bits(dtype: Any) -> Any:
+    """The integer dtype in which a loop carries arrays of `dtype`; None if it doesn't convert them."""
+    return _AS_BITS.get(jnp.finfo(dtype).bits) if jnp.issubdtype(dtype, jnp.floating) else None
+
+
 def _to_carry(x: Array) -> Array:
-    bits = jnp.finfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.floating) else None
-    return lax.bitcast_convert_type(x, _AS_BITS[bits]) if bits in _AS_BITS else x
+    return x if _bits(x.dtype) is None else lax.bitcast_convert_type(x, _bits(x.dtype))
 
 
 def _from_carry(x: Array, dtype: Any) -> Array:
@@ -639,10 +729,10 @@ def _from_carry(x: Array, dtype: Any) -> Array:
 
 
 def _batched(launch: Launch, x: Operands) -> Array:
-    """No letter ragged: one `einsum` over the group axis.
+    """A product without a ragged letter: one `einsum` over the group axis.
 
-    A batch axis of both operands is folded into the group axis, one of a single operand into the letter that it keeps.
-    So a dot has three letters besides the groups: XLA's CPU backend can't run every other one in bfloat16.
+    A batch axis of both operands is folded into the group axis; of one operand, into its letter that isn't contracted.
+    So the dot has four letters: with more, XLA's CPU backend can't run every dot in bfloat16.
     """
     call, p, existing = launch.call, launch.call.product, x.epilogue.existing
     common = compute_dtype(x.lhs.data.dtype, x.rhs.data.dtype)
@@ -650,8 +740,8 @@ def _batched(launch: Launch, x: Operands) -> Array:
     def dot(lhs: Array, rhs: Array, axes: tuple[str, str, str]) -> Array:
         return jnp.einsum(
             f"g{axes[0]},g{axes[1]}->g{axes[2]}",
-            lhs,
-            rhs,
+            _untransposed(lhs, lhs.shape[0]),
+            _untransposed(rhs, rhs.shape[0]),
             precision=call.options.precision,
             preferred_element_type=accumulator_dtype(common),
         )
@@ -661,11 +751,12 @@ def _batched(launch: Launch, x: Operands) -> Array:
         out = dot(lhs.reshape(-1, *lhs.shape[-2:]), rhs.reshape(-1, *rhs.shape[-2:]), (p.lhs, p.rhs, p.out))
         out = out.reshape(*lhs.shape[:-2], *out.shape[-2:])
     else:
-        (mapped, letters), (other, other_letters) = sorted(((lhs, p.lhs), (rhs, p.rhs)), key=lambda term: -term[0].ndim)
-        kept, contracted = sorted(letters, key=lambda letter: letter not in p.out)
-        new = p.out.replace(kept, "")
-        rows = jnp.einsum(f"bg{letters}->gb{kept}{contracted}", mapped)
+        pair = ((lhs, p.lhs), (rhs, p.rhs))
+        (mapped, letters), (other, other_letters) = sorted(pair, key=lambda operand: -operand[0].ndim)
+        outer, contracted = sorted(letters, key=lambda letter: letter not in p.out)
+        other_outer = p.out.replace(outer, "")
+        rows = jnp.einsum(f"bg{letters}->gb{outer}{contracted}", mapped)
         folded = rows.reshape(rows.shape[0], -1, rows.shape[-1])
-        out = dot(folded, other, (kept + contracted, other_letters, kept + new))
-        out = jnp.einsum(f"gb{kept}{new}->bg{p.out}", out.reshape(*rows.shape[:-1], out.shape[-1]))
-    return finish(out, existing, call).astype(call.dtype)
+        out = dot(folded, other, (outer + contracted, other_letters, outer + other_outer))
+        out = jnp.einsum(f"gb{outer}{other_outer}->bg{p.out}", out.reshape(*rows.shape[:-1], out.shape[-1]))
+    return apply_epilogue(out, existing).astype(call.dtype)

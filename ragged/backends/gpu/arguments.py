@@ -1,0 +1,157 @@
+"""The kernel's static arguments: tuples that describe the operands, their scales and the result.
+
+`r`, `c` and `k` are the rows and columns of the result as it is stored, and the contracted axis. Strides are in
+elements. With a stride of 0, all elements along an axis share a value.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+from ragged.product.layout import Product
+from ragged.product.operands import Call, KernelOperand, Operands
+
+
+class Sizes(NamedTuple):
+    """The groups' sizes, and the local matrices."""
+
+    groups: int  # number of sizes
+    width: int  # `groups`, rounded up to a power of two of at least 16
+    matrices: int  # number of local groups
+    r_stride: int  # batch stride of the sizes of `r`
+    c_stride: int
+    k_stride: int
+    offset_stride: int  # batch stride of the offset
+
+
+class Buffer(NamedTuple):
+    """How an operand is stored, and its tiles. The outer axis isn't contracted."""
+
+    batch_stride: int
+    matrix_stride: int
+    outer_stride: int
+    k_stride: int
+    outer: int  # extent
+    k: int  # extent
+    packs: str  # the axis that packs groups: "outer", "k" or ""
+    tile: int  # along the outer axis
+    edge: bool  # whether tiles may pass the end of the outer axis, which isn't packed
+    tile_k: int
+    tma: bool  # whether TMA loads whole tiles
+    source_stride: int = 0  # batch stride of the index of gathered rows
+    source_rows: int = 0  # rows of the buffer that the index refers to
+
+
+class Scaling(NamedTuple):
+    """How an operand's scales are stored and applied."""
+
+    # See `base.scale_modes`; or "unit": tensor cores apply the scales, which are stored as uint32, four in each.
+    applied_to: str = ""
+    batch_stride: int = 0
+    group_stride: int = 0  # if groups are packed and each has one scale along the packed axis; else 0
+    matrix_stride: int = 0  # if groups aren't packed; else 0
+    outer_block: int = 1  # extent of a block along the outer axis
+    outer_stride: int = 0  # stride of the blocks along the outer axis
+    k_block: int = 1
+    k_stride: int = 0
+    tensor_stride: int = 0  # batch stride of the scale of the whole operand
+    packs_k: bool = False  # whether groups are packed along `k`
+
+
+class Dot(NamedTuple):
+    """How two tiles are multiplied."""
+
+    cast_to: Any  # dtype that both tiles are cast to, or None
+    accumulator: Any  # dtype
+    precision: str  # for float32
+    # After this many fp8 products, their sum is added to a float32 accumulator. None if a step has no more, and for
+    # other dtypes.
+    longest_sum: int | None
+
+
+class Result(NamedTuple):
+    """How the result is stored, as `[rows, columns]` matrices, and its epilogue."""
+
+    batch_stride: int
+    matrix_stride: int
+    rows: int
+    columns: int
+    adds: bool  # whether the sums are added to the old values of the array
+    fuses: bool  # whether there is an `EpilogueSpec`
+    slice: int  # columns of a tile that go through the epilogue at a time
+    bias_stride: int  # from a matrix's bias to the next one's
+    up_bias_stride: int
+    up_column: int  # column of `b` where `up` begins, if both are halves of one array
+    interleaved: bool  # whether columns of two matrices alternate in `b`, and so in the sums
+
+
+def result(call: Call, x: Operands, matrices: int, columns_at_a_time: int) -> Result:
+    """Describes the result. `matrices`: their number, if it isn't packed. `columns_at_a_time`: see `Result.slice`."""
+    (rows, columns), by_matrix = call.shape[-2:], call.product.out[0] not in x.sizes
+    strides = [columns if each is not None and each.ndim > 1 else 0 for each in (x.epilogue.bias, x.epilogue.up_bias)]
+    return Result(
+        batch_stride=rows * columns * (matrices if by_matrix else 1),
+        matrix_stride=rows * columns if by_matrix else 0,
+        rows=rows,
+        columns=columns,
+        adds=x.epilogue.existing is not None,
+        fuses=call.epilogue is not None,
+        slice=columns_at_a_time,
+        bias_stride=strides[0],
+        up_bias_stride=strides[1],
+        up_column=columns if call.columns == "halves" else 0,
+        interleaved=call.columns == "interleaved",
+    )
+
+
+def buffer(
+    operand: KernelOperand, outer: str, product: Product, packed: str, *, tile: int, halves: bool, **others: Any
+) -> Buffer:
+    """Describes an operand.
+
+    `packed`: the operand's first letter, before it is transposed in memory. If ragged, it packs the groups.
+    `halves`: whether the outer axis has two matrices, one after the other. The tiles of the second begin in the middle.
+    """
+    (p, q), ndim = map(operand.extent, operand.letters), product.ndim(operand.letters)
+    outer_first = operand.letters[0] == outer
+    source, extent = operand.source, p if outer_first else q
+    packs = ("outer" if packed == outer else "k") if packed in product.ragged else ""
+    return Buffer(
+        batch_stride=math.prod(operand.data.shape[-ndim:]) if operand.data.ndim > ndim else 0,
+        matrix_stride=p * q if ndim == 3 else 0,
+        outer_stride=q if outer_first else 1,
+        k_stride=1 if outer_first else q,
+        outer=extent,
+        k=q if outer_first else p,
+        packs=packs,
+        tile=tile,
+        edge=packs != "outer" and (extent // 2 if halves else extent) % tile != 0,
+        source_stride=source.shape[-1] if source is not None and source.ndim > 1 else 0,
+        source_rows=0 if source is None else operand.data.shape[-2],
+        **others,
+    )
+
+
+def scaling(operand: KernelOperand, applied_to: str, outer: str, product: Product) -> Scaling:
+    """Describes an operand's scales."""
+    if operand.scales is None:
+        return Scaling()
+    values, letters, ndim = operand.scales.values, operand.letters, product.ndim(operand.letters)
+    block = dict(zip(letters, operand.scales.block, strict=True))
+    row_strides = dict(zip(letters, (values.shape[-1], 1), strict=True))
+    stride = {letter: 0 if block[letter] is None else row_strides[letter] for letter in letters}
+    (k,) = {*letters} - {outer}
+    packed = letters[0] if letters[0] in product.ragged else None
+    batch_stride = math.prod(values.shape[-ndim:]) if values.ndim > ndim else 0
+    return Scaling(
+        applied_to,
+        batch_stride=batch_stride,
+        # With one scale for each group along the packed axis, `values` has a row for each group.
+        group_stride=row_strides[packed] if packed and block[packed] is None else 0,
+        matrix_stride=0 if packed else math.prod(values.shape[-2:]),
+        outer_block=block[outer] or 1,
+        outer_stride=stride[outer],
+        k_block=block[k] or 1,
+        k_stride=stride[k],
+        tensor_stride=int(batch_stride > 0),
+        packs_k=k == packed,
+    )

@@ -1,0 +1,7 @@
+"""Runs `python -m ragged.conformance`."""
+
+import sys
+
+from ragged.conformance import main
+
+sys.exit(main())

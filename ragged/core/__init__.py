@@ -1,0 +1,1 @@
+"""Errors, meshes, number formats, offsets and masks, gathers of rows, scales."""

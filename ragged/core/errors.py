@@ -1,0 +1,117 @@
+"""Error format: the call and the problem, the arguments, a hint.
+
+    `ragged.matmul(lhs, rhs)`: `lhs` has 4 groups but `rhs` has 3.
+    Got lhs=GroupedTensor(bf16[256,128], first_dims=i32[4]), rhs=bf16[3,128,256].
+    `rhs` needs one matrix per group, including empty groups.
+
+Also predicates for checks.
+"""
+
+import re
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn, TypeGuard
+
+import equinox as eqx
+import jax
+import numpy as np
+from jax import Array
+from jax.core import ShapedArray, Tracer
+from jax.export import is_symbolic_dim
+
+MAX_ROWS = np.iinfo(np.int32).max
+"""Maximum number of packed rows (or columns) of a buffer: they are counted in int32."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """Context of an error: the public call, and the operands to print, keyed by name.
+
+    `names`: for a public call that makes another one, as `gated_matmul` calls `matmul`: the outer argument names, keyed
+    by the inner ones. Problems and hints use the inner names; the message has the outer ones.
+    """
+
+    call: str
+    operands: dict[str, Any] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+
+    def fail(self, error: type[Exception], problem: str, hint: str) -> NoReturn:
+        """Raises `error` with the message of `text`."""
+        raise error(self.text(problem, hint))
+
+    def text(self, problem: str, hint: str) -> str:
+        """The error message, with the argument names in backticks replaced as in `names`."""
+
+        def with_names(text: str) -> str:
+            def renamed(code: re.Match[str]) -> str:
+                # Skips attributes (after a dot), text in quotes and keywords (before `=`).
+                return re.sub(r"(?<![\w.'\"])[a-z_]+\b(?!=)", lambda name: self.names.get(name[0], name[0]), code[0])
+
+            return re.sub(r"`[^`]*`", renamed, text) if self.names else text
+
+        received = ", ".join(f"{self.names.get(name, name)}={describe(x)}" for name, x in self.operands.items())
+        return f"`{self.call}`: {with_names(problem)}\n" + (f"Got {received}.\n" if received else "") + with_names(hint)
+
+    def also(self, **operands: Any) -> "Site":
+        """A copy that prints further operands."""
+        return replace(self, operands=self.operands | operands)
+
+
+def describe(x: Any) -> str:
+    """Short text of a value: `f32[4,8]` for an array; the `repr` of None, numbers, strings and modules that define
+    one, such as `GroupedTensor`; the first elements of a list; else the name of the type."""
+    if isinstance(x, ShapedArray):  # Its `str` includes the sharding.
+        return str(x)
+    if is_arraylike(x) or isinstance(x, jax.ShapeDtypeStruct):
+        dtype = "float0" if x.dtype == jax.dtypes.float0 else str(x.dtype)
+        return f"{short_name(dtype)}[{','.join(map(str, x.shape))}]"
+    if isinstance(x, list | tuple):
+        return f"[{', '.join(map(describe, x[:8]))}{', ...' if len(x) > 8 else ''}]"
+    has_short_repr = isinstance(x, eqx.Module) and type(x).__repr__ is not eqx.Module.__repr__  # our own classes
+    if x is None or has_short_repr or isinstance(x, int | float | str):
+        return repr(x)
+    wraps = ", not the array that it holds" if hasattr(x, "__jax_array__") else ""  # such as flax's `nnx.Param`
+    return f"a {type(x).__name__}{wraps}"
+
+
+def short_name(dtype: str) -> str:
+    """`"bf16"` for `"bfloat16"`."""
+    for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
+        dtype = dtype.replace(long, short)
+    return dtype
+
+
+def is_arraylike(x: Any) -> TypeGuard[Array]:
+    """Whether `x` is a JAX array, traced or not, or a NumPy array."""
+    return isinstance(x, jax.Array | np.ndarray)
+
+
+def is_concrete(*xs: Any) -> bool:
+    """Whether all values are arrays, and none is a tracer."""
+    return all(is_arraylike(x) and not isinstance(x, Tracer) for x in xs)
+
+
+def known_to_differ(one: Any, other: Any) -> bool:
+    """Whether two arrays are both concrete and not equal."""
+    return is_concrete(one, other) and not np.array_equal(one, other)
+
+
+def is_count(x: Any, minimum: int = 1) -> bool:
+    """Whether `x` is a static integer of at least `minimum`, and not a bool."""
+    return isinstance(x, int | np.integer) and not isinstance(x, bool) and bool(x >= minimum)
+
+
+def is_extent(x: Any, minimum: int = 1) -> bool:
+    """Whether `x` can be an extent of a buffer: a count of at least `minimum`, or a symbol of `jax.export`."""
+    return is_symbolic_dim(x) or is_count(x, minimum)
+
+
+def as_extent(x: Any) -> Any:
+    """An extent as shapes contain it: an int or a symbol."""
+    return x if is_symbolic_dim(x) else int(x)
+
+
+def check_packed(site: Site, extent: Any) -> None:
+    """Raises `ValueError` if the packed axis of a buffer is longer than `MAX_ROWS`. Symbolic extents aren't checked."""
+    if isinstance(extent, int) and extent > MAX_ROWS:
+        problem = f"{extent} packed rows (or columns) are more than {MAX_ROWS}."
+        site.fail(ValueError, problem, "They are counted in int32: split the buffer.")

@@ -1,0 +1,112 @@
+"""Number formats: their ranges, the hardware that multiplies them, and the dtypes of products and sums."""
+
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+AnyArray = Array | np.ndarray
+"""An array of JAX or NumPy."""
+
+
+# Converters of fields, for type checkers only: they let `__init__` accept NumPy arrays and shapes for a field of type
+# `Array`.
+def array_field(x: AnyArray | jax.ShapeDtypeStruct) -> Array:
+    """`x`."""
+    return cast(Array, x)
+
+
+def optional_array_field(x: AnyArray | jax.ShapeDtypeStruct | None) -> Array | None:
+    """`x`."""
+    return cast(Array | None, x)
+
+
+class Units(NamedTuple):
+    """Support for a format in the kernels of a platform."""
+
+    # The oldest generation that multiplies the format: for GPUs the compute capability, 89 for 8.9. 0: all generations.
+    # None: kernels don't support it as an operand.
+    operand: int | None = 0
+    result: bool = True  # whether kernels can return results in this format
+
+
+class Format(NamedTuple):
+    """Properties of a number format."""
+
+    largest: float | None = None  # `quantize` scales a block's largest element to this value; None: not supported
+    tpu: Units = Units(None, False)
+    gpu: Units = Units(None, False)
+    has_nan: bool = True
+
+
+FORMATS = {
+    "float64": Format(),
+    "float32": Format(tpu=Units(), gpu=Units()),
+    "bfloat16": Format(tpu=Units(), gpu=Units()),
+    "float16": Format(gpu=Units()),
+    "float8_e4m3fn": Format(448.0, tpu=Units(5), gpu=Units(89)),
+    "float8_e5m2": Format(57344.0, tpu=Units(5), gpu=Units()),
+    "int32": Format(tpu=Units(None), gpu=Units(None)),
+    "float4_e2m1fn": Format(6.0, gpu=Units(100, result=False), has_nan=False),
+    "int8": Format(127.0, tpu=Units(5), gpu=Units(), has_nan=False),
+    "int4": Format(7.0, tpu=Units(5, result=False), gpu=Units(result=False), has_nan=False),
+}
+"""Products of formats that a platform's kernels don't support run on XLA.
+
+Quantisation to integers is symmetric: -128 and -8 aren't used.
+"""
+
+LARGEST = {name: known.largest for name, known in FORMATS.items() if known.largest is not None}
+"""The formats that `quantize` supports, each with its largest value."""
+
+
+def has_derivative(dtype: Any) -> bool:
+    """Whether products of operands or results of this dtype can be differentiated: floats of more than 8 bits."""
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize > 1
+
+
+def promote(lhs: Any, rhs: Any) -> Any:
+    """The common dtype of the operands, whatever the user's setting of `jax_numpy_dtype_promotion` is."""
+    # JAX has no implicit promotion of integers of fewer than 8 bits.
+    bytes_of = {"int2": "int8", "int4": "int8", "uint2": "uint8", "uint4": "uint8"}
+    lhs, rhs = (jnp.dtype(bytes_of.get(jnp.dtype(d).name, d)) for d in (lhs, rhs))
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.promote_types(lhs, rhs)
+
+
+def accumulator_dtype(dtype: Any) -> Any:
+    """The dtype of accumulators: float32, or int32 for integers; dtypes of 32 or more bits stay unchanged."""
+    if jnp.dtype(dtype).itemsize >= 4:
+        return jnp.dtype(dtype)
+    return jnp.dtype(jnp.int32 if jnp.issubdtype(dtype, jnp.integer) else jnp.float32)
+
+
+def compute_dtype(lhs: Any, rhs: Any) -> Any:
+    """The dtype to which the XLA backend casts both operands of a dot. The casts are exact, unless an integer beyond
+    2²⁴ is multiplied by a float.
+
+    XLA's dots on the CPU are fast in float32, bfloat16 and int8. bfloat16 represents all int8, fp8 and fp4 numbers, but
+    not all of int16.
+    """
+    lhs, rhs = sorted((jnp.dtype(lhs), jnp.dtype(rhs)), key=lambda d: d.itemsize)
+    integers = [jnp.issubdtype(d, jnp.integer) for d in (lhs, rhs)]
+    if all(integers):
+        signed_bytes = all(d.itemsize == 1 and jnp.issubdtype(d, jnp.signedinteger) for d in (lhs, rhs))
+        return jnp.dtype(jnp.int8) if signed_bytes else accumulator_dtype(promote(lhs, rhs))
+    if rhs.itemsize == 1:
+        return jnp.dtype(jnp.bfloat16)
+    if any(is_integer and d.itemsize > 1 for d, is_integer in zip((lhs, rhs), integers, strict=True)):
+        return jnp.dtype(jnp.float64 if jnp.float64 in (lhs, rhs) else jnp.float32)
+    common = rhs if lhs.itemsize == 1 else promote(lhs, rhs)
+    return jnp.dtype(jnp.float32) if common == jnp.float16 else common
+
+
+def bits(x: Array, dtype: Any) -> Array:
+    """The bits of `x` as numbers of another dtype: `lax.bitcast_convert_type` of an optimisation barrier.
+
+    Without the barrier, in jaxlib 0.11.1 to 0.12.0, XLA moves a bitcast out of a loop in a `shard_map`. If the operand
+    is a transposed constant, XLA then folds the bitcast, and loses the transpose.
+    """
+    return lax.bitcast_convert_type(lax.optimization_barrier(x), dtype)

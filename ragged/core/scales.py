@@ -1,0 +1,98 @@
+"""`Scales`, one per block, and their expansion to one per element for products on XLA."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Int, Shaped
+
+from ragged.core.offsets import aligned_to_blocks, group_ids, group_offsets
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["values", "tensor"], meta_fields=["block", "e8m0"])
+@dataclass(frozen=True)
+class Scales:
+    """Scales of a quantised operand: value = data × scale, with one scale per block. If there are two levels, the value
+    is also multiplied by `tensor`.
+
+    - `values`: float32, or float8_e4m3fn with two levels. It has the operand's axes, with one entry per block. Scales
+      that are saved for a derivative may be float8_e8m0fnu, until `for_kernels` converts them.
+    - `block`: the extents of a block along the operand's last two axes. None is the whole extent; along packed rows,
+      all rows of a group. Along packed rows, each group begins with a new block: see `aligned_to_blocks`.
+    - `e8m0`: whether float8_e8m0fnu can represent all values: powers of two, or NaN.
+    - `tensor`: float32, with as many axes as `values`, all of extent 1 except a batch axis.
+    """
+
+    values: Any
+    block: tuple[int | None, int | None]
+    e8m0: bool = False
+    tensor: Any = None
+
+    @property
+    def mT(self) -> "Scales":
+        return replace(self, values=self.values.mT, block=(self.block[1], self.block[0]))
+
+    @property
+    def for_kernels(self) -> "Scales":
+        """The scales with `values` in a dtype that kernels support."""
+        return self if self.tensor is not None else replace(self, values=self.values.astype(jnp.float32))
+
+    @property
+    def whole(self) -> "Scales":
+        """The scales in one level, float32: `values` multiplied by `tensor`."""
+        values = self.values.astype(jnp.float32)
+        return replace(self, values=values if self.tensor is None else values * self.tensor, tensor=None)
+
+
+def dequantized(x: Array, scales: Scales, packed_sizes: Array | None = None, dtype: Any = jnp.float32) -> Array:
+    """An operand multiplied by its scales, which have one level, as a copy in memory."""
+    values = spread(scales, x.shape, packed_sizes).astype(dtype)
+    x = x if x.ndim == values.ndim else x[None]  # Batched sizes give the scales a batch axis that the operand lacks.
+    return x.astype(dtype) * values
+
+
+def spread(scales: Scales, shape: tuple[int, ...], packed_sizes: Array | None = None) -> Array:
+    """Each element's entry of `values`, for an operand of this shape. An axis with a single block may have extent 1.
+
+    `packed_sizes`: the group sizes if groups are packed along the operand's rows. The scales have the operand's leading
+    batch axis, if any; the sizes may have one.
+    """
+    values = scales.values
+    for axis, block in zip((-2, -1), scales.block, strict=True):
+        if axis == -2 and block != 1 and packed_sizes is not None:
+            values = by_row(values, packed_sizes, shape[-2], block)
+        elif block is not None and block > 1:
+            values = lax.slice_in_dim(jnp.repeat(values, block, axis), 0, shape[axis], axis=values.ndim + axis)
+    return values
+
+
+def of_rows(scales: Scales, packed_sizes: Array, rows: int) -> Scales:
+    """`scales` with one entry per packed row instead of one per group or block of rows."""
+    if scales.block[0] == 1:
+        return scales
+    values = by_row(scales.values, packed_sizes, rows, scales.block[0])
+    return replace(scales, values=values, block=(1, scales.block[1]))
+
+
+def by_row(
+    values: Shaped[Array, "*batch blocks columns"], sizes: Int[Array, "*b g"], rows: int, block: int | None
+) -> Shaped[Array, "..."]:
+    """The scale of each row's group, or of the row's block in its group, `[*batch, rows, columns]`; arbitrary in the
+    tail."""
+    if not values.shape[-2]:  # Without groups, all rows are in the tail.
+        return jnp.ones((*values.shape[:-2], rows, values.shape[-1]), values.dtype)
+
+    def unbatched(values: Array, sizes: Array) -> Array:
+        if block is None:
+            index = group_ids(group_offsets(sizes, rows), rows)
+        else:
+            _, places, _ = aligned_to_blocks(sizes, rows, block)  # In the aligned buffer, blocks don't cross groups.
+            index = places[:, 0] // block
+        return values.at[index].get(mode="clip")
+
+    batched = values.ndim > 2 or sizes.ndim > 1
+    axes = (0 if values.ndim > 2 else None, 0 if sizes.ndim > 1 else None)
+    return (jax.vmap(unbatched, axes) if batched else unbatched)(values, sizes)

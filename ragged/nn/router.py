@@ -1,0 +1,159 @@
+"""`Router`: which experts each token goes to, and with which weights."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, Int, PRNGKeyArray
+
+from ragged.core.errors import Site, describe, is_count
+from ragged.core.sealed import sealed, unsealed
+
+SCORES: dict[str, Callable[[Array], Array]] = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}
+
+
+class Routing(eqx.Module):
+    """The experts of each token, with their weights.
+
+    - `weights`: `[tokens, top_k]` floats.
+    - `experts`: `[tokens, top_k]` integers.
+    - `probabilities`: `[tokens, num_experts]` float32 with rows that sum to 1, for `MoEStats.load_balance`; or None.
+    - `logits`: `[tokens, num_experts]` float32, for `MoEStats.z`; or None.
+    """
+
+    weights: Float[Array, "tokens top_k"]
+    experts: Int[Array, "tokens top_k"]
+    probabilities: Float[Array, "tokens experts"] | None = None
+    logits: Float[Array, "tokens experts"] | None = None
+
+
+class Router(eqx.Module):
+    """Chooses the `top_k` experts with the highest scores of each token.
+
+        logits = x @ weight + bias                                         (float32)
+        scores = score(logits)
+        experts = top_k(scores + selection_bias)
+        weights = scale * scores[experts] / (sum(scores[experts]) + epsilon)
+
+    A softmax over the chosen logits is the same as `score="softmax"` with `normalize=True`.
+
+    **Fields:**
+
+    - `weight`: `[d, num_experts]`.
+    - `bias`: `(num_experts,)`, or None.
+    - `selection_bias`: `(num_experts,)` float32, or None. It affects only the choice of experts, so it has no gradient,
+      and no optimiser changes it: see `with_selection_bias`.
+
+    The numbers of experts, groups and choices, and the options of `__init__`, are static.
+    """
+
+    weight: Float[Array, "d experts"]
+    bias: Float[Array, " experts"] | None
+    _selection_bias: Any  # sealed
+    top_k: int = eqx.field(static=True)
+    score: str | Callable[[Array], Array] = eqx.field(static=True)
+    normalize: bool = eqx.field(static=True)
+    epsilon: float = eqx.field(static=True)
+    scale: float = eqx.field(static=True)
+    groups: tuple[int, int] | None = eqx.field(static=True)
+
+    def __init__(
+        self,
+        d: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        score: str | Callable[[Array], Array] = "softmax",
+        use_bias: bool = False,
+        use_selection_bias: bool = False,
+        normalize: bool = True,
+        epsilon: float = 0.0,
+        scale: float = 1.0,
+        groups: tuple[int, int] | None = None,
+        dtype: Any = None,
+        key: PRNGKeyArray,
+    ) -> None:
+        """Initialises `weight` uniformly in `±d ** -0.5`, in `dtype` (default float32), and biases with zeros.
+
+        **Arguments:**
+
+        - `score`: `"softmax"`, `"sigmoid"`, or a function from logits to scores, both `[tokens, num_experts]` float32.
+        - `normalize`: whether the weights of a token are divided by their sum plus `epsilon`.
+        - `scale`: a factor of all weights.
+        - `groups`: `(num_groups, top_groups)`: experts are divided into consecutive groups of equal size, and only
+          experts of the `top_groups` best groups are chosen. The score of a group is the sum of its two highest scores,
+          with `selection_bias` (DeepSeek-V3, arXiv:2412.19437).
+
+        **Raises:** `ValueError` for invalid numbers, an unknown `score`, or groups without enough experts.
+        """
+        site = Site("ragged.nn.Router(d, num_experts, top_k)")
+        if not is_count(d) or not is_count(top_k) or not is_count(num_experts) or top_k > num_experts:
+            problem = f"`d` is {d!r}, `top_k` is {top_k!r} and `num_experts` is {num_experts!r}."
+            site.fail(ValueError, problem, "All must be positive ints, and `top_k` at most `num_experts`.")
+        if not callable(score) and score not in SCORES:
+            site.fail(ValueError, f"unknown `score` {describe(score)}.", f"Pass one of {[*SCORES]}, or a function.")
+        if groups is not None:
+            valid = isinstance(groups, tuple) and len(groups) == 2 and all(map(is_count, groups))
+            valid = valid and groups[1] <= groups[0] and num_experts % groups[0] == 0 and num_experts >= 2 * groups[0]
+            if not valid or top_k > groups[1] * (num_experts // groups[0]):
+                hint = "Pass the number of groups, of two experts or more, and how many are kept, with enough experts."
+                site.fail(ValueError, f"`groups` is {groups!r}, with {num_experts} experts and `top_k={top_k}`.", hint)
+        dtype, limit = jnp.float32 if dtype is None else dtype, d**-0.5
+        self.weight = jax.random.uniform(key, (d, num_experts), dtype, -limit, limit)
+        self.bias = jnp.zeros(num_experts, dtype) if use_bias else None
+        self._selection_bias = sealed(jnp.zeros(num_experts)) if use_selection_bias else None
+        self.top_k, self.score, self.groups = top_k, score, groups
+        self.normalize, self.epsilon, self.scale = normalize, epsilon, scale
+
+    @property
+    def selection_bias(self) -> Float[Array, " experts"] | None:
+        """A copy as float32."""
+        return None if self._selection_bias is None else unsealed(self._selection_bias)
+
+    def with_selection_bias(self, selection_bias: Float[Array, " experts"]) -> "Router":
+        """The router with another `selection_bias`, as a step of load balancing computes it.
+
+        **Raises:** `ValueError` unless it has one number per expert.
+        """
+        new = jnp.asarray(selection_bias, jnp.float32)
+        if new.shape[-1:] != self.weight.shape[-1:]:
+            site = Site("router.with_selection_bias(selection_bias)", {"selection_bias": selection_bias})
+            site.fail(ValueError, f"there are {self.weight.shape[-1]} experts.", "Pass one number per expert.")
+        return eqx.tree_at(lambda router: router._selection_bias, self, sealed(new), is_leaf=lambda x: x is None)
+
+    def __call__(self, x: Float[Array, "tokens d"]) -> Routing:
+        """The routing of tokens `x`."""
+        return self.select(self.logits(x))
+
+    def logits(self, x: Float[Array, "tokens d"]) -> Float[Array, "tokens experts"]:
+        """`x @ weight + bias`, in float32."""
+        logits = x.astype(jnp.float32) @ self.weight.astype(jnp.float32)
+        return logits if self.bias is None else logits + self.bias.astype(jnp.float32)[None]
+
+    def select(self, logits: Float[Array, "tokens experts"]) -> Routing:
+        """The routing of tokens with these logits."""
+        scores = SCORES[self.score](logits) if isinstance(self.score, str) else self.score(logits)
+        total = jnp.sum(scores, axis=1, keepdims=True)
+        probabilities = scores if self.score == "softmax" else scores / jnp.where(total == 0, 1, total)
+        experts = lax.top_k(lax.stop_gradient(self._ranks(logits, scores)), self.top_k)[1]
+        weights = jnp.take_along_axis(scores, experts, axis=1)
+        if self.normalize:
+            weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + self.epsilon)
+        return Routing(weights * self.scale if self.scale != 1 else weights, experts, probabilities, logits)
+
+    def _ranks(self, logits: Array, scores: Array) -> Array:
+        """`[tokens, num_experts]`: experts are chosen in descending order."""
+        bias = self.selection_bias
+        if bias is None and self.groups is None and isinstance(self.score, str):
+            return logits  # in the order of scores, which may have been rounded to the same number
+        ranks = scores if bias is None else scores + bias[None]
+        if self.groups is None:
+            return ranks
+        by_group = ranks.reshape(ranks.shape[0], self.groups[0], -1)  # [tokens, groups, experts of a group]
+        of_groups = jnp.sum(lax.top_k(by_group, 2)[0], axis=-1)
+        best = lax.top_k(of_groups, self.groups[1])[1]  # [tokens, top_groups]
+        is_best = jnp.any(best[:, :, None] == jnp.arange(self.groups[0], dtype=best.dtype)[None, None], axis=1)
+        return jnp.where(is_best[:, :, None], by_group, -jnp.inf).reshape(ranks.shape)

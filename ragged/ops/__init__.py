@@ -1,0 +1,1 @@
+"""The public products and their checks: `matmul`, `einsum`, `gated_matmul`, `sharded_matmul`, and plain arrays."""

@@ -1,0 +1,57 @@
+"""Checks of a bias, an activation and a gate."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from ragged.core.errors import Site, is_arraylike
+from ragged.ops.request import Request
+
+# Layouts that allow a bias and an activation.
+LAYOUTS = ("forward", "batched", "inner_rows")
+SAVES = ("pre", "out")
+
+
+def check_save(site: Site, save: Any) -> None:
+    if save not in SAVES:
+        hint = "Pass 'pre' to save the pre-activations for the backward pass, or 'out' to recompute them there."
+        if save == "nothing":  # The operation that uses the result saves it.
+            hint = "The operation that uses the result saves it: wrap both in `jax.checkpoint`, or pass 'out' to "
+            hint += "recompute only the pre-activations."
+        site.fail(ValueError, f"unknown `save` {save!r}.", hint)
+
+
+def check_epilogue(site: Site, request: Request, activation: Any) -> None:
+    """Raises if the layout doesn't allow the bias or the activation, or if the bias doesn't fit the result."""
+    bias, call = request.bias, request.call
+    if bias is not None or activation is not None:
+        check_rows(site, request, "`bias`" if activation is None else "`activation`")
+    if bias is None:
+        return
+    site = site.also(bias=bias)
+    if not is_arraylike(bias) or not jnp.issubdtype(bias.dtype, jnp.floating):
+        site.fail(TypeError, "`bias` is not a floating array.", "Pass [groups, n], or (n,).")
+    n = call.shape[-1]
+    per_group = (call.num_local_groups(request.operands), n)
+    if bias.shape not in (per_group, (n,)):
+        problem = f"`bias` must have shape {per_group}, a row for each group, or {(n,)}, one row for all groups."
+        site.fail(ValueError, problem, "The last dim of `bias` must equal the last dim of the result.")
+
+
+def check_rows(site: Site, request: Request, what: str) -> None:
+    """Raises unless the layout is in `LAYOUTS`, the result floating and not unreduced. `what`: the error's subject."""
+    layout, dtype, spec = request.layout.name, jnp.dtype(request.call.dtype), request.call.out_spec
+    if layout not in LAYOUTS:
+        hint = "It requires a result with ragged rows, or two uniform operands."
+        if layout in ("forward_left", "inner_columns"):
+            hint += " The transposed product has ragged rows: `matmul(rhs.mT, lhs.mT)`."
+        site.fail(ValueError, f"{what} is given, but the layout {layout!r} has a result without rows.", hint)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        site.fail(
+            TypeError,
+            f"{what} is given, but the result is {dtype.name}.",
+            "Pass a floating dtype as `preferred_element_type`.",
+        )
+    if spec is not None and spec.unreduced:
+        hint = "Sum the result over the devices first, then apply it."
+        site.fail(ValueError, f"{what} is given, but the result is unreduced.", hint)

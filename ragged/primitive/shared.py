@@ -1,0 +1,79 @@
+"""Products with one matrix that all groups share: the other operand's groups are merged into one."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ragged.core.mesh import over_explicit_axes, resharded
+from ragged.core.offsets import group_offsets
+from ragged.core.scales import of_rows, spread
+from ragged.product.operands import Call, Operand, Operands
+
+Folded = tuple[Operands, Call, Callable[[Array], Array]]
+"""`(operands, call, restore)`: a product without a shared matrix, and a function from its result to the original
+product's result."""
+
+
+def folded(x: Operands, call: Call) -> Folded:
+    """Merges all groups into one if an operand is one matrix that they share; otherwise the product is unchanged."""
+    p = call.product
+    # The operand that isn't shared: its name, letters and value.
+    if x.lhs.data.ndim < p.ndim(p.lhs):
+        shared, other, letters, groups = "lhs", "rhs", p.rhs, x.rhs
+    elif x.rhs.data.ndim < p.ndim(p.rhs):
+        shared, other, letters, groups = "rhs", "lhs", p.lhs, x.lhs
+    else:
+        return x, call, lambda out: out
+    x = x._replace(**{shared: getattr(x, shared)._replace(data=getattr(x, shared).data[None])})
+    if x.sizes:
+        one, sizes = _rows(groups, x.sizes[p.ragged])
+        return x._replace(**{other: one}, sizes={p.ragged: sizes}), call, lambda out: out
+
+    # Groups `[g, rows, contracted]` become one, `[1, g * rows, contracted]`.
+    shape, existing = call.shape[1:], x.epilogue.existing
+    if letters[0] == p.contracted:
+        letters = letters[::-1]
+        groups = groups._replace(data=groups.data.mT, scales=None if groups.scales is None else groups.scales.mT)
+    is_transposed = p.out[0] != letters[0]
+    if is_transposed:
+        p, shape = p._replace(out=p.out[::-1]), shape[::-1]
+        existing = None if existing is None else existing.mT
+    g, rows = groups.data.shape[:2]
+    one_group, out_spec = (1, g * rows, shape[1]), call.out_spec
+    epilogue = x.epilogue._replace(existing=None if existing is None else _reshaped(existing, one_group))
+    x = x._replace(epilogue=epilogue, **{other: _one(groups)})
+
+    def restore(out: Array) -> Array:
+        out = _reshaped(out, (g, *shape))
+        out = out.mT if is_transposed else out
+        return out if out_spec is None else resharded(out, jax.typeof(out).sharding.mesh, out_spec)
+
+    return x, call._replace(product=p._replace(**{other: letters}), shape=one_group, out_spec=None), restore
+
+
+@over_explicit_axes
+def _reshaped(x: Array, shape: tuple[int, ...]) -> Array:
+    return x.reshape(shape)
+
+
+def _rows(ragged: Operand, sizes: Array) -> tuple[Operand, Array]:
+    """`(operand, size)`: a ragged operand with all rows as one group, and the size of the group."""
+    scales, rows = ragged.scales, ragged.data.shape[0]
+    scales = None if scales is None else of_rows(scales, sizes, rows)
+    return ragged._replace(scales=scales), group_offsets(sizes, rows)[-1:]
+
+
+def _one(groups: Operand) -> Operand:
+    """The operand `[g, rows, contracted]` as `[1, g * rows, contracted]`."""
+    data, scales, _ = groups
+    g, rows, contracted = data.shape
+    if scales is not None:
+        # A block of rows could span two merged groups. So each row gets its own scales: [g, rows or 1, blocks].
+        by_row = spread(replace(scales, block=(scales.block[0], None)), data.shape)
+        blocks = by_row.shape[-1]
+        values = jnp.broadcast_to(by_row, (g, rows, blocks)).reshape(1, g * rows, blocks)
+        scales = replace(scales, values=values, block=(1, scales.block[1]))
+    return groups._replace(data=_reshaped(data, (1, g * rows, contracted)), scales=scales)

@@ -1,0 +1,1 @@
+"""`explain`, `error_table`, serialisation for `jax.export`. No other subpackage imports them."""

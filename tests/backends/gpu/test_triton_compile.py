@@ -1,0 +1,500 @@
+"""Every product compiled for real GPUs, without one: registers, spills, shared memory, instructions."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ragged
+from ragged import Recipe
+from ragged.backends.base import Target
+from ragged.backends.gpu import call as triton_call
+from ragged.backends.gpu import tiles
+from ragged.backends.gpu.backend import _loaded
+from ragged.core.scales import Scales
+from ragged.product.config import GpuConfig
+from ragged.product.operands import KernelOperand, Operand
+from tests import gpu, ones, products
+from tests.backends.tpu.test_tpu_compile import (
+    DEEP,
+    LARGE,
+    MANY,
+    ODD,
+    TINY,
+    Shape,
+    dequantized,
+    product,
+    sharded_gradients,
+    train,
+    trained_avals,
+)
+from tests.cases import NAMES
+from tests.primitive.test_partition import KINDS, moved, table
+
+pytestmark = pytest.mark.sampled
+
+gpu.needs_triton()
+
+A100, H200, B200 = gpu.ARCHITECTURES
+TENSOR_CORES = {A100: ("HMMA", "IMMA"), H200: ("HGMMA", "IGMMA", "QGMMA", "HMMA", "IMMA"), B200: ("UTCHMMA", "UTCQMMA")}
+FP8 = "float8_e4m3fn"
+ADDS_TO_MEMORY = re.compile(r"^\s*(?:@!?%\w+\s+)?((?:atom|red|multimem|cp\.reduce)\.\S+)", re.M)
+"""Instructions of PTX. Machine code has `ATOM` for other things too: a tensor map is stored by an exchange."""
+Aval = jax.ShapeDtypeStruct
+
+
+@pytest.fixture(autouse=True)
+def no_atomics(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No kernel that a test here compiles adds to memory in any order, which would vary its bits."""
+    read, found = gpu._kernel, list[tuple[str, str]]()
+
+    def noted(chip: str, payload: bytes) -> gpu.Kernel:
+        kernel = read(chip, payload)
+        found.extend((kernel.name, name) for name in ADDS_TO_MEMORY.findall(kernel.ptx))
+        found.extend((kernel.name, name) for name in kernel.sass_counts if re.match("RED(?!UX)|UTMARED", name))
+        return kernel
+
+    monkeypatch.setattr(gpu, "_kernel", noted)
+    yield
+    assert not found
+
+
+def kernels(chip: str, layout: str, shape: Shape, dtype: str) -> list[gpu.Kernel]:
+    function, avals = product(layout, shape, jnp.dtype(dtype))
+    found = gpu.compile_for(chip, function, *avals)
+    assert len(found) == (1 if dtype == "int8" else 3)  # forward, and a derivative by each operand
+    return found
+
+
+@pytest.mark.sampled(default=False)
+@pytest.mark.parametrize("dtype", ["bfloat16", FP8])
+@pytest.mark.parametrize("layout", NAMES)
+def test_hopper(layout: str, dtype: str) -> None:
+    """No spills, whole tiles by TMA, and Hopper's own tensor cores wherever a group has 64 rows and more."""
+    for kernel in kernels(H200, layout, LARGE, dtype):
+        assert kernel.spill_bytes == 0
+        assert kernel.sass_counts["UTMALDG"]
+        assert kernel.sass_counts["HGMMA"] + kernel.sass_counts["QGMMA"]
+    if dtype == FP8 and layout in ("batched", "forward", "forward_left", "wgrad"):
+        assert kernels(H200, layout, LARGE, dtype)[0].sass_counts["QGMMA"]
+
+
+@pytest.mark.parametrize(
+    "chip, layout, shape, dtype",
+    [
+        *((H200, layout, ODD, "bfloat16") for layout in NAMES),
+        *((H200, layout, ODD, dtype) for layout in ("forward", "wgrad") for dtype in ("float32", "int8", "float16")),
+        (H200, "forward", TINY, "bfloat16"),
+        (H200, "forward", DEEP, "bfloat16"),
+        (H200, "wgrad", MANY, "bfloat16"),
+        (H200, "forward", DEEP, FP8),
+        *((chip, layout, LARGE, "bfloat16") for chip in (A100, B200) for layout in ("batched", "forward", "outer")),
+        (A100, "wgrad", ODD, "float32"),
+        (B200, "forward", LARGE, FP8),
+        (B200, "inner_rows", ODD, "float32"),
+        (A100, "forward", ODD, "int8"),
+    ],
+)
+def test_compiles(chip: str, layout: str, shape: Shape, dtype: str) -> None:
+    """Within the chip's shared memory and registers; spills on no Hopper."""
+    # Of groups of 143 rows, tiles have 32: fewer than Blackwell's own tensor cores take.
+    names = (*TENSOR_CORES[chip], *(["HMMA"] if shape == ODD else []))
+    for kernel in kernels(chip, layout, shape, dtype):
+        assert any(kernel.sass_counts[name] for name in names)
+        assert kernel.spill_bytes <= (0 if chip == H200 else 128)
+
+
+SHAPES = (8192, 4096, 14336, 8), (65536, 2048, 1408, 64), (64, 4096, 14336, 8)
+
+
+@pytest.mark.parametrize("chip, shape", [*((H200, shape) for shape in SHAPES), (A100, SHAPES[2])], ids=str)
+def test_what_is_measured(chip: str, shape: Shape) -> None:
+    """The shapes of the benchmark, forward, dgrad and wgrad in bfloat16: no spills, nothing serialised."""
+    rows, k, n, groups = shape
+
+    def train(x: Array, w: Array, sizes: Array, dy: Array) -> Any:
+        out, pull = jax.vjp(lambda x, w: ragged.grouped_matmul(x, w, sizes), x, w)
+        return out, pull(dy)
+
+    avals = (Aval(dims, jnp.bfloat16) for dims in ((rows, k), (groups, k, n), (rows, n)))
+    x, w, dy = avals
+    for kernel in gpu.compile_for(chip, train, x, w, Aval((groups,), jnp.int32), dy):
+        assert kernel.spill_bytes == 0 and not kernel.remarks
+        assert kernel.sass_counts["UTMALDG"] or chip == A100
+        assert kernel.sass_counts["HGMMA"] or rows == 64  # 8 a group: fewer than HGMMA takes
+
+
+@pytest.mark.long
+def test_without_tma(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A configuration can ask for pointers in place of TMA: the tensor cores are the same."""
+    choose, function, avals = tiles.choose, *product("forward", LARGE, jnp.dtype(jnp.bfloat16))
+    monkeypatch.setattr(tiles, "choose", lambda *args: replace(choose(*args), tma=False))
+    for kernel in gpu.compile_for(H200, function, *avals):
+        assert not kernel.sass_counts["UTMALDG"] and kernel.sass_counts["LDGSTS"] and kernel.sass_counts["HGMMA"]
+
+
+@pytest.mark.long
+def test_scales_are_applied_in_the_kernel() -> None:
+    """Fp8 with scales by row, and by block of the contraction: QGMMA, no spills, no other kernel's pass."""
+
+    def both(x: Array, w: Array, sizes: Array, rows: Array, columns: Array, blocks: Array, of_w: Array) -> Any:
+        options: dict[str, Any] = {
+            "preferred_element_type": jnp.bfloat16,
+            "target": Target(device=(H200, 132)),
+            "transpose_rhs": True,
+        }
+        product = partial(products.grouped_matmul, "triton_gpu", x, w, sizes, **options)
+        by_row = product(lhs_scales=Scales(rows, (1, None)), rhs_scales=Scales(columns, (1, None)))
+        by_block = product(lhs_scales=Scales(blocks, (1, 128)), rhs_scales=Scales(of_w, (128, 128)))
+        return by_row, by_block
+
+    m, k, n, g = 8192, 2048, 1024, 8
+    scales = ((m, 1), (g, n, 1), (m, k // 128), (g, n // 128, k // 128))
+    fp8, f32 = jnp.dtype(FP8), jnp.float32
+    avals = (Aval((m, k), fp8), Aval((g, n, k), fp8), Aval((g,), jnp.int32), *(Aval(dims, f32) for dims in scales))
+    found = gpu.compile_for(H200, both, *avals)
+    assert len(found) == 2
+    for kernel in found:
+        assert kernel.sass_counts["QGMMA"] and kernel.spill_bytes == 0
+
+
+@pytest.mark.sampled(default=False)
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8", "delayed"])
+def test_recipes(recipe: str) -> None:
+    """Forward, dgrad and wgrad of fp8 by Hopper's fp8 instructions, without spills."""
+    found = gpu.compile_for(H200, partial(train, Recipe.preset(recipe)), *trained_avals((8192, 2048, 1024, 8)))
+    assert len(found) == 3
+    for kernel in found:
+        assert kernel.sass_counts["QGMMA"] and kernel.spill_bytes == 0
+        assert not kernel.remarks  # that the tensor cores' instructions are serialised, or wait for registers
+        assert kernel.sass_counts["STS"] < 64  # no operand is turned tile by tile
+        # 128 × 128 sums of a step, or their products with scales, are added up in float32, by 256 threads.
+        assert len(re.findall(r"\b(?:add|fma)\S*\.f32\b", kernel.ptx)) >= 64
+
+
+BY_SCALES = {"mxfp8": ("mxf8f6f4", "UTCQMMA"), "nvfp4": ("mxf4nvf4", "UTCOMMA")}
+
+
+@pytest.mark.sampled(default=False)
+@pytest.mark.parametrize("shape", [LARGE, DEEP, ODD, TINY, MANY, SHAPES[2]], ids=str)
+@pytest.mark.parametrize("recipe", BY_SCALES)
+def test_scales_of_tensor_cores(recipe: str, shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blackwell's multiply by the scales themselves, which are fetched ahead, in all products but the
+    wgrad of 4 bits; without spills, at the tiles that are the default for any shape, in the shared memory that is
+    reckoned with.
+    """
+    choose, asked = tiles.choose, []
+    monkeypatch.setattr(tiles, "choose", lambda *args: asked.append((args[0], choose(*args), args[1])) or asked[-1][1])
+    found = gpu.compile_for(B200, partial(train, Recipe.preset(recipe)), *trained_avals(shape))
+    assert len(found) >= 2
+    for kernel, chosen in zip(found, asked, strict=True):
+        assert kernel.spill_bytes == 0 and kernel.shared_bytes <= tiles.shared(*chosen)
+    kind, instruction = BY_SCALES[recipe]
+    for kernel in found[: 2 if recipe == "nvfp4" else 3]:
+        assert {*re.findall(r"kind::(\w+)", kernel.ptx)} == {kind} and f"{kind}.block_scale" in kernel.ptx
+        assert kernel.sass_counts[instruction] and kernel.sass_counts["LDGSTS"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_recipes_on_blackwell(recipe: str) -> None:
+    """Forward, dgrad and wgrad of fp8 by Blackwell's instructions, without spills: no thread has a pointer
+    for each of its columns' scales."""
+    found = gpu.compile_for(B200, partial(train, Recipe.preset(recipe)), *trained_avals((8192, 2048, 1024, 8)))
+    assert len(found) == 3
+    for kernel in found:
+        assert kernel.sass_counts["UTCQMMA"] and kernel.spill_bytes == 0
+
+
+@pytest.mark.sampled(default=False)
+@pytest.mark.parametrize("recipe, gated", [("blockwise", True), ("mxfp8", True), ("nvfp4", True), ("nvfp4", False)])
+def test_epilogue_kernels_on_blackwell(recipe: str, gated: bool) -> None:
+    """One kernel of both products, without spills; two, where an older Triton shares no scales."""
+
+    def hidden(x: Array, gate: Array, up: Array, sizes: Array) -> Array:
+        rows = ragged.GroupedTensor(x, sizes)
+        if gated:
+            return ragged.gated_matmul(rows, gate, up, recipe=recipe).data
+        return ragged.matmul(rows, gate, activation="gelu", recipe=recipe).data
+
+    avals = (Aval(dims, jnp.bfloat16) for dims in ((8192, 2048), (8, 2048, 1024), (8, 2048, 1024)))
+    found = gpu.compile_for(B200, hidden, *avals, Aval((8,), jnp.int32))
+    assert len(found) == 2 - (not gated or recipe == "blockwise" or triton_call.shares_scales())
+    for kernel in found:
+        assert kernel.spill_bytes == 0 and kernel.sass_counts["UTCOMMA" if recipe == "nvfp4" else "UTCQMMA"]
+
+
+@pytest.mark.long
+def test_four_bits_are_bytes_in_memory() -> None:
+    """XLA for a GPU has two numbers in a byte, the first in the lower bits: no pass makes the kernel's operand."""
+    avals = Aval((1024, 512), jnp.float4_e2m1fn), Aval((1024, 512), jnp.float32)
+
+    def by_hand(x: Array) -> Array:
+        codes = lax.bitcast_convert_type(x, jnp.uint4).astype(jnp.uint8).reshape(1024, 256, 2)
+        return codes[..., 0] | codes[..., 1] << 4
+
+    def loaded(x: Array) -> Array:
+        return _loaded(KernelOperand(x.astype(jnp.float4_e2m1fn), "mk", None), "k").data
+
+    text = gpu.compile_whole(loaded, avals[1]).as_text()
+    entry = text[text.index("ENTRY") :]
+    assert entry.count(" fusion(") == 1 and re.search(r"ROOT \S+ = u8\[1024,256\]\S* bitcast\(", entry)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1024, 512)), jnp.float4_e2m1fn)
+    np.testing.assert_array_equal(loaded(x), by_hand(x))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "rows, columns, k, warps", [(64, 128, 128, 4), (16, 32, 128, 4), (128, 256, 128, 8), (128, 128, 256, 8)], ids=str
+)
+def test_scales_at_any_tile(rows: int, columns: int, k: int, warps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a tile has fewer rows than tensor cores scale: within the shared memory reckoned."""
+    asked = []
+
+    def choose(problem: tiles.Problem, on: tiles.Chip) -> GpuConfig:
+        asked.append((problem, problem.config(rows, columns, k, warps=warps, stages=3), on))
+        return asked[-1][1]
+
+    def forward(x: Array, w: Array, sizes: Array, of_x: Array, of_w: Array) -> Array:
+        options: dict[str, Any] = {"target": Target(device=(B200, 148)), "preferred_element_type": jnp.bfloat16}
+        scales = {"lhs_scales": Scales(of_x, (1, 32), True), "rhs_scales": Scales(of_w, (1, 32), True)}
+        return products.grouped_matmul("triton_gpu", x, w, sizes, transpose_rhs=True, **scales, **options)
+
+    monkeypatch.setattr(tiles, "choose", choose)
+    m, d, n, g = LARGE
+    shapes = (m, d), (g, n, d), (m, d // 32), (g, n, d // 32)
+    x, w, of_x, of_w = (Aval(shape, FP8 if i < 2 else jnp.float32) for i, shape in enumerate(shapes))
+    (kernel,) = gpu.compile_for(B200, forward, x, w, Aval((g,), jnp.int32), of_x, of_w)
+    # The first, which no model chooses, stores one register, and loads it once.
+    assert kernel.spill_bytes <= 8 * (rows == 64) and kernel.shared_bytes <= tiles.shared(*asked[0])
+    assert ("block_scale" in kernel.ptx) == (rows == 128)
+
+
+WITH_EPILOGUE = [  # rows, k, n, groups; dtype; scales; activation; which are stored
+    (SHAPES[0], "bfloat16", "", "silu", (True, True, True)),
+    (SHAPES[0], "bfloat16", "", "gelu", (True, False, False)),
+    (SHAPES[1], "bfloat16", "", "gelu_tanh", (True, True, True)),
+    (SHAPES[2], "bfloat16", "", "silu", (True, True, True)),
+    ((1000, 1000, 1000, 7), "bfloat16", "", "gelu", (True, True, True)),
+    (SHAPES[0], "bfloat16", "", "gelu", (True, True)),
+    ((1000, 1000, 1000, 7), "bfloat16", "", "tanh", (True, True)),
+    (SHAPES[0], "float16", "", "sigmoid", (True, True, True)),
+    (SHAPES[0], "float32", "", "gelu", (True, True, True)),
+    *((SHAPES[0], FP8, way, "silu", (True, True, True)) for way in ("", "rowwise", "tensorwise", "blockwise")),
+    (SHAPES[0], FP8, "blockwise", "gelu", (True, True)),
+    (SHAPES[1], FP8, "rowwise", "relu", (True, False, False)),
+]
+
+
+@pytest.mark.sampled(default=False)
+@pytest.mark.parametrize("layout", ["forward", "batched"])
+@pytest.mark.parametrize("shape, dtype, way, activation, stored", WITH_EPILOGUE, ids=str)
+def test_epilogue_kernels(
+    shape: Shape, dtype: str, way: str, activation: str, stored: tuple[bool, ...], layout: str
+) -> None:
+    """One kernel, without spills, whose tensor cores wait for nothing; biases of both products."""
+    (m, k, n, g), fp8, gated, f32 = shape, dtype == FP8, len(stored) > 2, jnp.float32
+    batched, m = layout == "batched", m // shape[3] if layout == "batched" else m
+    lead, matrix = ((g,) if batched else ()), ((g, n, k) if fp8 else (g, k, n))
+    scales, blocks = {  # the operand's with rows `[*lead, m, k]`, and the matrices' `[g, n, k]`
+        "": ([], [(None, None)] * 2),
+        "rowwise": ([(*lead, m, 1), (g, n, 1)], [(1, None)] * 2),
+        "tensorwise": ([(g, 1, 1) if batched else (g, 1), (g, 1, 1)], [(None, None)] * 2),
+        "blockwise": ([(*lead, m, k // 128), (g, n // 128, k // 128)], [(1, 128), (128, 128)]),
+    }[way]
+
+    def product(x: Array, w: Array, up: Array, bias: Array, sizes: Array, *values: Array) -> list[Array]:
+        found = [Scales(*each) for each in zip(values, blocks, strict=True)] if values else [None, None]
+        options: dict[str, Any] = {"target": Target(device=(H200, 132)), "preferred_element_type": jnp.bfloat16}
+        options |= {
+            "lhs_scales": found[0],
+            "rhs_scales": found[1],
+            "epilogue": products.epilogue_spec(activation, stored),
+            "bias": bias,
+        }
+        options |= {"up": Operand(up, found[1]), "up_bias": bias} if gated else {}
+        if batched:
+            axes = ("mk", "nk" if fp8 else "kn", "mn")
+            return products.batched_matmul("triton_gpu", x, w, axes=axes, **options)
+        return products.grouped_matmul("triton_gpu", x, w, sizes, transpose_rhs=fp8, **options)
+
+    w, of = Aval(matrix, jnp.dtype(dtype)), [Aval(dims, f32) for dims in scales]
+    x = Aval((*lead, m, k), jnp.dtype(dtype))
+    (kernel,) = gpu.compile_for(H200, product, x, w, w, Aval((g, n), f32), Aval((g,), jnp.int32), *of)
+    assert kernel.spill_bytes == 0
+    assert not [remark for remark in kernel.remarks if "serialized" in remark]
+    # Tiles of one operand and of two matrices; each step multiplies twice.
+    assert kernel.sass_counts["UTMALDG"] % (3 if gated else 2) == 0 != kernel.sass_counts["UTMALDG"]
+    if m // (1 if batched else g) >= 64:
+        assert kernel.sass_counts["QGMMA" if fp8 else "HGMMA"]
+
+
+def check_ones(case: ones.Case, chip: str) -> None:
+    """That a product and its derivatives are compiled to kernels where `explain` says that they run."""
+    avals = case.avals
+    plans = ragged.explain(*avals, device=chip, **case.options).plans
+    expected = sum(plan.backend == "triton_gpu" for plan in plans)
+    found = gpu.payloads(gpu.lower_for(chip, case.product, *avals))
+    assert min(expected, 1) <= len(found) <= expected
+
+
+def test_one_in_each_letter() -> None:
+    """Extents of 1, for Hopper."""
+    check_ones(ones.Case("`int8`", "forward", (1, 1, 1, 2), (False, True)), H200)
+
+
+@pytest.mark.sampled(default=False)
+@pytest.mark.parametrize("chip", gpu.ARCHITECTURES)
+@pytest.mark.parametrize("format", ones.FORMATS_WITH_ONES)
+def test_extents_of_one(format: str, chip: str) -> None:
+    """1, 2 and 3 in any letter, a layout and an order of storage each."""
+    (case,) = ones.cases(format, 1, seed=[*gpu.ARCHITECTURES].index(chip))
+    check_ones(case, chip)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_operands_are_turned_as_they_are_made(recipe: str) -> None:
+    """The pass that quantises `x` and the cotangent writes what the wgrad takes, and reads them once for both."""
+    m, k, n, g = 8192, 2048, 1024, 8
+    text = gpu.compile_whole(partial(train, Recipe.preset(recipe)), *trained_avals((m, k, n, g))).as_text()
+    for width in (k, n):
+        assert len(re.findall(rf"= \(f8\w+\[{width},{m}\]\S*, f8\w+\[{m},{width}\]\S*\) fusion\(", text)) == 1
+        assert not re.findall(rf"= (?:bf16|f32|pred)\[{width},{m}\]\S* (?:fusion|copy|transpose)\(", text)
+
+
+@pytest.mark.long
+def test_no_operand_is_dequantised_in_memory() -> None:
+    """Kernels take 8 bits, as the program is lowered, and there are three when XLA is done with it."""
+    step, avals = partial(train, Recipe.preset("blockwise")), trained_avals((2048, 1024, 512, 8))
+    assert not dequantized(gpu.lower_for(H200, step, *avals).as_text(), 512 * 1024)
+    assert len(dequantized(gpu.lower_for(H200, partial(step, backend="xla"), *avals).as_text(), 512 * 1024)) == 6
+    assert gpu.compile_whole(step, *avals).as_text().count('custom_call_target="triton_kernel_call_ffi"') == 3
+
+
+@pytest.mark.sampled(default=False)
+@pytest.mark.parametrize("layout", NAMES)
+def test_the_whole_program(layout: str) -> None:
+    """Forward and backward as XLA compiles them for an H200; ragged rows are never transposed in memory."""
+    function, avals = product(layout, LARGE, jnp.bfloat16)
+    text = gpu.compile_whole(function, *avals).as_text()
+    assert text.count('custom_call_target="triton_kernel_call_ffi"') == 3
+    if "columns" in layout or layout in ("forward_left", "wgrad", "outer"):
+        return  # their ragged columns come as a buffer of columns, not as rows seen through `mT`
+    moved = re.findall(r"= \w+\[([\d,]+)\]\S* (?:copy|transpose)\(", text)
+    assert not [dims for dims in moved if math.prod(map(int, dims.split(","))) >= 2**20]
+
+
+# --- eight H200s ------------------------------------------------------------------------------------------------------
+
+
+def eight(kind: str, **axes: int) -> Mesh:
+    devices = np.array(gpu.h200s(8)).reshape(tuple(axes.values()))
+    return Mesh(devices, tuple(axes), axis_types=(KINDS[kind],) * len(axes))
+
+
+def check_kernels(program: Any, *results: str) -> None:
+    """Those inside have these results on one device, and are as one device's would be; no matrix is gathered."""
+    assert not any(re.search(r"\[\d+,\d+,\d+\]", types) for name, types in moved(program) if name == "all-gather")
+    found = gpu.kernels_of(program)
+    assert sorted(result for result, _ in found) == sorted(results)
+    for _, kernel in found:
+        assert kernel.spill_bytes == 0 and kernel.sass_counts["HGMMA"] and kernel.sass_counts["UTMALDG"]
+
+
+EIGHT = [  # x, w; the letters that are sharded; each kernel's result on one device, and MiB of temporaries there
+    (P("a"), P(None, None, "b"), "mn", "bf16[4096,256] f32[4096,2048] f32[16,2048,256]", 64),
+    (P("a"), P("b"), "mg", "f32[4096,1024] f32[4096,2048] f32[4,2048,1024]", 64),
+    (P(("a", "b")), P(), "m", "bf16[1024,1024] bf16[1024,2048] f32[16,2048,1024]", 128),
+    # Both want "b": rows are gathered, and each device has the sum of its own.
+    (P("b"), P("b"), "", "f32[8192,1024] f32[8192,2048] bf16[4,2048,1024]", 128),
+]
+
+
+@pytest.mark.sampled(default=False)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("x, w, letters, results, mib", EIGHT, ids=str)
+def test_gradients_over_eight_gpus(x: P, w: P, letters: str, results: str, mib: int, kind: str) -> None:
+    """Three kernels in the partitioned program, and the collectives of the table; no matrix is gathered."""
+    gradients, avals = sharded_gradients(eight(kind, a=2, b=4), x, w)
+    # Over `Auto` axes a result is sharded as it is used.
+    options: Any = {"out_shardings": tuple(aval.sharding for aval in avals[:2])} if kind == "auto" else {}
+    program = gpu.compile_sharded(gradients, *avals, **options)
+    check_kernels(program, *results.split())
+    found = Counter(name for name, _ in moved(program))
+    if letters:
+        assert found == Counter(filter(None, (cell for z in letters for cell in table()["forward", z])))
+    else:
+        assert {*found} == {"all-gather", "reduce-scatter"}
+    assert program.memory_analysis().temp_size_in_bytes <= (mib + 1) << 20
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_sharded_matmul_over_eight_gpus(kind: str) -> None:
+    """Kernels around a function of each device's part; gradients are summed in float32."""
+    x, w, _, results, mib = EIGHT[0]
+    mesh = eight(kind, a=2, b=4)
+    _, avals = sharded_gradients(mesh, x, w)
+    options: dict[str, Any] = {"mesh": mesh, "in_specs": (x, w), "out_specs": P("a", "b")}
+
+    def loss(x: Array, w: Array, sizes: Array) -> Array:
+        tensor, silu = ragged.GroupedTensor(x, sizes), lambda part: part.map(jax.nn.silu)
+        y = ragged.sharded_matmul(tensor, w, **options, out_shard_callback=silu)
+        return jnp.sum(y.data.astype(jnp.float32))
+
+    program = gpu.compile_sharded(jax.grad(loss, (0, 1)), *avals)
+    check_kernels(program, *results.split())
+    assert {name for name, _ in moved(program)} == {"all-reduce"}
+    assert not any("bf16" in types for _, types in moved(program))
+    assert program.memory_analysis().temp_size_in_bytes <= (mib + 1) << 20
+
+
+@pytest.mark.long
+def test_exchange_over_eight_gpus() -> None:
+    """Rows of an expert-parallel layer travel by `ragged-all-to-all`, the default there; kernels do the rest."""
+    mesh, (tokens, d, f, groups) = eight("auto", expert=8), (8192, 2048, 1024, 16)
+
+    def local(x: Array, ids: Array, weights: Array, up: Array, down: Array) -> Array:
+        ex = ragged.exchange(ragged.route(ids, groups))
+        hidden = ragged.matmul(ex.dispatch(x), up).map(jax.nn.silu)
+        return ex.combine(ragged.matmul(hidden, down), weights)
+
+    def loss(*args: Array) -> Array:
+        layer = jax.shard_map(local, mesh=mesh, in_specs=(P("expert"),) * 5, out_specs=P("expert"))
+        return jnp.sum(layer(*args).astype(jnp.float32))
+
+    float_, shapes = jnp.bfloat16, ((tokens, d), (tokens, 2), (tokens, 2), (groups, d, f), (groups, f, d))
+    types = zip(shapes, (float_, jnp.int32, float_, float_, float_), strict=True)
+    avals = [Aval(shape, dtype, sharding=NamedSharding(mesh, P("expert"))) for shape, dtype in types]
+    program = gpu.compile_sharded(jax.grad(loss, (0, 2, 3, 4)), *avals)
+    # A device has 1024 tokens, 2 matrices of each, and room for the 16384 rows of all tokens.
+    check_kernels(program, *["bf16[16384,1024]", "bf16[16384,2048]"] * 2, "bf16[2,2048,1024]", "bf16[2,1024,2048]")
+    rows = [types for name, types in moved(program) if name == "ragged-all-to-all"]
+    assert len(rows) == 4 and all("bf16[16384,2048]" in types for types in rows)  # two forward, two backward
+    # Of what else travels, sizes and offsets, nothing is a float.
+    others = [types for name, types in moved(program) if name != "ragged-all-to-all"]
+    assert len(others) == 3 and all("s32[" in types and "f" not in types for types in others)
+    buffers = program.memory_analysis().temp_size_in_bytes / (16384 * d * 2)
+    assert buffers < 7.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", gpu.ARCHITECTURES)
+@pytest.mark.parametrize("shape", [LARGE, DEEP, ODD, TINY, MANY], ids=str)
+@pytest.mark.parametrize("layout", NAMES)
+def test_the_whole_table(layout: str, shape: Shape, chip: str) -> None:
+    """Every layout's forward and backward, for every architecture, in every dtype."""
+    for dtype in ("bfloat16", "float16", "float32", "int8", *([FP8] if chip != A100 else [])):
+        assert max(kernel.spill_bytes for kernel in kernels(chip, layout, shape, dtype)) <= (0 if chip == H200 else 512)

@@ -1,0 +1,727 @@
+"""The GPU kernel's body, run on the CPU by Triton's interpreter, against the float64 oracle.
+
+The interpreter's memory is checked: results begin as NaN, and whatever lies outside of an array can't be loaded.
+"""
+
+import itertools
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+
+import ragged
+from ragged import GroupedTensor, Scaling
+from ragged.backends.base import Target
+from ragged.backends.gpu import call as triton_call
+from ragged.core.scales import Scales
+from ragged.primitive import lowering
+from ragged.product.config import GpuConfig
+from tests import cases, four_bits, gpu, oracle, products, ran
+from tests.backends.tpu.test_pallas_tpu import check_gradients
+from tests.cases import NAMES, SPREADS, TOLERANCE, check
+
+gpu.needs_triton()
+
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+
+from ragged.backends.gpu import interpreter as triton_interpreter  # noqa: E402
+from ragged.backends.gpu import kernel as triton_kernel  # noqa: E402
+from tests.everywhere import INTERPRETED, everywhere  # noqa: E402
+
+pytestmark = pytest.mark.sampled
+
+
+@pytest.fixture(scope="module")
+def launches() -> Iterator[ran.Launches]:
+    with ran.watch() as launches:
+        yield launches
+
+
+@pytest.fixture
+def nothing_but_the_kernels(launches: ran.Launches) -> Iterator[None]:
+    """XLA's never stand in for them."""
+    with ran.only("triton_gpu", launches):
+        yield
+
+
+interpreted = pytest.mark.usefixtures("nothing_but_the_kernels")
+E4M3 = "float8_e4m3fn"
+
+
+def matmul(lhs: Any, rhs: Any, tiles: Any = None, **options: Any) -> GroupedTensor:
+    how = everywhere("triton_gpu", *tiles) if tiles else INTERPRETED["triton_gpu"]
+    return jax.jit(lambda lhs, rhs: ragged.matmul(lhs, rhs, backend=how, **options))(lhs, rhs)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("layout", NAMES)
+def test_every_layout_and_spread(layout: str, dtype: str) -> None:
+    """Nothing is a multiple of a tile; NaN tails."""
+    for seed, (kind, slack) in enumerate(itertools.product(SPREADS, (False, True))):
+        case = cases.make(
+            layout, g=(1, 3, 8)[seed % 3], kind=kind, slack=slack, seed=seed, dtype=dtype, uniform=(37, 150, 140)
+        )
+        wide = jnp.float32 if dtype.startswith("float8") else None
+        # The portable program, for any GPU since 8.0, has no float8_e4m3fn: XLA's would run.
+        with gpu.on(gpu.FIRST_WITH_FP8) if wide else nullcontext():
+            out = matmul(case.lhs, case.rhs, tiles=None if seed % 2 else (32, 32, 64), preferred_element_type=wide)
+        check(case, out)
+
+
+@triton.jit
+def load_all(pointers, inside, rest, A: tl.constexpr):
+    """In place of a load that masks what lies beyond the buffer."""
+    return tl.load(pointers)
+
+
+@triton.jit
+def fit_fewer(start, size, CAPACITY: tl.constexpr):
+    """In place of what says how many rows a group has in a buffer: one fewer."""
+    return start.to(tl.int32), tl.maximum(size, 1) - 1
+
+
+@pytest.mark.parametrize(
+    "function, wrong, error, text",
+    [
+        ("_load", load_all, jax.errors.JaxRuntimeError, "`grouped_product` loads element"),
+        ("_fit", fit_fewer, AssertionError, "largest error nan"),
+    ],
+)
+def test_memory_is_watched(function: str, wrong: Any, error: Any, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What strays from an array is found, and so is what of the result nobody wrote."""
+    case = cases.make("forward", g=2, slack=False, capacity=32, uniform=(8, 50, 20))
+    check(case, matmul(case.lhs, case.rhs, tiles=(16, 16, 16)))
+    monkeypatch.setattr(triton_kernel, function, wrong)
+    with pytest.raises(error, match=text):
+        check(case, matmul(case.lhs, case.rhs, tiles=(16, 16, 16)))
+
+
+def test_executed_visits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward's tiles are as many as the run-time sizes make, and a wgrad's steps; a gap has none."""
+    stored, multiplied = [], []
+    builder = triton_interpreter._Builder
+    store, dot = builder.create_masked_store, builder.create_dot
+    monkeypatch.setattr(builder, "create_masked_store", lambda *x, **y: stored.append(1) or store(*x, **y))
+    monkeypatch.setattr(builder, "create_dot", lambda *x, **y: multiplied.append(1) or dot(*x, **y))
+    rows, tile = 128, 16
+    x, dy = jnp.ones((rows, 32)), jnp.ones((rows, 32))  # two tiles of each of these columns
+    w = jnp.ones((8, 32, 32))
+
+    def tiles(size: int) -> int:
+        return -(-size // tile)
+
+    for sizes in ([128, *[0] * 7], [0] * 8, [1] * 8, [50, 0, 0, 40, 1, 1, 1, 1]):
+        dims = jnp.array(sizes, jnp.int32)
+        in_groups = sum(map(tiles, sizes))
+        stored.clear()
+        multiplied.clear()
+        jax.block_until_ready(matmul(GroupedTensor(x, dims), w, tiles=(tile, 16, 16)))
+        assert len(stored) == 2 * (in_groups + tiles(rows - sum(sizes)))
+        assert len(multiplied) == 2 * 2 * in_groups
+        stored.clear()
+        multiplied.clear()
+        jax.block_until_ready(matmul(GroupedTensor(x, dims).mT, GroupedTensor(dy, dims), tiles=(16, tile, 16)))
+        assert len(stored) == 2 * 2 * len(sizes)
+        assert len(multiplied) == 2 * 2 * in_groups
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("layout", NAMES)
+def test_descriptors(layout: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a Hopper loads by TMA, which takes rows of whole 16 bytes, and what it loads otherwise."""
+    used = []
+    call = triton_call.call
+    monkeypatch.setattr(triton_call, "call", lambda *args, **kwargs: used.append(args[0]) or call(*args, **kwargs))
+    for seed, kind in enumerate(("giant", "zipf")):
+        shape = {"uniform": (48, 160, 144), "aligned": 16}
+        case = cases.make(layout, g=3, kind=kind, seed=seed, dtype=dtype, **shape)
+        with gpu.on("NVIDIA H200"):
+            check(case, matmul(case.lhs, case.rhs, tiles=(32, 32, 32), preferred_element_type=jnp.float32))
+    assert used and all(each["a_tiles"] and each["b_tiles"] for each in used)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
+@pytest.mark.parametrize("layout", ["wgrad", "inner_columns"])
+def test_turned_operands(layout: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Hopper gets 8 bits that pack what is contracted with that axis last. A group begins at any byte
+    there, a tile at a multiple of 16, as the interpreter demands; what a neighbour has of it is NaN, or a lot."""
+    used = []
+    call = triton_call.call
+    monkeypatch.setattr(
+        triton_call, "call", lambda *args, **kwargs: used.append(args[0] | args[2]) or call(*args, **kwargs)
+    )
+    for seed, (kind, capacity) in enumerate(zip(SPREADS, (96, 208, 208, 96), strict=True)):
+        case = cases.make(
+            layout, g=5, kind=kind, seed=seed, dtype=dtype, uniform=(48, 64, 40), aligned=16, capacity=capacity
+        )
+        with gpu.on("NVIDIA H200"):
+            check(case, matmul(case.lhs, case.rhs, tiles=(32, 32, 32), preferred_element_type=jnp.float32))
+    assert len(used) == 4 and all(u["A"].k_stride == u["B"].k_stride == 1 and u["a_tiles"] for u in used)
+
+
+@interpreted
+def test_turned_operands_of_neighbours() -> None:
+    """NaN stays in its group, whichever; batch elements are summed, each with scales of its own."""
+    rng, sizes = np.random.default_rng(0), np.array([[5, 0, 70, 3, 100], [30, 30, 30, 30, 30]])
+    x, dy = (rng.integers(-8, 8, (2, 208, n)).astype(np.float64) for n in (32, 48))
+    ends, scales = np.cumsum(sizes, 1), rng.uniform(0.5, 2, (2, 5, 32)).astype(np.float32)
+    want = np.zeros((5, 32, 48))
+    for e, i in itertools.product(range(2), range(5)):
+        rows = slice(ends[e, i] - sizes[e, i], ends[e, i])
+        want[i] += (x[e, rows] * scales[e, i]).T @ dy[e, rows]
+    for poisoned in range(5):
+        rows = slice(ends[0, poisoned] - sizes[0, poisoned], ends[0, poisoned])
+        a, b = (np.where(np.arange(208)[:, None] < ends[:, -1, None, None], z, np.nan) for z in (x, dy))
+        a[0, rows] = b[0, rows] = np.nan
+        got = products.transposed_grouped_matmul(
+            "triton_gpu",
+            jnp.asarray(a, jnp.float8_e4m3fn),
+            jnp.asarray(b, jnp.float8_e4m3fn),
+            jnp.asarray(sizes, jnp.int32),
+            lhs_scales=Scales(jnp.asarray(scales), (None, 1)),
+            preferred_element_type=jnp.float32,
+            tiling=(32, 32, 32),
+            sum_batch=True,
+            target=Target(interpret=True, device=("NVIDIA H200", 132)),
+        )
+        clean = [i for i in range(5) if i != poisoned or not sizes[0, i]]
+        oracle.assert_close([np.asarray(got)[clean]], [want[clean]], max=3e-6)
+        assert bool(sizes[0, poisoned]) == bool(np.isnan(np.asarray(got)[poisoned]).all())
+
+
+@interpreted
+def test_the_next_groups_scales(calls: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    """A group's last step, of one block of 32 rows where two fit, has no scale of the next group, which is NaN."""
+    rng, sizes = np.random.default_rng(0), [32, 64]
+    x, y = (rng.integers(-4, 5, (96, 32)).astype(np.float32) for _ in range(2))
+    values = np.exp2(rng.integers(-2, 3, (2, 3, 32))).astype(np.float32)
+    want = (x[:32] * values[0, 0]).astype(np.float64).T @ (y[:32] * values[1, 0])
+    values[:, 1:] = np.nan
+    got = products.transposed_grouped_matmul(
+        "triton_gpu",
+        jnp.asarray(x, E4M3),
+        jnp.asarray(y, E4M3),
+        jnp.array(sizes, jnp.int32),
+        lhs_scales=Scales(jnp.asarray(values[0]), (32, 1), e8m0=True),
+        rhs_scales=Scales(jnp.asarray(values[1]), (32, 1), e8m0=True),
+        preferred_element_type=jnp.float32,
+        tiling=(32, 64, 32),
+        target=Target(interpret=True, device=("NVIDIA B200", 148)),
+    )
+    np.testing.assert_array_equal(got[0], want)
+    assert np.isnan(got[1]).all()
+    ((_, static),) = calls
+    assert static["A_SCALES"].applied_to == static["B_SCALES"].applied_to == "unit" and static["A"].tile_k == 64
+
+
+@interpreted
+def test_each_batch_element_has_its_groups() -> None:
+    """The first local group of each differs."""
+    rng, sizes = np.random.default_rng(0), np.array([[5, 20, 7], [9, 3, 20]])
+    x, w = (rng.integers(-4, 5, shape).astype(np.float64) for shape in ((2, 32, 16), (1, 16, 16)))
+    got = products.grouped_matmul(
+        "triton_gpu",
+        jnp.asarray(x, jnp.float32),
+        jnp.asarray(w, jnp.float32),
+        jnp.asarray(sizes, jnp.int32),
+        group_offset=jnp.array([0, 2], jnp.int32),
+        preferred_element_type=jnp.float32,
+        target=Target(interpret=True),
+    )
+    want = np.zeros((2, 32, 16))
+    want[0, :5], want[1, 12:] = x[0, :5] @ w[0], x[1, 12:] @ w[0]
+    np.testing.assert_array_equal(got, want)
+
+
+@interpreted
+def test_a_sum_whose_last_element_has_an_empty_group() -> None:
+    """It isn't taken for an empty sum."""
+    rng, sizes = np.random.default_rng(0), [[5, 7], [12, 0]]
+    x, dy = (rng.integers(-4, 5, (2, 12, n)).astype(np.float64) for n in (16, 32))
+    got = products.transposed_grouped_matmul(
+        "triton_gpu",
+        jnp.asarray(x, jnp.float32),
+        jnp.asarray(dy, jnp.float32),
+        jnp.asarray(sizes, jnp.int32),
+        preferred_element_type=jnp.float32,
+        sum_batch=True,
+        target=Target(interpret=True),
+    )
+    want = [x[0, :5].T @ dy[0, :5] + x[1].T @ dy[1], x[0, 5:].T @ dy[0, 5:]]
+    np.testing.assert_array_equal(got, np.stack(want))
+
+
+@interpreted
+def test_a_wgrad_of_several_steps_of_gathered_rows() -> None:
+    """Each step of a group reads its own tokens."""
+    rng = np.random.default_rng(0)
+    x, dy = rng.integers(-4, 5, (50, 32)).astype(np.float32), rng.integers(-4, 5, (50, 16)).astype(np.float32)
+    ids = rng.permutation(np.repeat([0, 1], [40, 10]))
+    route = ragged.route(jnp.asarray(ids, jnp.int32), 2)
+    how = everywhere("triton_gpu", 16, 16, 16)
+
+    @jax.jit
+    def wgrad(x: Array, dy: Array) -> Array:
+        w = jnp.zeros((2, 32, 16))
+        return jax.vjp(lambda w: ragged.matmul(route.gathered(x), w, backend=how).data, w)[1](dy)[0]
+
+    got, order = wgrad(jnp.asarray(x), jnp.asarray(dy)), np.asarray(route.order)
+    want = [x[order[rows]].astype(np.float64).T @ dy[rows] for rows in (slice(40), slice(40, 50))]
+    np.testing.assert_array_equal(got, np.stack(want))
+
+
+@interpreted
+def test_scales_of_rows_that_are_summed() -> None:
+    """A step takes its rows' scales. The last step's tile ends among another group's, and the tail's, which are NaN."""
+    rng = np.random.default_rng(0)
+    x, dy = (rng.integers(-4, 5, (64, n)).astype(np.float64) for n in (32, 16))
+    values = np.exp2(rng.integers(-3, 4, (64, 1))).astype(np.float32)
+    want = [(x[rows] * values[rows]).T @ dy[rows] for rows in (slice(37), slice(37, 60))]
+    values[60:] = np.nan
+    got = products.transposed_grouped_matmul(
+        "triton_gpu",
+        jnp.asarray(x, E4M3),
+        jnp.asarray(dy, E4M3),
+        jnp.array([37, 23], jnp.int32),
+        lhs_scales=Scales(jnp.asarray(values), (1, None)),
+        preferred_element_type=jnp.float32,
+        tiling=(16, 16, 16),
+        target=Target(interpret=True, device=(gpu.FIRST_WITH_FP8, 0)),
+    )
+    np.testing.assert_allclose(got, np.stack(want), rtol=1e-6, atol=1e-3)
+
+
+def quantized(x: GroupedTensor, dtype: str) -> tuple[GroupedTensor, GroupedTensor]:
+    """`x` in blocks of 32 along its last dim, where no group has anything NaN, scales too; and what it holds."""
+    q = ragged.quantize(x, dtype, "mx")
+    assert q.scales is not None
+    mask = np.broadcast_to(q.mask, q.shape)
+    blocks = np.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, -mask.shape[-1] % 32)]).reshape(*q.scales.shape, 32)
+    data = jnp.where(mask, q.data.astype(jnp.float32), jnp.nan).astype(dtype)
+    scales = jnp.where(blocks.any(-1), q.scales.astype(jnp.float32), jnp.nan).astype(q.scales.dtype)
+    return eqx.tree_at(lambda q: (q.data, q.scales), q, (data, scales)), q.dequantize()
+
+
+@pytest.mark.sampled(default=False)
+@interpreted
+@pytest.mark.parametrize("dtypes", [("float8_e4m3fn", "float8_e4m3fn"), ("float8_e5m2", "float8_e4m3fn")])
+@pytest.mark.parametrize("k", [64, 150])
+@pytest.mark.parametrize("layout", ["batched", "forward", "forward_left", "outer", "ragged"])
+def test_scales_of_tensor_cores(layout: str, k: int, dtypes: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blackwell's multiply fp8 by scales in float8_e8m0fnu, of blocks of 32; what no group has is NaN."""
+    ways = []
+    call = triton_call.call
+    monkeypatch.setattr(
+        triton_call,
+        "call",
+        lambda *args, **kwargs: ways.append(args[2]["A_SCALES"].applied_to) or call(*args, **kwargs),
+    )
+    for seed, (kind, tiles) in enumerate(zip(SPREADS[1:], (None, (32, 32, 32), (16, 64, 32)), strict=True)):
+        case = cases.make(
+            layout, g=3, kind=kind, seed=seed, uniform=(40, k, 48), aligned=16, rhs_packed_last=layout == "ragged"
+        )
+        (lhs, x), (rhs, y) = quantized(case.lhs, dtypes[0]), quantized(case.rhs.mT, dtypes[1])
+        case.lhs_groups = [np.asarray(group, np.float64) for group in x.to_list()]
+        case.rhs_groups = [np.asarray(group, np.float64).T for group in y.to_list()]
+        with gpu.on("NVIDIA B200"):
+            check(case, matmul(lhs, rhs.mT, tiles=tiles, preferred_element_type=jnp.float32))
+    assert ways == ["unit"] * 3
+
+
+def of_four_bits(
+    x: GroupedTensor, groups: oracle.Groups, block: tuple[int, int]
+) -> tuple[GroupedTensor, list[np.ndarray]]:
+    """`x` in blocks of 16, where no group has anything 6 × NaN; and its groups in float64, by the tables of values."""
+    q = ragged.quantize(x, "float4_e2m1fn", Scaling(block, E4M3))
+    assert q.scales is not None
+    mask = np.broadcast_to(q.mask, q.shape)
+    rows = mask[..., :: block[0], :: block[1]]  # no block straddles two groups
+    data = jnp.where(mask, q.data.astype(jnp.float32), 6).astype(q.dtype)
+    scales = jnp.where(rows, q.scales.astype(jnp.float32), jnp.nan).astype(q.scales.dtype)
+    level, of_blocks, values = four_bits.quantized(groups, block)
+    wide = [level * scale * each for scale, each in zip(of_blocks, values, strict=True)]
+    return eqx.tree_at(lambda q: (q.data, q.scales), q, (data, scales)), wide
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """The arrays and the static parameters that the kernel is called with."""
+    found = []
+    call = triton_call.call
+    monkeypatch.setattr(
+        triton_call,
+        "call",
+        lambda *args, **kwargs: found.append((args[0], args[2])) or call(*args, **kwargs),
+    )
+    return found
+
+
+FOUR_BITS = [
+    *((layout, k, block) for layout in ("batched", "forward") for k in (64, 151, 288) for block in ((1, 16), (16, 1))),
+    *((layout, k, (1, 16)) for layout in ("forward_left", "outer") for k in (151, 288)),
+    ("forward", 151, (16, 16)),
+]
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "layout, k, block",
+    [("forward", 96, (16, 1)), *(pytest.param(*each, marks=pytest.mark.long) for each in FOUR_BITS)],
+    ids=str,
+)
+def test_four_bits(layout: str, k: int, block: tuple[int, int], calls: list[Any]) -> None:
+    """Blackwell's multiply 4 bits by scales of 16, two numbers a byte, `rhs` either way in memory."""
+    case = cases.make(layout, g=3, kind="half_empty", seed=k, uniform=(40, k, 48), capacity=60)
+    lhs, case.lhs_groups = of_four_bits(case.lhs, case.lhs_groups, (1, 16))
+    if block == (16, 1):
+        rhs, case.rhs_groups = of_four_bits(case.rhs, case.rhs_groups, block)
+    else:
+        rhs, by_column = of_four_bits(case.rhs.mT, [each.T for each in case.rhs_groups], block)
+        rhs, case.rhs_groups = rhs.mT, [each.T for each in by_column]
+    with gpu.on("NVIDIA B200"):
+        tile_k = 64 if k < 256 else 256
+        # The result's rows are 128 at a time: columns of a product from the left.
+        tiles = (32, tile_k, 128) if layout == "forward_left" else (128, tile_k, 32)
+        check(case, matmul(lhs, rhs, tiles=tiles, preferred_element_type=jnp.float32))
+    ((arrays, static),) = calls
+    assert (static["A_SCALES"].applied_to, static["B_SCALES"].applied_to) == ("unit", "unit")
+    assert static["A"].tile_k == tile_k // 2
+    assert {arrays[name].dtype.name for name in "ab"} == {"uint8"} and arrays["a"].shape[-1] == -(-k // 2)
+    # A block's scale has a byte; what a whole tensor has in common stays apart.
+    assert arrays["a_scales"].dtype == jnp.uint32 and arrays["a_tensor"].size == arrays["b_tensor"].size == 1
+    assert bool(arrays["a_tiles"]) == (k % 32 == 0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rows", [32, 128])
+def test_rows_of_four_bits(rows: int) -> None:
+    """A tile of fewer rows than are scaled at once is an error."""
+    x, w = rows_of_four_bits(0, 1.0)[0], matrices_of_four_bits(1, 1.0)[0]
+    with gpu.on("NVIDIA B200"):
+        config = GpuConfig(m=rows, k=64, n=32, warps=4, stages=3)
+        plans = ragged.explain(x, w, backend=config).plans
+    (runs,) = (plan.runs for plan in plans if plan.platform == "cuda")
+    assert ("ValueError: tile_m=32 is too small for 4-bit operands." in runs) == (rows < 128)
+
+
+def rows_of_four_bits(seed: int, factor: float) -> tuple[GroupedTensor, list[np.ndarray]]:
+    """20 and 13 rows of 80, and a tail."""
+    sizes = jnp.array([20, 13], jnp.int32)
+    data = np.asarray(jax.random.normal(jax.random.key(seed), (40, 80)) * factor)
+    return of_four_bits(GroupedTensor(jnp.asarray(data), sizes), np.split(data[:33], [20]), (1, 16))
+
+
+def matrices_of_four_bits(seed: int, factor: float) -> tuple[GroupedTensor, list[np.ndarray]]:
+    """Two `[80, 32]`."""
+    data = np.asarray(jax.random.normal(jax.random.key(seed), (2, 32, 80)) * factor)
+    q, wide = of_four_bits(GroupedTensor(jnp.asarray(data)), [*data], (1, 16))
+    return q.mT, [each.T for each in wide]
+
+
+@interpreted
+@pytest.mark.long
+def test_four_bits_of_a_gate(calls: list[Any]) -> None:
+    """Each of three tensors has a scale of its own."""
+    (x, of_x), (w, of_w), (up, of_up) = (
+        rows_of_four_bits(0, 3.0),
+        matrices_of_four_bits(1, 0.1),
+        matrices_of_four_bits(2, 7.0),
+    )
+    with gpu.on("NVIDIA B200"):
+        out = jax.jit(
+            partial(ragged.gated_matmul, backend=INTERPRETED["triton_gpu"], preferred_element_type=jnp.float32)
+        )(x, w, up)
+    z, gate = (np.concatenate([a @ b for a, b in zip(of_x, of_b, strict=True)]) for of_b in (of_w, of_up))
+    oracle.assert_close([np.asarray(out.data)[:33]], [z / (1 + np.exp(-z)) * gate], max=3e-6)
+    assert not np.asarray(out.data)[33:].any()
+    ((arrays, static),) = calls
+    assert static["OUT"].fuses and arrays["up_tensor"] is not None
+
+
+@interpreted
+@pytest.mark.long
+def test_four_bits_of_a_map(calls: list[Any]) -> None:
+    """Each element's tensor has a scale of its own; of the matrices, which aren't mapped, there is one."""
+    (w, of_w), rows = matrices_of_four_bits(1, 0.1), [rows_of_four_bits(seed, 10.0**seed) for seed in range(3)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(x for x, _ in rows))
+    with gpu.on("NVIDIA B200"):
+        out = jax.vmap(lambda x: matmul(x, w, preferred_element_type=jnp.float32))(stacked)
+    for got, (_, of_x) in zip(np.asarray(out.data), rows, strict=True):
+        oracle.assert_close([got[:33]], [np.concatenate([a @ b for a, b in zip(of_x, of_w, strict=True)])], max=3e-6)
+        assert not got[33:].any()
+    ((arrays, static),) = calls
+    assert arrays["a_tensor"].shape[0] == 3 and (
+        static["A_SCALES"].tensor_stride,
+        static["B_SCALES"].tensor_stride,
+    ) == (1, 0)
+
+
+@interpreted
+@pytest.mark.long
+def test_four_bits_of_gathered_rows(calls: list[Any]) -> None:
+    """A token is quantised once, and its row read for each of its groups."""
+    route = ragged.route(jnp.array([[0, 2], [2, 1], [1, 0], [2, -1], [0, 1]], jnp.int32), 3)
+    x, w = jax.random.normal(jax.random.key(0), (5, 64)), jax.random.normal(jax.random.key(1), (3, 64, 32))
+
+    def product(x: Array, w: Array) -> Array:
+        return ragged.matmul(route.gathered(x), w, recipe="nvfp4", backend=INTERPRETED["triton_gpu"]).data
+
+    with gpu.on("NVIDIA B200"):
+        out = np.asarray(jax.jit(product)(x, w))
+    data, columns = np.asarray(x), np.asarray(w.mT)
+    level, scales, values = four_bits.quantized([data], (1, 16))
+    tokens = level * scales[0] * values[0]
+    level, scales, values = four_bits.quantized([*columns], (1, 16))
+    matrices, rows = [level * s * v for s, v in zip(scales, values, strict=True)], []
+    for group, size in enumerate(np.asarray(route.first_dims)):
+        for _ in range(size):
+            rows.append(tokens[int(route.order[len(rows)]) // 2] @ matrices[group].T)
+    oracle.assert_close([out[: len(rows)]], [np.stack(rows)], max=3e-6)
+    ((arrays, _),) = calls
+    assert arrays["a_source"] is not None and arrays["a"].shape == (5, 32) and arrays["a"].dtype == jnp.uint8
+
+
+@pytest.mark.long
+def test_a_recipe_of_four_bits(calls: list[Any], launches: ran.Launches) -> None:
+    """Forward and dgrad multiply by scales of 16; a wgrad, whose blocks are a group's tokens, is XLA's."""
+    sizes, rng = [40, 0, 23], np.random.default_rng(0)
+    x, w, dy = (rng.normal(size=shape).astype(np.float32) for shape in ((80, 96), (3, 96, 64), (80, 64)))
+
+    def product(x: Array, w: Array) -> Array:
+        tensor = GroupedTensor(x, jnp.array(sizes, jnp.int32))
+        return ragged.matmul(tensor, w, recipe="nvfp4", backend=INTERPRETED["triton_gpu"]).data
+
+    tail = (np.arange(80) >= 63)[:, None]
+    with gpu.on("NVIDIA B200"), ran.only("triton_gpu and xla", launches):
+        out, pull = jax.vjp(jax.jit(product), jnp.where(tail, jnp.nan, x), jnp.asarray(w))
+        dx, _ = pull(jnp.asarray(dy))
+
+    def wide(groups: list[np.ndarray]) -> list[np.ndarray]:
+        level, scales, values = four_bits.quantized(groups, (1, 16))
+        return [level * scale * each for scale, each in zip(scales, values, strict=True)]
+
+    rows, ct = ([each[:40], each[40:40], each[40:63]] for each in (x, dy))
+    forward = [a @ b.T for a, b in zip(wide(rows), wide([*w.swapaxes(1, 2)]), strict=True)]
+    dgrad = [a @ b.T for a, b in zip(wide(ct), wide([*w]), strict=True)]
+    for got, want in ((out, forward), (dx, dgrad)):
+        oracle.assert_close([np.asarray(got[:63])], [np.concatenate(want)], max=3e-6)
+        assert not np.asarray(got[63:]).any()
+    assert [static["A_SCALES"].applied_to for _, static in calls] == ["unit", "unit"]
+
+
+@interpreted
+@pytest.mark.long
+def test_a_recipe_by_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of `"mxfp8"`, all three multiply by scales of 32; a wgrad's are of tokens, from each group's first on."""
+    ways = []
+    call = triton_call.call
+    monkeypatch.setattr(
+        triton_call,
+        "call",
+        lambda *args, **kwargs: ways.append(args[2]["A_SCALES"].applied_to) or call(*args, **kwargs),
+    )
+    sizes, rng = [40, 0, 23], np.random.default_rng(0)
+    x, w, dy = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((80, 96), (3, 96, 64), (80, 64)))
+    dims, tail = jnp.array(sizes, jnp.int32), (np.arange(80) >= 63)[:, None]
+
+    def product(x: Array, w: Array) -> Array:
+        return ragged.matmul(
+            GroupedTensor(x, dims), w, recipe="mxfp8", backend=everywhere("triton_gpu", 32, 32, 32)
+        ).data
+
+    with gpu.on("NVIDIA B200"):
+        out, pull = jax.vjp(jax.jit(product), jnp.where(tail, jnp.nan, x), w)
+        dx, dw = pull(dy)
+
+    def wide(x: Array | GroupedTensor, scaling: Any = "mx") -> list[np.ndarray]:
+        q = ragged.quantize(x, "float8_e4m3fn", scaling)
+        return [np.asarray(group, np.float64) for group in q.dequantize().to_list()]
+
+    of_x, of_dy = GroupedTensor(x, dims), GroupedTensor(dy, dims)
+    by_token = Scaling((32, 1), "float8_e8m0fnu")
+    forward = [a @ b.T for a, b in zip(wide(of_x), wide(w.mT), strict=True)]
+    dgrad = [a @ b.T for a, b in zip(wide(of_dy), wide(w), strict=True)]
+    wgrad = [a.T @ b for a, b in zip(wide(of_x, by_token), wide(of_dy, by_token), strict=True)]
+    for got, want in ((out, np.concatenate(forward)), (dx, np.concatenate(dgrad))):
+        oracle.assert_close([np.asarray(got[:63])], [want], max=3e-6)
+        assert not np.asarray(got[63:]).any()
+    oracle.assert_close(list(np.asarray(dw)), wgrad, max=3e-6)
+    assert ways == ["unit"] * 3
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    "chip, lhs, rhs, ways",
+    [
+        ("NVIDIA B200", (E4M3, "mx"), ("float8_e5m2", "mx"), ("unit", "unit")),
+        ("NVIDIA B300", (E4M3, "mx"), (E4M3, "mx"), ("unit", "unit")),
+        ("NVIDIA H200", (E4M3, "mx"), (E4M3, "mx"), ("step", "step")),
+        ("NVIDIA GeForce RTX 5090 12.0", (E4M3, "mx"), (E4M3, "mx"), ("step", "step")),
+        ("NVIDIA B200", (E4M3, "mx"), (E4M3, (1, 32)), ("step", "step")),  # powers of two too, but nothing says so
+        ("NVIDIA B200", (E4M3, Scaling((1, 64), "float8_e8m0fnu")), (E4M3, "mx"), ("step", "step")),
+        ("NVIDIA B200", ("int8", "mx"), ("int8", "mx"), ("step", "step")),
+        ("NVIDIA B200", (E4M3, "mx"), (E4M3, "row"), ("step", "total")),
+        ("NVIDIA B200", (E4M3, "mx"), None, ("step", "")),
+    ],
+)
+def test_which_scales_tensor_cores_take(
+    chip: str, lhs: tuple[str, Any], rhs: Any, ways: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both operands' or neither's; blocks of 32 of fp8, whose scales are of the type that holds powers of two."""
+    used = []
+
+    def call(arrays: dict[str, Any], outs: dict[str, Any], static: dict[str, Any], **options: Any) -> list[Array]:
+        used.append((arrays, static))
+        return [jnp.zeros(out.shape, out.dtype) for out in outs.values() if out is not None]
+
+    def product(x: Array, w: Array, sizes: Array) -> Array:
+        a = ragged.quantize(GroupedTensor(x, sizes), *lhs, power_of_two=True)
+        b = ragged.quantize(w, *rhs, power_of_two=True).mT if rhs else GroupedTensor(w).mT
+        return ragged.matmul(a, b).data
+
+    monkeypatch.setattr(triton_call, "call", call)
+    avals = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 160), (4, 64, 160))]
+    with gpu.on(chip):
+        jax.jit(product).trace(*avals, jax.ShapeDtypeStruct((4,), jnp.int32)).lower(lowering_platforms=("cuda",))
+    ((arrays, static),) = used
+    assert (static["A_SCALES"].applied_to, static["B_SCALES"].applied_to) == ways
+    if "unit" in ways:  # 160 are 5 blocks, of which four go in one number
+        found = [(x.dtype.name, x.shape) for x in (arrays["a_scales"], arrays["b_scales"])]
+        assert found == [("uint32", (256, 2)), ("uint32", (4, 64, 2))]
+
+
+def test_the_longest_sum_of_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensor cores add up 128 products in their few bits, and no more where a step has more."""
+    used = []
+
+    def call(arrays: dict[str, Any], outs: dict[str, Any], static: dict[str, Any], **options: Any) -> list[Array]:
+        used.append((static["A"].tile_k, static["DOT"].longest_sum))
+        return [jnp.zeros(out.shape, out.dtype) for out in outs.values() if out is not None]
+
+    def products(x: Array, w: Array, sizes: Array) -> list[Array]:
+        options: dict[str, Any] = {"preferred_element_type": jnp.float32}
+        both = [ragged.grouped_matmul(x, w, sizes, tiling=(64, k, 64), **options) for k in (128, 256)]
+        wide = ragged.grouped_matmul(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), sizes, tiling=(64, 256, 64))
+        return [*both, wide]
+
+    monkeypatch.setattr(triton_call, "call", call)
+    avals = [jax.ShapeDtypeStruct(shape, E4M3) for shape in ((256, 512), (4, 512, 64))]
+    with gpu.on("NVIDIA H200"):
+        jax.jit(products).trace(*avals, jax.ShapeDtypeStruct((4,), jnp.int32)).lower(lowering_platforms=("cuda",))
+    assert used == [(128, None), (256, 128), (256, None)]
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("layout", NAMES)
+def test_gradients(layout: str, dtype: str) -> None:
+    """By each operand, `dout @ rhs.T` and `lhs.T @ dout` of each group; zeros where an operand has its tail."""
+    check_gradients(cases.make(layout, g=3, dtype=dtype, uniform=(37, 150, 140), seed=3), dtype, matmul)
+
+
+@interpreted
+@pytest.mark.parametrize("layout", ["batched", "forward", "wgrad", "outer"])
+def test_existing_out_in_place(layout: str) -> None:
+    """Where the result begins as what is added to, each element is read and written once, and the tail is zero."""
+    case = cases.make(layout, g=3, uniform=(37, 50, 40))
+    product = matmul(case.lhs, case.rhs)
+    existing = product.with_data(jnp.where(product.mask, 2.0, jnp.nan))
+    out = matmul(case.lhs, case.rhs, existing_out=existing)
+    worst, rms = TOLERANCE["float32"]
+    want = [x + 2 for x in oracle.matmul(case.lhs_groups, case.rhs_groups)]
+    oracle.assert_close(case.unpack(np.asarray(out.data)), want, max=worst, rms=rms)
+    case.assert_tail_zero(out)
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("g", [1, 3, 8, 64])
+@pytest.mark.parametrize("layout", NAMES)
+def test_the_whole_case_table(layout: str, g: int, dtype: str) -> None:
+    """Every spread, with slack and without: values and gradients."""
+    for seed, (kind, slack) in enumerate(itertools.product(SPREADS, (False, True))):
+        case = cases.make(layout, g=g, kind=kind, slack=slack, seed=seed, dtype=dtype, uniform=(37, 150, 140))
+        check_gradients(case, dtype, matmul)
+
+
+def lowered(chip: str, *, backend: str | None = None, dtype: str = "bfloat16", groups: int = 4, **options: Any) -> str:
+    """What a forward is lowered to for a chip."""
+    avals = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in ((64, 32), (groups, 32, 16))]
+    sizes = jax.ShapeDtypeStruct((groups,), jnp.int32)
+
+    def forward(x: Array, w: Array, sizes: Array) -> Array:
+        return ragged.grouped_matmul(x, w, sizes, backend=backend, **options)
+
+    with gpu.on(chip):
+        return jax.jit(forward).trace(*avals, sizes).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    "chip, options, is_kernel",
+    [
+        ("NVIDIA H200", {}, True),
+        ("NVIDIA A100", {}, True),
+        ("NVIDIA L4", {}, True),
+        ("NVIDIA A100", {"dtype": "float8_e4m3fn"}, False),
+        ("NVIDIA L4", {"dtype": "float8_e4m3fn"}, True),
+        ("NVIDIA H200", {"dtype": "int16"}, False),
+        ("NVIDIA H200", {"precision": "BF16_BF16_F32_X6"}, False),
+        ("NVIDIA H200", {"groups": 5000}, False),
+        ("Tesla T4 7.5", {}, False),
+        ("NVIDIA Something 12.0", {}, True),
+        ("NVIDIA Something", {}, True),
+    ],
+)
+def test_what_has_no_kernel_runs_in_xla(chip: str, options: dict[str, Any], is_kernel: bool) -> None:
+    """Never a traceback from inside Triton."""
+    assert ("triton_kernel_call" in lowered(chip, **options)) == is_kernel
+
+
+def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA runs in its place, and who asks for it is told what to install."""
+    sentence = "`ragged`'s Triton kernels need jax-triton: `pip install 'jax-ragged[cuda]'`."
+    monkeypatch.setattr(triton_call, "missing", lambda: sentence)
+    assert "triton_kernel_call" not in lowered("NVIDIA H200")
+    x = GroupedTensor(jnp.ones((4, 2)), jnp.array([1, 3], jnp.int32))
+    assert f"on cuda: grouped_matmul of xla ({sentence})" in str(ragged.explain(x, jnp.ones((2, 2, 3))))
+    monkeypatch.setattr(lowering, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="backend 'triton_gpu' is not available here") as error:
+        ragged.matmul(x, jnp.ones((2, 2, 3)), backend="triton_gpu")
+    assert "Not available: 'triton_gpu' (Triton is not installed: `pip install 'jax-ragged[cuda]'`)." in str(
+        error.value
+    )
+
+
+def test_exports_take_the_kernel_only_if_asked() -> None:
+    """By default an export for a GPU holds XLA's product, which every reader of it accepts."""
+    x, w, sizes = jnp.ones((8, 16)), jnp.ones((2, 16, 16)), jnp.array([3, 4], jnp.int32)
+
+    def export(backend: str | None, **options: Any) -> str:
+        forward = jax.jit(lambda x, w, sizes: ragged.grouped_matmul(x, w, sizes, backend=backend))
+        return jax.export.export(forward, platforms=["cuda"], **options)(x, w, sizes).mlir_module()
+
+    assert "triton_kernel_call" not in export(None)
+    check = jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call_ffi")
+    assert "triton_kernel_call" in export("triton_gpu", disabled_checks=[check])
+
+
+@pytest.mark.parametrize("precision, way", [(None, "tf32"), ("high", "tf32x3"), (jax.lax.Precision.HIGHEST, "ieee")])
+def test_precision(precision: Any, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A float32 dot is what XLA's would be."""
+    seen = []
+    call = triton_call.call
+    monkeypatch.setattr(triton_call, "call", lambda *args, **kwargs: seen.append(args[2]) or call(*args, **kwargs))
+    lowered("NVIDIA H200", dtype="float32", precision=precision)
+    assert [static["DOT"].precision for static in seen] == [way]

@@ -1,0 +1,93 @@
+"""Tiles for GPUs: what fits, and what the model prefers. What the compiler says of them is in `test_triton_compile`."""
+
+# pyright: reportOptionalOperand=false, reportOperatorIssue=false
+# Tiles and warps that were chosen aren't None.
+
+import itertools
+from dataclasses import replace
+
+import jax.numpy as jnp
+import pytest
+
+from ragged.backends.gpu import tiles as triton_tiling
+from ragged.backends.gpu.tiles import Problem, chip, choose, fit, ranked, refuse, resident, shared
+
+H200, A100, L4 = (chip((kind, 0)) for kind in ("NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA L4"))
+
+
+def problem(r: int, c: int, k: int, groups: int = 8, itemsize: int = 2, wide: bool = False) -> Problem:
+    return Problem(
+        r, c, k, groups, itemsize=itemsize, result=2, min_k=32 if itemsize == 1 else 16, step_accumulator=wide
+    )
+
+
+def test_chips() -> None:
+    """By the longest name that fits, else by the compute capability that JAX gives."""
+    assert (H200.capability, H200.multiprocessors, H200.has_tma) == (90, 132, True)
+    assert (A100.capability, A100.multiprocessors, A100.has_tma) == (80, 108, False)
+    assert L4.capability == 89 and L4.multiprocessors == 58
+    assert chip(("NVIDIA A10G 8.6", 80)).multiprocessors == 80 and chip(("NVIDIA A10G 8.6", 80)).capability == 86
+    unknown = chip(("NVIDIA Something 12.0", 70))
+    assert (unknown.capability, unknown.multiprocessors, unknown.has_tma) == (120, 70, False)
+    assert unknown.shared == 99 << 10
+    assert chip(None).capability == chip(("no number", 0)).capability == 80
+
+
+@pytest.mark.parametrize("on", [H200, A100, L4, chip(None)])
+def test_every_choice_fits(on: triton_tiling.Chip) -> None:
+    """Shared memory, and 255 registers a thread, of which the totals take at most half."""
+    extents = (1, 16, 1000, 14336)
+    for r, c, k, itemsize in itertools.product(extents, extents, extents, (1, 2, 4)):
+        for wide in (False, True):
+            p = problem(r, c, k, itemsize=itemsize, wide=wide)
+            config = choose(p, on)
+            assert shared(p, config, on) <= on.shared
+            assert config.m * config.n * (1 + wide) <= 128 * 32 * config.warps
+            assert config.k >= p.min_k and refuse(dict(zip("mkn", config.along("mkn"), strict=True))) is None
+
+
+def test_few_rows_get_flat_tiles_and_many_get_square_ones() -> None:
+    """A group of 8 rows isn't multiplied as 128; one of thousands is, with as many columns as registers hold."""
+    assert choose(problem(8, 14336, 4096), H200).m <= 32
+    assert choose(problem(1024, 14336, 4096), H200).along("mn") == (128, 256)
+    assert choose(problem(1024, 14336, 4096, wide=True), H200).along("mn") in ((128, 128), (64, 256))
+
+
+def test_two_products_share_registers_and_shared_memory() -> None:
+    """A gated product's tile has half the columns, of each of two matrices."""
+    one = problem(1024, 14336, 4096)
+    two = one._replace(products=2, results=3)
+    assert choose(two, H200).along("mn") == (128, 128)
+    assert choose(two._replace(itemsize=1, step_accumulator=True), H200).along("mn") in ((128, 64), (64, 128))
+    config = choose(two, H200)
+    assert shared(two, config, H200) - shared(one, config, H200) == config.stages * config.n * config.k * 2
+    every = ranked(two, H200)
+    assert len(every) > 8
+    assert all(c.m * c.n * 2 <= 128 * 32 * c.warps and shared(two, c, H200) <= H200.shared for c in every)
+
+
+def test_what_memory_bounds_is_not_cut_small() -> None:
+    """Where every tile waits for the weights, those that are done in fewer and fuller rounds."""
+    for extents in ((8, 14336, 4096), (8, 4096, 14336)):
+        assert choose(problem(*extents)._replace(by_thread=True), A100).n >= 64
+
+
+def test_a_tile_that_is_asked_for_is_halved_until_it_fits() -> None:
+    """Along its longest side; the contracted one of 8-bit operands is never below what tensor cores take."""
+    assert fit(problem(512, 512, 512), (128, 64, 64), H200).along("mnk") == (128, 64, 64)
+    large = fit(problem(4096, 4096, 4096), (1024, 1024, 256), L4)
+    assert large.along("mnk") < (1024, 1024, 256) and shared(problem(4096, 4096, 4096), large, L4) <= L4.shared
+    assert fit(problem(64, 64, 64, itemsize=1), (16, 16, 16), H200).k == 32
+
+
+def test_min_k() -> None:
+    assert triton_tiling.min_k(jnp.int8, jnp.float8_e5m2) == 32
+    assert triton_tiling.min_k(jnp.int8, jnp.bfloat16) == 16
+
+
+def test_programs_at_a_time() -> None:
+    """As many as fit, unless the configuration says how many."""
+    p = problem(64, 64, 1024)
+    config = choose(p, H200)
+    assert resident(p, config, H200) > 1
+    assert [resident(p, replace(config, programs=n), H200) for n in (1, 2)] == [1, 2]

@@ -1,0 +1,129 @@
+"""Sizes that no buffer has room for, on kernels whose interpreters check each address: nothing is read or written that
+lies outside of an array, and what doesn't fit is dropped.
+
+Every einsum that a layout or a derivative of it comes to, in each order in which its terms may be stored. Extents are
+multiples of the tiles, for which kernels leave masks out.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+from jax.experimental.pallas import tpu as pltpu
+
+from ragged.backends.base import Target
+from ragged.core.scales import Scales
+from ragged.product.layout import NAMES
+from tests import gpu, oracle, products
+
+GROUPS = 3
+INTERPRETERS = {"triton_gpu": True, "pallas_tpu": pltpu.InterpretParams()}  # the TPU's `True` checks no addresses
+TILES = {"triton_gpu": 16, "pallas_tpu": 128}
+
+SIZES: dict[str, Callable[[int], list[int]]] = {  # of a letter, for tiles of `t` and buffers of a few tiles
+    "too large": lambda t: [2 * t, t + 3, 5 * t],
+    "negative": lambda t: [-t - 1, 3 * t, -(2**31)],
+    "wrapping around": lambda t: [2**31 - 1, 2**31 - t, 5],
+    "wrapping around later": lambda t: [t + 1, 2**30, 2**30 + 2**29],
+}
+
+
+Axes = tuple[str, str, str]
+
+
+def orders(term: str, ragged: str) -> list[str]:
+    """In which orders a term may be stored: a ragged letter first."""
+    return [each for each in (term, term[::-1]) if each[0] in ragged or not set(term) & set(ragged)]
+
+
+EINSUMS: list[tuple[str, Axes]] = [
+    (ragged, (lhs, rhs, out))
+    for ragged in filter(None, NAMES)
+    for lhs in orders("mk", ragged)
+    for rhs in orders("kn", ragged)
+    for out in orders("mn", ragged)
+]
+PACK_K = [  # an operand packs the contracted letter, and has another ragged one
+    (ragged, axes) for ragged, axes in EINSUMS if any(z[0] == "k" and {*z} <= {*ragged} for z in axes)
+]
+
+
+def term(
+    letters: str, ragged: str, widths: dict[str, int], rng: np.random.Generator, tile: int
+) -> oracle.KernelOperand:
+    """A term with small integers. It packs 3 tiles; `widths` are tiles of the letters that it doesn't pack."""
+    mine = "".join(z for z in letters if z in ragged)
+    shape = [3 * tile if z in mine[:1] else widths[z] * tile for z in letters]
+    shape = shape if mine else [GROUPS, *shape]
+    return oracle.KernelOperand(letters, mine, rng.integers(-4, 5, shape).astype(np.float32))
+
+
+def scales(of: oracle.KernelOperand, sizes: dict[str, list[int]], contracted: str = "k") -> Scales:
+    """2 for each element along the axis that isn't contracted; NaN for a group with nothing along the one that is."""
+    first, last = (None if z == contracted else 1 for z in of.letters)
+    block = (first, last)
+    extents = [1 if each is None else n for each, n in zip(block, of.data.shape[-2:], strict=True)]
+    if not of.ragged:
+        extents = [GROUPS, *extents]
+    elif block[0] is None:
+        extents[0] = GROUPS
+    values = np.full(extents, 2.0, np.float32)
+    if of.ragged and block[0] is None:
+        places = (place[contracted] for place in of.places(sizes))
+        values[[place.start == place.stop for place in places]] = np.nan
+    return Scales(jnp.asarray(values), block)
+
+
+def check(backend: str, ragged: str, axes: Axes, is_scaled: bool = False) -> None:
+    """The product of one program, for each kind of sizes."""
+    tile, rng = TILES[backend], np.random.default_rng(0)
+    narrow = {z: 1 if z in ragged else 2 for z in "mn"} | {"k": 3}  # of operands; the result has room for more
+    widths = (narrow, narrow, {"m": 2, "n": 2})
+    lhs, rhs, out = (term(*each, rng, tile) for each in zip(axes, (ragged,) * 3, widths, strict=True))
+    target = Target(interpret=INTERPRETERS[backend])
+    options: dict[str, Any] = {"tiling": (tile,) * 3, "preferred_element_type": np.float32, "target": target}
+
+    @jax.jit
+    def run(x: Array, y: Array, sizes: dict[str, Array], scales: dict[str, Any]) -> Array:
+        return products.product(backend, x, y, sizes, axes, out.data.shape, **options, **scales)
+
+    for kind in SIZES.values():
+        sizes = {z: np.roll(kind(tile), i).tolist() for i, z in enumerate("mkn")}
+        given = {z: np.array(sizes[z], np.int32) for z in ragged}
+        own = {"lhs_scales": scales(lhs, sizes), "rhs_scales": scales(rhs, sizes)} if is_scaled else {}
+        got = run(lhs.with_nan(sizes), rhs.with_nan(sizes), given, own)
+        want = oracle.product_of_what_fits(lhs, rhs, out, sizes)
+        np.testing.assert_array_equal(got, 4 * want if is_scaled else want)
+
+
+@pytest.mark.parametrize("ragged, axes", EINSUMS, ids=str)
+def test_on_a_gpu(ragged: str, axes: Axes) -> None:
+    """One kernel for all, with masks where a letter isn't packed."""
+    gpu.needs_triton()
+    check("triton_gpu", ragged, axes)
+
+
+@pytest.mark.parametrize("ragged, axes", PACK_K, ids=str)
+def test_scales_on_a_gpu(ragged: str, axes: Axes) -> None:
+    """Scales are read for each tile of the result; where there is nothing to multiply, they may be NaN."""
+    gpu.needs_triton()
+    check("triton_gpu", ragged, axes, is_scaled=True)
+
+
+CHEAP = [("m", ("mk", "kn", "mn")), ("k", ("km", "kn", "mn")), ("mkn", ("mk", "kn", "mn"))]  # one for each kernel
+
+
+@pytest.mark.parametrize(
+    "ragged, axes", [pytest.param(*each, marks=[pytest.mark.long] * (each not in CHEAP)) for each in EINSUMS], ids=str
+)
+def test_on_a_tpu(ragged: str, axes: Axes) -> None:
+    check("pallas_tpu", ragged, axes)
+
+
+def test_scales_on_a_tpu() -> None:
+    """In a wgrad, the scales of a group without rows may be NaN."""
+    check("pallas_tpu", "k", ("km", "kn", "mn"), is_scaled=True)

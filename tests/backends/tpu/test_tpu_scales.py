@@ -1,0 +1,246 @@
+"""Scales that are multiplied into a tile on a TPU: in bfloat16 where that is exact, each element's own."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+from jax.experimental import pallas as pl
+
+import ragged
+from ragged import GroupedTensor, Scaling, quantize
+from ragged.backends.base import Target
+from ragged.backends.tpu import scales
+from ragged.core.scales import Scales
+from ragged.ops.matmul import request_of
+from ragged.ops.request import Arguments
+from ragged.primitive import lowering
+from ragged.tuning import TpuConfig
+from tests import products, ran, tpu
+from tests.backends.tpu.test_pipeline import equations
+from tests.cases import check_error
+
+Aval = jax.ShapeDtypeStruct
+
+CASES: dict[str, tuple[int, int, int, int, int]] = {  # extent, blocks, kept, width, start
+    "whole": (32, 8, 16, 256, 0),
+    "second tile": (32, 16, 16, 256, 256),
+    "second register": (32, 256, 8, 1024, 5120),
+    "past the end": (32, 128, 8, 768, 3840),
+    "a rest": (32, 10, 8, 300, 0),
+    "one row": (32, 8, 1, 256, 0),
+    "of 48": (48, 6, 8, 288, 0),
+    "of 16": (16, 16, 8, 256, 0),
+}
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("case", CASES)
+def test_each_element_has_its_scale(case: str, axis: int, turned: bool) -> None:
+    """Along sublanes and lanes, from where a step begins, known when it runs; zeros or any past the end."""
+    extent, blocks, kept, width, start = CASES[case]
+    values = np.exp2(np.random.default_rng(0).integers(-20, 20, (kept, blocks))).astype(np.float32)
+    want = np.repeat(values, extent, axis=1)[:, start : start + width]
+    stored = values if (axis == 1) != turned else values.T
+    shape = (kept, width) if axis == 1 else (width, kept)
+
+    def body(place: Any, ref: Any, out: Any) -> None:
+        begin = 0 if width >= blocks * extent else pl.multiple_of(place[0], 128)
+        out[...] = scales.repeated(ref, turned, extent, begin, width, axis, jnp.bfloat16)
+
+    run = pl.pallas_call(body, Aval(shape, jnp.bfloat16), interpret=True)
+    got = np.asarray(run(jnp.array([start], jnp.int32), jnp.asarray(stored)), np.float32)
+    got = got if axis == 1 else got.T
+    np.testing.assert_array_equal(got[:, : want.shape[1]], want)
+
+
+def operands(k: int, n: int) -> tuple[Array, Array, Array]:
+    keys = jax.random.split(jax.random.key(0))
+    sizes = jnp.array([5, 0, 11, 30], jnp.int32)
+    return jax.random.normal(keys[0], (48, k)), jax.random.normal(keys[1], (4, k, n)), sizes
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("block", [(1, 32), (128, 128)])
+def test_powers_of_two_are_exact_in_bfloat16(block: tuple[int, int]) -> None:
+    """What such scales multiply on a TPU are bfloat16 tiles, and no bit of a number or a scale is lost."""
+    x, w, sizes = operands(256, 128)
+    of_rows, of_matrices = (Scaling(each, jnp.float8_e8m0fnu) for each in ((1, block[1]), block))
+    qx = quantize(GroupedTensor(x * jnp.exp2(jnp.arange(48.0) - 20)[:, None], sizes), "float8_e4m3fn", of_rows)
+    qw = quantize(GroupedTensor(w.mT), "float8_e4m3fn", of_matrices).mT
+    with ran.interpreted("pallas_tpu") as launches:
+        got = ragged.matmul(qx, qw, preferred_element_type=jnp.float32).data
+        jax.block_until_ready(got)
+        assert [name for name, _ in launches] == ["pallas_tpu"]
+    request = request_of(qx, qw, Arguments(preferred_element_type=jnp.float32))
+    given, call = request.operands, request.call
+    with lowering.target_of("tpu", call.options) as target:
+        details = lowering.launch_of("tpu", given, call, target).details
+        assert details.tiled.dot[:2] == (jnp.bfloat16, jnp.bfloat16) and details.modes == ("tile", "tile")
+    rows, matrices = np.asarray(qx.dequantize().data, np.float64), np.asarray(qw.dequantize().data, np.float64)
+    for row, group in enumerate(np.repeat(np.arange(4), sizes)):
+        want = rows[row] @ matrices[group]
+        np.testing.assert_allclose(
+            got[row], want, rtol=0, atol=1e-6 * np.abs(rows[row]) @ np.abs(matrices[group]).max(1)
+        )
+
+
+@pytest.mark.parametrize(
+    "generation",
+    [
+        pytest.param("tpu7x", marks=pytest.mark.long),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("v5e", "v5p", "v6e")),
+    ],
+)
+def test_compiled(generation: str) -> None:
+    """Forward and backward of `mxfp8`, with a contraction in several tiles, for real TPUs."""
+    avals = Aval((512, 8192), jnp.bfloat16), Aval((4, 8192, 640), jnp.bfloat16), Aval((4,), jnp.int32)
+
+    def step(x: Array, w: Array, s: Array) -> Any:
+        def loss(x: Array, w: Array) -> Array:
+            return jnp.sum(ragged.matmul(GroupedTensor(x, s), w, recipe="mxfp8").data.astype(jnp.float32))
+
+        return jax.value_and_grad(loss, (0, 1))(x, w)
+
+    assert len(tpu.compile_for(generation, step, *avals).kernels) == 3
+
+
+def test_scales_and_scaled_tiles_keep_all_bits() -> None:
+    """Blocks of 48, which no tile ends with: the product that repeats their scales, and that of the tiles which
+    are multiplied by them, are of float32 at the highest precision."""
+
+    def forward(x: Array, w: Array, sizes: Array, values: Array) -> Array:
+        options: dict[str, Any] = {"preferred_element_type": jnp.float32, "lhs_scales": Scales(values, (1, 48))}
+        return products.grouped_matmul("pallas_tpu", x, w, sizes, **options)
+
+    fp8 = jnp.float8_e4m3fn
+    avals = Aval((64, 240), fp8), Aval((2, 240, 128), fp8), Aval((2,), jnp.int32), Aval((64, 5), jnp.float32)
+    jaxpr: Any = jax.make_jaxpr(forward)(*avals)
+    dots = equations(jaxpr.jaxpr, "dot_general")
+    assert {x.aval.dtype.name for dot in dots for x in dot.invars} == {"float32"}
+    assert {dot.params["precision"] for dot in dots} == {(jax.lax.Precision.HIGHEST,) * 2}
+    assert {dot.invars[0].aval.shape[1] for dot in dots} == {5, 240}  # blocks, and elements
+
+
+def test_a_wgrad_takes_no_scale_of_another_group() -> None:
+    """A tile of 192 rows, three blocks of scales, in which the second group begins; its scales are NaN."""
+    x, y = (np.random.default_rng(i).integers(-4, 5, (256, 128)).astype(np.float32) for i in range(2))
+    values = np.repeat(np.array([[2.0], [np.nan]], np.float32), 128, axis=1)
+    target, sizes = Target(interpret=True), jnp.array([128, 128], jnp.int32)
+
+    @jax.jit
+    def wgrad(x: Array, y: Array, values: Array) -> Array:
+        options: dict[str, Any] = {"preferred_element_type": jnp.float32, "tiling": (128, 192, 128), "target": target}
+        options |= {"lhs_scales": Scales(values, (128, 1)), "rhs_scales": Scales(values, (128, 1))}
+        return products.transposed_grouped_matmul("pallas_tpu", x, y, sizes, **options)
+
+    out = wgrad(*(jnp.asarray(each, jnp.float8_e4m3fn) for each in (x, y)), jnp.asarray(values))
+    np.testing.assert_array_equal(out[0], 4.0 * x[:128].T @ y[:128])
+    assert np.isnan(out[1]).all()
+
+
+def test_a_tile_of_lanes_beyond_the_extent() -> None:
+    """It is the whole extent, 200, also for scales of columns, which are as many."""
+    w = quantize(GroupedTensor(jax.random.normal(jax.random.key(1), (3, 128, 200))), "int8", "column")
+    x = GroupedTensor(jax.random.normal(jax.random.key(0), (96, 128)), jnp.array([40, 0, 33], jnp.int32))
+    with ran.watch() as launches:
+        out = ragged.matmul(x, w, backend=TpuConfig(m=64, k=128, n=256, interpret=True)).data
+        jax.block_until_ready(out)
+    assert [name for name, _ in launches] == ["pallas_tpu"]
+    rows, matrices = np.asarray(x.data, np.float64), np.asarray(w.dequantize().data, np.float64)
+    np.testing.assert_allclose(out[:40], rows[:40] @ matrices[0], rtol=0, atol=1e-4)
+    np.testing.assert_allclose(out[40:73], rows[40:73] @ matrices[2], rtol=0, atol=1e-4)
+
+
+def test_a_tile_ends_with_a_block() -> None:
+    """Another one is an error, not a wrong scale."""
+    how: dict[str, Any] = {"backend": TpuConfig(m=48, k=128, n=128, interpret=True)}
+
+    def forward(x: Array, w: Array, sizes: Array) -> Array:
+        return ragged.matmul(quantize(GroupedTensor(x, sizes), "float8_e4m3fn", (1, 256)), w, **how).data
+
+    avals = Aval((48, 512), jnp.float32), Aval((4, 512, 128), jnp.float32), Aval((4,), jnp.int32)
+    check_error(lambda: jax.jit(forward).lower(*avals), ValueError, "tile_k=128 cuts a block of scales, 256.")
+
+
+def test_a_tile_is_larger_than_the_buffer() -> None:
+    """A tile is a multiple of the sublanes, 32 here, and the buffer has 7 rows, each with a scale."""
+    x = GroupedTensor(jnp.ones((7, 3)), jnp.array([2, 5], jnp.int32))
+    tile = TpuConfig(m=32, k=128, n=128, interpret=True)
+    out = ragged.matmul(ragged.quantize(x, "int8", "row"), jnp.ones((2, 3, 4)), backend=tile)
+    np.testing.assert_allclose(out.data, np.full((7, 4), 3.0), rtol=1e-6)
+
+
+def rows_product(lhs: np.ndarray, rhs: np.ndarray, sizes: list[int], **options: Any) -> np.ndarray:
+    """The forward product in float32 on an interpreted TPU; fails if the kernel refuses."""
+    dims, dtype = jnp.array(sizes, jnp.int32), jnp.float8_e4m3fn
+    options |= {"preferred_element_type": jnp.float32, "target": Target(interpret=True)}
+    x, w = jnp.asarray(lhs, dtype), jnp.asarray(rhs, dtype)
+    return np.asarray(jax.jit(lambda x, w: products.grouped_matmul("pallas_tpu", x, w, dims, **options))(x, w))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("block, tile_k", [(32, 128), (128, 256)])
+def test_scales_of_later_blocks(block: int, tile_k: int) -> None:
+    """The second tile along `k`, scaled in the tile; the second step of a tile, whose product is scaled."""
+    rng = np.random.default_rng(0)
+    lhs, rhs = (rng.integers(-4, 5, shape).astype(np.float64) for shape in ((32, 512), (2, 512, 128)))
+    values = np.exp2(rng.integers(-3, 4, (32, 512 // block))).astype(np.float32)
+    got = rows_product(lhs, rhs, [20, 12], tiling=(32, tile_k, 128), lhs_scales=Scales(jnp.asarray(values), (1, block)))
+    x = lhs * np.repeat(values, block, axis=1)
+    np.testing.assert_allclose(got, np.concatenate([x[:20] @ rhs[0], x[20:] @ rhs[1]]), rtol=1e-6, atol=1e-3)
+
+
+def test_existing_values_are_not_scaled() -> None:
+    """Scales by row multiply the product, but not what it is added to."""
+    rng = np.random.default_rng(0)
+    lhs, rhs, old = (rng.integers(-4, 5, shape).astype(np.float64) for shape in ((32, 128), (2, 128, 128), (32, 128)))
+    values = np.exp2(rng.integers(1, 4, (32, 1))).astype(np.float32)
+    options = {"lhs_scales": Scales(jnp.asarray(values), (1, None)), "existing_out": jnp.asarray(old, jnp.float32)}
+    got = rows_product(lhs, rhs, [20, 12], **options)
+    x = lhs * values
+    np.testing.assert_array_equal(got, old + np.concatenate([x[:20] @ rhs[0], x[20:] @ rhs[1]]))
+
+
+@pytest.mark.long
+def test_scales_of_a_group_that_begins_in_a_tile() -> None:
+    """A group of the second half of a tile of 256 rows takes the second block's scales."""
+    rng = np.random.default_rng(0)
+    x, y = (rng.integers(-4, 5, (256, 128)).astype(np.float64) for _ in range(2))
+    a, b = (np.exp2(rng.integers(-3, 4, (2, 128))).astype(np.float32) for _ in range(2))
+    options: dict[str, Any] = {"preferred_element_type": jnp.float32, "tiling": (128, 256, 128)}
+    options |= {"lhs_scales": Scales(jnp.asarray(a), (128, 1)), "rhs_scales": Scales(jnp.asarray(b), (128, 1))}
+    got = jax.jit(
+        lambda x, y: products.transposed_grouped_matmul(
+            "pallas_tpu", x, y, jnp.array([128, 128], jnp.int32), target=Target(interpret=True), **options
+        )
+    )(*(jnp.asarray(each, jnp.float8_e4m3fn) for each in (x, y)))
+    left, right = x * np.repeat(a, 128, axis=0), y * np.repeat(b, 128, axis=0)
+    want = np.stack([left[:128].T @ right[:128], left[128:].T @ right[128:]])
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-3)
+
+
+@pytest.mark.long
+def test_a_group_ends_with_a_block() -> None:
+    """Of a tile with two ragged dims: the next block's scales, which no group has, are NaN."""
+    rng = np.random.default_rng(0)
+    x, y = (rng.integers(-4, 5, shape).astype(np.float64) for shape in ((32, 96), (96, 128)))
+    values = np.exp2(rng.integers(-3, 4, (32, 3))).astype(np.float32)
+    scaled = x * np.repeat(values, 32, axis=1)
+    want = np.concatenate([scaled[:20, :64] @ y[:64], scaled[20:, :32] @ y[64:]])
+    values[:20, 2:] = values[20:, 1:] = np.nan
+    got = products.tiled_matmul(
+        "pallas_tpu",
+        jnp.asarray(x, jnp.float8_e4m3fn),
+        jnp.asarray(y, jnp.float8_e4m3fn),
+        {"m": jnp.array([20, 12], jnp.int32), "k": jnp.array([64, 32], jnp.int32)},
+        axes=("mk", "kn", "mn"),
+        shape=want.shape,
+        preferred_element_type=jnp.float32,
+        lhs_scales=Scales(jnp.asarray(values), (1, 32)),
+        target=Target(interpret=True),
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-3)

@@ -1,0 +1,1 @@
+"""Random programs of the whole library, compared with NumPy: `python -m tests.fuzz --minutes 10`."""

@@ -1,0 +1,66 @@
+"""`grouped_matmul` and `transposed_grouped_matmul`: options, and XLA's programs."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+import ragged
+from tests.contract import operands
+
+
+def test_options_reach_the_product() -> None:
+    """Dtype, existing_out, tiling in this function's letters."""
+    lhs, rhs, dout, sizes = operands()
+    args = jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(sizes)
+    out = ragged.grouped_matmul(*args)
+    again = ragged.grouped_matmul(*args, existing_out=jnp.full_like(out, 2), backend="xla")
+    np.testing.assert_allclose(again[:60], out[:60] + 2, atol=1e-5)
+    assert np.array_equal(again[60:], np.zeros((10, 11)))
+    assert ragged.grouped_matmul(*args, preferred_element_type=jnp.bfloat16).dtype == jnp.bfloat16
+    asked = []
+    transposed = jnp.asarray(lhs.T), jnp.asarray(dout), jnp.asarray(sizes)
+
+    def tiling(m: int, k: int, n: int) -> tuple[int, int, int]:
+        asked.append((m, k, n))
+        return 16, 8, 8
+
+    want = ragged.transposed_grouped_matmul(*transposed)
+    got = ragged.transposed_grouped_matmul(*transposed, tiling=tiling, existing_out=jnp.ones_like(want))
+    np.testing.assert_allclose(got, want + 1, atol=1e-5)
+    ragged.grouped_matmul(*args, tiling=tiling)
+    assert asked == [(70, 9, 11), (70, 9, 11)]
+
+
+def test_tile_of_the_ragged_axis_is_honoured() -> None:
+    """The entry of the ragged axis, `tile_m` in both functions, is the tallest tile of rows in the program."""
+    lhs, rhs, dout, sizes = (jnp.asarray(x) for x in operands())
+
+    def heights(fn: Any, *args: Array, **options: Any) -> set[int]:
+        import re
+
+        text = jax.jit(lambda *xs: fn(*xs, **options)).lower(*args).as_text()
+        return {int(h) for h in re.findall(r"tensor<(\d+)x9xf32>", text)} - {70}
+
+    assert heights(ragged.grouped_matmul, lhs, rhs, sizes, tiling=(16, 999, 999)) - {9, 5} == {16}
+    assert max(heights(ragged.transposed_grouped_matmul, lhs.T, dout, sizes, tiling=(16, 999, 999)) - {9}) == 16
+
+
+def test_no_transposed_copy_of_lhs_or_rhs_under_jit() -> None:
+    """What is given as a transpose of something is read as that something."""
+    lhs, rhs, dout, sizes = (jnp.asarray(x) for x in operands())
+    forward = jax.jit(lambda a, w, s: ragged.grouped_matmul(a, w.mT, s, transpose_rhs=True))
+    wgrad = jax.jit(lambda a, b, s: ragged.transposed_grouped_matmul(a.T, b, s))
+    tensor = jax.jit(lambda a, w, s: ragged.matmul(ragged.GroupedTensor(a, s), ragged.GroupedTensor(w).mT.mT).data)
+    dgrad = jax.jit(lambda b, w, s: ragged.matmul(ragged.GroupedTensor(b, s), ragged.GroupedTensor(w).mT).data)
+    for fn, args, whole in (
+        (forward, (lhs, rhs, sizes), "f32[5,9,11]"),
+        (tensor, (lhs, rhs, sizes), "f32[5,9,11]"),
+        (dgrad, (dout, rhs, sizes), "f32[5,11,9]"),
+        (wgrad, (lhs, dout, sizes), "f32[9,70]"),
+    ):
+        text = fn.lower(*args).compile().as_text() or ""
+        made = [line for line in text.splitlines() if f"= {whole}" in line and ("transpose" in line or "copy" in line)]
+        assert not made, made
