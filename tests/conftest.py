@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import jax
 import pytest
 
@@ -63,6 +64,10 @@ def _values(item: pytest.Item) -> set[tuple[str, str]]:
 
 
 os.environ["RAGGED_TUNING_CACHE"] = "off"  # whatever was measured on this machine
+# A collective waits as long for a device's thread on a busy machine. (By default, XLA ends the process after 40 s.)
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_collective_call_terminate_timeout_seconds=600"
+hypothesis.settings.register_profile("ragged", derandomize=True, deadline=None, database=None)  # the same each time
+hypothesis.settings.load_profile("ragged")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

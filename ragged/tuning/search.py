@@ -40,8 +40,8 @@ class Tuned:
     sizes: str  # the measured group sizes: "own" (the call's), "given", or a distribution
     default: Config  # the backend's choice
     best: Config  # the default, unless another configuration was faster beyond noise
-    default_seconds: float
-    best_seconds: float
+    default_seconds: float  # median of rounds
+    best_seconds: float  # `default_seconds` times the ratio by which `best` was chosen: the median of rounds
     tried: Mapping[str, float]  # by configuration: its time divided by the default's, median of rounds
     failed: Mapping[str, str]  # by configuration: why it was not measured
     from_cache: bool = False
@@ -325,18 +325,17 @@ def _measured(
             failed[str(config)] = "its result differs from the default's"
     first = rounds(runs, 0.6 * seconds, rng, *_ROUNDS)
     ratios = {config: float(np.median(np.divide(first[config], first[default]))) for config in runs}
-    best = default
+    best, best_ratio = default, 1.0
     others = sorted((config for config in runs if config is not default), key=lambda config: ratios[config])[:3]
     last = rounds({config: runs[config] for config in (default, *others)}, 0.4 * seconds, rng, *_ROUNDS)
     for config in others:
         each = np.divide(last[config], last[default])
         ratio = float(np.median(each))
-        wins = ratio < _GAIN and float(np.mean(each < 1.0)) >= 0.75
-        if wins and (best is default or ratio < float(np.median(np.divide(last[best], last[default])))):
-            best = config
-    times = {config: float(np.median(last[config])) for config in (default, best)}
+        if ratio < min(_GAIN, best_ratio) and float(np.mean(each < 1.0)) >= 0.75:
+            best, best_ratio = config, ratio
+    default_seconds = float(np.median(last[default]))
     tried = {str(config): ratios[config] for config in runs}
-    return Tuned(key, sizes, default, best, times[default], times[best], tried, failed)
+    return Tuned(key, sizes, default, best, default_seconds, best_ratio * default_seconds, tried, failed)
 
 
 def _compiled(product: BoundProduct, config: Config, arrays: list[Array]) -> Run:

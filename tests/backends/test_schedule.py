@@ -117,7 +117,7 @@ def test_only_the_groups_of_a_shard(start: int, count: int, empty: bool) -> None
 
 
 @given(st.sampled_from([(8, 4), (13, 4), (13, 16)]), st.sampled_from([1, 5]), st.booleans(), st.data())
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_any_sizes(extent: tuple[int, int], g: int, empty: bool, data: st.DataObject) -> None:
     """Any sizes that fit, any shard."""
     m, tm = extent
@@ -143,7 +143,7 @@ def sound_offsets(sizes: list[int], capacity: int) -> list[int]:
 
 
 @given(st.lists(any_int32, min_size=5, max_size=5), st.sampled_from([0, 13]), st.sampled_from([1, 4]))
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_wrong_sizes_stay_inside_the_buffer(sizes: list[int], capacity: int, tm: int) -> None:
     """Offsets and visits for negative sizes, sums above the capacity and sums that overflow int32."""
     offsets = group_offsets(jnp.array(sizes, jnp.int32), capacity)
@@ -215,7 +215,7 @@ def test_sizes_beyond_int32() -> None:
 
 
 @given(st.lists(st.integers(0, 9), max_size=6), st.integers(0, 9))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_group_ids_of_any_offsets(ends: list[int], capacity: int) -> None:
     """Against a count of the groups that end at or before each row; no groups and no rows among them."""
     ends = sorted(min(end, capacity) for end in ends)
@@ -224,7 +224,7 @@ def test_group_ids_of_any_offsets(ends: list[int], capacity: int) -> None:
 
 
 @given(st.lists(st.integers(-3, 9), max_size=12))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_count_up_to(values: list[int]) -> None:
     found = count_up_to(jnp.array(sorted(values), jnp.int32), jnp.arange(-4, 11, dtype=jnp.int32))
     assert found.dtype == jnp.int32
@@ -307,7 +307,7 @@ group_visits = jax.jit(functools.partial(schedule.group_visits, rows=ROWS, tile=
 
 
 @given(spans())
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_visits_of_rows(given: tuple[np.ndarray, np.ndarray]) -> None:
     """Each tile of rows in turn: once for each segment that has a row in it, or once if none has any."""
     starts, ends = given
@@ -356,7 +356,7 @@ def test_kernels_visit_what_the_metadata_lists(sizes: list[int]) -> None:
 
 @pytest.mark.parametrize("sum_batch", [False, True])
 @given(spans())
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_visits_of_groups(sum_batch: bool, given: tuple[np.ndarray, np.ndarray]) -> None:
     """Each segment in turn: once for each tile that it has a row in; an empty one once, of no row."""
     starts, ends = given

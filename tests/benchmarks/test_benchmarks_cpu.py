@@ -17,6 +17,8 @@ import pytest
 from tests.benchmarks import cpu, cpu_torch, plots, tpu
 from tests.benchmarks.cpu_torch import Job
 
+pytestmark = pytest.mark.long  # a benchmark is run, and its dry run shows only that it can be
+
 DOCS = Path(__file__).parent.parent.parent / "docs"
 JOB = Job("forward", "float32", (48, 16, 32, 3), [20, 0, 28])
 
@@ -119,7 +121,6 @@ def test_no_row_of_that_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no row's name contains 'T float64'" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_dry_run(tmp_path: Path) -> None:
     """Every row is measured; with torch too, where it is installed."""
     cpu.main(["--dry", "--series", "--seconds", "0.1", "--json", str(tmp_path / "cpu.json")])
@@ -251,7 +252,6 @@ def page(*names: str) -> str:
 NAMES = [name for name, _ in plots.tables(a_report())]
 
 
-@pytest.mark.long
 def test_plots(tmp_path: Path) -> None:
     """Each plot that there are figures for; the same bytes each time, and no date."""
     (tmp_path / "cpu.json").write_text(json.dumps(a_report()))

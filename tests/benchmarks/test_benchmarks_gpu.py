@@ -14,9 +14,9 @@ from tests.benchmarks.watched import watch
 from tests.cases import NAMES
 
 gpu.needs_triton()
+pytestmark = pytest.mark.long  # a benchmark is run, and its dry run shows only that it can be
 
 
-@pytest.mark.slow
 def test_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["--dry", "--tune", "--series", "--json", str(tmp_path / "out.json")])
     results = json.loads((tmp_path / "out.json").read_text())
@@ -43,7 +43,6 @@ def test_the_budget_is_kept(tmp_path: Path) -> None:
     assert results["rows"] == [] and results["stopped"].startswith("before forward")
 
 
-@pytest.mark.long
 def test_the_first_minutes_outlive_what_breaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A variant that ends its process, one that hangs and one that raises cost themselves alone."""
     broken = {"default": "exit", "m=16, k=32, n=32, warps=4, stages=4, programs=1": "hang", "dense": "raise"}
@@ -76,7 +75,7 @@ def do(step):
     for name in step["names"]:
         if name in step["skip"]:
             continue
-        child.say(event="trying", variant=name, quiet=0.5)
+        child.say(event="trying", variant=name, quiet=5)
         if name == "hang":
             child.say(event="row", row={"pid": subprocess.Popen(["sleep", "60"]).pid})
         is_broken_on_purpose(name)
@@ -117,7 +116,6 @@ def test_watched_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not command.exists() or "sleep" not in command.read_text()
 
 
-@pytest.mark.long
 def test_what_is_left_when_the_time_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     main(["--dry", "--first", "launch", "--budget", "-1", "--json", str(tmp_path / "out.json")])

@@ -16,10 +16,6 @@ import ragged
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-DEAR = {
-    *("experts.md", "guide.md", "layouts.md", "quantisation.md", "sharding.md", "start.md"),
-    *("training.md", "transformations.md", "tuning.md", "error_table.error_table"),
-}
 BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 
 
@@ -41,7 +37,7 @@ def docstrings() -> list[tuple[str, str]]:
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=[pytest.mark.long] * (page.name in DEAR), id=page.name)
+        pytest.param(page, marks=[pytest.mark.long] * (page.name != "README.md"), id=page.name)
         for page in PAGES
         if blocks(page.read_text())
     ],
@@ -142,7 +138,10 @@ DOCSTRINGS = docstrings()
 
 @pytest.mark.parametrize(
     "name, code",
-    [pytest.param(name, code, marks=[pytest.mark.long] * (name in DEAR), id=name) for name, code in DOCSTRINGS],
+    [
+        pytest.param(name, code, marks=[pytest.mark.long] * (name == "error_table.error_table"), id=name)
+        for name, code in DOCSTRINGS
+    ],
 )
 def test_docstrings_run(name: str, code: str) -> None:
     with jax_defaults():

@@ -32,7 +32,7 @@ def test_every_layout_and_spread(layout: str, g: int) -> None:
 
 
 @pytest.mark.long
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(
     layout=st.sampled_from(NAMES),
     sizes=st.lists(st.lists(st.integers(0, 9), min_size=3, max_size=3), min_size=3, max_size=3),

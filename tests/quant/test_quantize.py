@@ -434,7 +434,7 @@ def test_repr_says_the_scaling() -> None:
 
 
 @pytest.mark.long
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(st.integers(0, 5), min_size=1, max_size=4),
     st.sampled_from(DTYPES),

@@ -89,7 +89,7 @@ def test_every_layout_by_kernels(backend: str, layout: str) -> None:
 
 
 @pytest.mark.long
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.data())
 def test_every_layout(data: Any) -> None:
     """Any layout, dtypes, blocks, sizes, and either way of seeing the operands, which may be constants."""

@@ -737,6 +737,8 @@ def modules() -> dict[type, Any]:
         ragged.Recipe.preset("delayed").unsealed(),
         ragged.nn.GroupedLinear(3, 2, 2, recipe="mxfp8", key=key),
         moe,
+        moe.router,
+        moe.router(x),
         moe.experts,
         moe(x)[1],
     ]

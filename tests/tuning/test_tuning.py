@@ -230,7 +230,7 @@ EXTENT = st.sampled_from([1, 7, 16, 100, 128, 1000, 2048, 7168])
 def test_choices_and_candidates_are_legal(examples: int) -> None:
     """The model's choice for any call on any device would be taken by name; and so is each candidate."""
 
-    @settings(deadline=None, max_examples=examples)
+    @settings(max_examples=examples)
     @given(
         machine=MACHINE,
         layout=st.sampled_from(NAMES),
@@ -526,6 +526,16 @@ def test_noise_wins_nothing(monkeypatch: pytest.MonkeyPatch, taken: Callable[[Co
     assert found.best == found.default
 
 
+def test_the_speedup_is_the_ratio_that_won(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are the median of the ratios of rounds; the ratio of the medians says here that the best one is slower."""
+    default = [1, 1, 1, 1, 1, 4, 4, 4]
+    fast = [0.9, 0.9, 0.9, 1.5, 1.5, 3.6, 3.6, 3.6]
+    fake(monkeypatch, lambda config, number: (fast if config == FAST else default)[number])
+    (found,) = autotune(X, W, derivatives=False, most=6, progress=False).products
+    assert found.best == FAST and found.default_seconds == 1
+    assert found.speedup == pytest.approx(1 / 0.9)
+
+
 def test_a_wrong_result_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever its time is; nor is what doesn't compile."""
     fake(monkeypatch, lambda config, number: 1.0 if config in (FAST, XlaConfig(m=(32,))) else 2.0)
@@ -657,7 +667,6 @@ def test_tuning_for_real(layout: str, file: Path) -> None:
     """Measured on this machine, for all layouts with their derivatives; the results stay the oracle's."""
     case = cases.make(layout, g=3, kind="zipf", seed=1, dtype="float32")
     tuning = autotune(case.lhs, case.rhs, seconds=0.2, most=4)
-    assert all(each.best_seconds <= each.default_seconds for each in tuning.products)
     assert all(not each.failed for each in tuning.products)
     assert len(LETTERS[layout]) == 0 or (tuning.products and file.exists())
     jax.clear_caches()
