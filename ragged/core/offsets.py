@@ -10,6 +10,19 @@ from jaxtyping import Bool, Int, Integer, Shaped
 
 from ragged.core.errors import Site, describe
 
+IN_BOUNDS = "promise_in_bounds"
+"""Mode of gathers and scatters whose indices are in range. Others fail under `checkify.index_checks`."""
+
+
+def take(values: Shaped[Array, "n *each"], index: Int[Array, "*p"], fill: Any) -> Shaped[Array, "..."]:
+    """`values[index]`, `[*p, *each]`; `fill` where `index` is past the end. Indices must not be negative."""
+    n = values.shape[0]
+    if isinstance(n, int) and not n:
+        return jnp.full((*index.shape, *values.shape[1:]), fill, values.dtype)
+    found = values.at[jnp.minimum(index, n - 1)].get(mode=IN_BOUNDS)
+    exists = jnp.reshape(index < n, (*index.shape, *[1] * (values.ndim - 1)))
+    return jnp.where(exists, found, jnp.asarray(fill, values.dtype))
+
 
 def as_int32(x: Any) -> Int[Array, "..."]:
     """Integers as int32. Values out of range are clipped."""
@@ -56,8 +69,8 @@ def known_offsets(group_sizes: Any, capacity: int) -> np.ndarray:
 def group_ids(offsets: Int[Array, " g_plus_1"], capacity: int) -> Int[Array, " capacity"]:
     """The group of each row, int32; `g` in the tail."""
     # A row's id is the number of `offsets[1:]` that are at most the row.
-    num_ends = jnp.zeros(capacity, jnp.int32).at[offsets[1:]].add(1, indices_are_sorted=True, mode="drop")
-    return jnp.cumsum(num_ends, dtype=jnp.int32)
+    num_ends = jnp.zeros(capacity + 1, jnp.int32).at[offsets[1:]].add(1, indices_are_sorted=True, mode=IN_BOUNDS)
+    return jnp.cumsum(num_ends[:-1], dtype=jnp.int32)
 
 
 def max_blocks(rows: Any, num_groups: Any, block: int) -> Any:
@@ -80,8 +93,8 @@ def aligned_to_blocks(
     sizes = -(-jnp.diff(offsets) // block) * block
     aligned = group_offsets(sizes, capacity)
     row, ids = jnp.arange(capacity, dtype=jnp.int32), group_ids(aligned, capacity)
-    source = row - of_groups(aligned[:-1] - offsets[:-1], ids, 0)
-    source = jnp.where(source < of_groups(offsets[1:], ids, 0), source, rows)
+    source = row - take(aligned[:-1] - offsets[:-1], ids, 0)
+    source = jnp.where(source < take(offsets[1:], ids, 0), source, rows)
     return source, rows_from(aligned[:-1], offsets, rows, capacity)[:, None], sizes
 
 
@@ -96,16 +109,9 @@ def count_up_to(values: Int[Array, " n"], bounds: Int[Array, " p"]) -> Int[Array
     bits = n.bit_length() if isinstance(n, int) else 31  # `n` is a symbol under `jax.export`.
     for bit in reversed(range(bits)):
         candidate = count + 2**bit
-        fits = values.at[jnp.minimum(candidate, n) - 1].get(mode="promise_in_bounds") <= bounds
+        fits = values.at[jnp.minimum(candidate, n) - 1].get(mode=IN_BOUNDS) <= bounds
         count = jnp.where((candidate <= n) & fits, candidate, count)
     return count
-
-
-def of_groups(values: Shaped[Array, "g *each"], ids: Int[Array, " rows"], fill: Any) -> Shaped[Array, "rows *each"]:
-    """The value of each row's group, `values[ids]`; `fill` in the tail."""
-    if not values.shape[0]:
-        return jnp.full((*ids.shape, *values.shape[1:]), fill, values.dtype)
-    return values.at[ids].get(mode="fill", fill_value=fill)
 
 
 def rows_from(
@@ -117,7 +123,7 @@ def rows_from(
     `offsets`: the offsets of the groups in the result.
     """
     row = jnp.arange(rows, dtype=jnp.int32)
-    source = row + of_groups(starts - offsets[:-1], group_ids(offsets, rows), 0)
+    source = row + take(starts - offsets[:-1], group_ids(offsets, rows), 0)
     return jnp.where(row < offsets[-1], source, absent)
 
 
@@ -131,7 +137,7 @@ def element_mask(
     offsets = group_offsets(packed_sizes, rows)
     if other_sizes is None:
         return jnp.broadcast_to((jnp.arange(rows, dtype=jnp.int32) < offsets[-1])[:, None], (rows, columns))
-    widths = of_groups(other_sizes, group_ids(offsets, rows), 0)
+    widths = take(other_sizes, group_ids(offsets, rows), 0)
     return jnp.arange(columns, dtype=jnp.int32)[None] < widths[:, None]
 
 

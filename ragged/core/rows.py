@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax._src.dispatch import apply_primitive  # no public name
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -18,6 +19,7 @@ from jaxtyping import Float, Int, Shaped
 
 from ragged.core.formats import accumulator_dtype
 from ragged.core.mesh import axes_beyond, vary_if_unreduced, vary_together, varying, with_mesh
+from ragged.core.offsets import take
 
 
 def flat_rows(x: Shaped[Array, "n *d"]) -> Shaped[Array, "n flat"]:
@@ -107,19 +109,12 @@ def _bind(*arrays: Array, collect: bool, dtype: Any = None) -> Array:
 rows_p = Primitive("ragged_rows")
 
 
-def _take(x: Array, index: Array) -> Array:
-    """`x[index]`, zeros where `index` is past the end. Indices must not be negative."""
-    if isinstance(x.shape[0], int) and not x.shape[0]:
-        return jnp.zeros((*index.shape, *x.shape[1:]), x.dtype)
-    return x.at[index].get(mode="fill", fill_value=0)
-
-
 def _compute(x: Array, source: Array, places: Array, *, collect: bool, dtype: Any) -> Array:
     if not collect:
-        return _take(x, source).astype(dtype)
+        return take(x, source, 0).astype(dtype)
     if places.shape[1] == 1:
-        return _take(x, places[:, 0]).astype(dtype)
-    return jnp.sum(_take(x, places).astype(accumulator_dtype(x.dtype)), axis=1).astype(dtype)
+        return take(x, places[:, 0], 0).astype(dtype)
+    return jnp.sum(take(x, places, 0).astype(accumulator_dtype(x.dtype)), axis=1).astype(dtype)
 
 
 @rows_p.def_abstract_eval
@@ -128,11 +123,6 @@ def _(x: Any, source: Any, places: Any, *, collect: bool, dtype: Any) -> Any:
     manual = x.manual_axis_type.update(varying=varying([x, source, places]))
     shape = ((places if collect else source).shape[0], x.shape[1])
     return x.update(shape=shape, dtype=dtype, weak_type=False, manual_axis_type=manual)
-
-
-@rows_p.def_impl
-def _(*args: Array, **params: Any) -> Array:
-    return jax.jit(_compute, static_argnames=("collect", "dtype"))(*args, **params)
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
@@ -172,6 +162,7 @@ def _batch(args: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Arr
     return out.reshape(size, n if params["collect"] else p, x.shape[2]), 0
 
 
+rows_p.def_impl(partial(apply_primitive, rows_p))
 ad.primitive_jvps[rows_p] = _jvp
 ad.primitive_transposes[rows_p] = _transpose
 batching.primitive_batchers[rows_p] = _batch

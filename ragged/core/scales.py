@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Int, Shaped
 
-from ragged.core.offsets import aligned_to_blocks, group_ids, group_offsets
+from ragged.core.offsets import IN_BOUNDS, aligned_to_blocks, group_ids, group_offsets
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["values", "tensor"], meta_fields=["block", "e8m0"])
@@ -91,7 +91,7 @@ def by_row(
         else:
             _, places, _ = aligned_to_blocks(sizes, rows, block)  # In the aligned buffer, blocks don't cross groups.
             index = places[:, 0] // block
-        return values.at[index].get(mode="clip")
+        return values.at[jnp.minimum(index, values.shape[0] - 1)].get(mode=IN_BOUNDS)
 
     batched = values.ndim > 2 or sizes.ndim > 1
     axes = (0 if values.ndim > 2 else None, 0 if sizes.ndim > 1 else None)

@@ -69,7 +69,7 @@ class Router(eqx.Module):
         score: str | Callable[[Array], Array] = "softmax",
         use_bias: bool = False,
         use_selection_bias: bool = False,
-        normalize: bool = True,
+        normalize: bool | None = None,
         epsilon: float = 0.0,
         scale: float = 1.0,
         groups: tuple[int, int] | None = None,
@@ -81,13 +81,15 @@ class Router(eqx.Module):
         **Arguments:**
 
         - `score`: `"softmax"`, `"sigmoid"`, or a function from logits to scores, both `[tokens, num_experts]` float32.
-        - `normalize`: whether the weights of a token are divided by their sum plus `epsilon`.
+        - `normalize`: whether the weights of a token are divided by their sum plus `epsilon`; by default, if `top_k` is
+          2 or more.
         - `scale`: a factor of all weights.
         - `groups`: `(num_groups, top_groups)`: experts are divided into consecutive groups of equal size, and only
           experts of the `top_groups` best groups are chosen. The score of a group is the sum of its two highest scores,
           with `selection_bias` (DeepSeek-V3, arXiv:2412.19437).
 
-        **Raises:** `ValueError` for invalid numbers, an unknown `score`, or groups without enough experts.
+        **Raises:** `ValueError` for invalid numbers, an unknown `score`, `normalize=True` with `top_k=1`, or groups
+        without enough experts.
         """
         site = Site("ragged.nn.Router(d, num_experts, top_k)")
         if not is_count(d) or not is_count(top_k) or not is_count(num_experts) or top_k > num_experts:
@@ -95,6 +97,9 @@ class Router(eqx.Module):
             site.fail(ValueError, problem, "All must be positive ints, and `top_k` at most `num_experts`.")
         if not callable(score) and score not in SCORES:
             site.fail(ValueError, f"unknown `score` {describe(score)}.", f"Pass one of {[*SCORES]}, or a function.")
+        if normalize and top_k == 1:
+            problem = "`normalize=True` with `top_k=1` divides each weight by itself, so the router has no gradient."
+            site.fail(ValueError, problem, "Pass `normalize=False`, the default for `top_k=1`.")
         if groups is not None:
             valid = isinstance(groups, tuple) and len(groups) == 2 and all(map(is_count, groups))
             valid = valid and groups[1] <= groups[0] and num_experts % groups[0] == 0 and num_experts >= 2 * groups[0]
@@ -106,7 +111,7 @@ class Router(eqx.Module):
         self.bias = jnp.zeros(num_experts, dtype) if use_bias else None
         self._selection_bias = sealed(jnp.zeros(num_experts)) if use_selection_bias else None
         self.top_k, self.score, self.groups = top_k, score, groups
-        self.normalize, self.epsilon, self.scale = normalize, epsilon, scale
+        self.normalize, self.epsilon, self.scale = top_k > 1 if normalize is None else normalize, epsilon, scale
 
     @property
     def selection_bias(self) -> Float[Array, " experts"] | None:

@@ -28,7 +28,7 @@ from jaxtyping import Float, Int, Shaped
 from ragged.core.errors import Site, is_count
 from ragged.core.formats import AnyArray, accumulator_dtype, bits
 from ragged.core.mesh import explicit_spec, over_manual_axes, refuse_explicit, vary_together
-from ragged.core.offsets import group_ids, group_offsets
+from ragged.core.offsets import IN_BOUNDS, group_ids, group_offsets
 from ragged.core.rows import collect_rows, collect_weighted, spread_rows
 from ragged.quant.quantize import quantize
 from ragged.quant.recipe import Cast, Recipe
@@ -371,8 +371,8 @@ def _prepared(
     base = (jnp.cumsum(sizes, dtype=jnp.int32) - sizes)[None] + before - begin
     place_of = jnp.take_along_axis(base, group, axis=1) + index
     place_of = jnp.where(is_full, place_of, n * per_device).reshape(-1)
-    order = jnp.full(n * per_device, n * per_device, jnp.int32)
-    order = order.at[place_of].set(jnp.arange(n * per_device, dtype=jnp.int32), mode="drop")
+    order = jnp.full(n * per_device + 1, n * per_device, jnp.int32)
+    order = order.at[place_of].set(jnp.arange(n * per_device, dtype=jnp.int32), mode=IN_BOUNDS)[:-1]
     return Exchange(
         sizes=sizes,
         dropped=dropped,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ragged.core.formats import accumulator_dtype
-from ragged.core.offsets import of_groups
+from ragged.core.offsets import take
 from ragged.product.function import Function
 from ragged.product.operands import Operands
 from ragged.tensor.arithmetic import per_group
@@ -35,7 +35,7 @@ def with_bias(out: Array, bias: Array | None, x: Operands, first_dims: Array | N
         if rows.ndim == 1:
             rows = jnp.where(is_local[:, None], rows[None], 0)
         else:
-            rows = of_groups(rows, jnp.where(is_local, index, rows.shape[0]), 0)
+            rows = take(rows, jnp.where(is_local, index, rows.shape[0]), 0)
         z = z + per_group(rows)
     return z.data.astype(out.dtype)
 

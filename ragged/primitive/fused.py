@@ -6,11 +6,13 @@ kernel if a backend has one; otherwise to `ragged_matmul_p` and XLA operations. 
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax._src.dispatch import apply_primitive  # no public name
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.interpreters import partial_eval as pe
@@ -20,7 +22,7 @@ from ragged.core.formats import accumulator_dtype
 from ragged.core.mesh import explicit_mesh, is_of_one_device, vary_together
 from ragged.primitive import lowering, primitive
 from ragged.primitive.epilogue import combined, split_columns, with_bias
-from ragged.primitive.primitive import abstract_eval, eagerly, lowering_rule
+from ragged.primitive.primitive import abstract_eval, lowering_rule
 from ragged.product.operands import Call, Epilogue, Operand, Operands
 
 # The kernels that can apply an `EpilogueSpec` on some backend.
@@ -104,7 +106,7 @@ def _compute(platform: str, *args: Array, tree: Any, call: Call, target: Target)
 
 
 fused_p.def_effectful_abstract_eval(_abstract_eval)
-fused_p.def_impl(eagerly(fused_p))
+fused_p.def_impl(partial(apply_primitive, fused_p))
 batching.primitive_batchers[fused_p] = _batch
 pe.dce_rules[fused_p] = _without_unused
 for _platform in (None, *lowering.PLATFORMS):

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax._src import source_info_util  # no public names for this and the next two
-from jax._src.dispatch import prim_requires_devices_during_lowering
+from jax._src.dispatch import apply_primitive, prim_requires_devices_during_lowering
 from jax._src.sharding_impls import parse_flatten_op_sharding
 from jax.core import ShapedArray
 from jax.experimental import io_callback
@@ -134,17 +134,6 @@ def abstract_eval(*avals: Any, tree: Any, call: Call) -> tuple[Any, frozenset[An
 def _interpreter_effects() -> frozenset[Any]:
     """The effects of ordered callbacks, which interpret a TPU's memory and copies."""
     return frozenset(jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))().effects)
-
-
-def eagerly(primitive: Primitive) -> Callable[..., Any]:
-    """The implementation of a primitive outside of `jit`."""
-    compiled = jax.jit(primitive.bind, static_argnames=("tree", "call"))
-
-    def rule(*args: Array, **params: Any) -> Any:
-        with jax.disable_jit(False):  # Under `jax.disable_jit()`, `compiled` would call this rule again.
-            return compiled(*args, **params)
-
-    return rule
 
 
 def derivative(wrt: str, ct: Any, x: Operands, call: Call, of: Any) -> tuple[Operands, Call]:
@@ -436,7 +425,7 @@ def _partitioned(tree: Any, call: Call) -> Callable[..., Array]:
 
 for _primitive in PRIMITIVES:
     _primitive.def_effectful_abstract_eval(abstract_eval)
-    _primitive.def_impl(eagerly(_primitive))
+    _primitive.def_impl(partial(apply_primitive, _primitive))
     ad.primitive_jvps[_primitive] = _jvp
     ad.primitive_transposes[_primitive] = _transpose
     batching.primitive_batchers[_primitive] = _batch

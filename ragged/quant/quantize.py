@@ -168,8 +168,7 @@ def _max_of_blocks(magnitude: Array, x: GroupedTensor, block: tuple[int | None, 
     if x.packed_axis is None:
         out = _block_max(out, first, -2)
     elif first is None:
-        ids, groups = x.group_ids, x.num_groups
-        out = jax.ops.segment_max(out, ids, groups, indices_are_sorted=True)
+        out = jax.ops.segment_max(out, x.group_ids, x.num_groups + 1, indices_are_sorted=True)[:-1]
         out = jnp.maximum(out, 0)  # The maximum of an empty group is -inf.
     elif first > 1:  # [rows, blocks of a row] -> [blocks of rows, blocks of a row]
         source, places, _ = aligned_to_blocks(x.packed_dims, out.shape[-2], first)

@@ -25,7 +25,7 @@ from jaxtyping import Int, Shaped
 from ragged.core.errors import Site, describe, is_arraylike, is_count
 from ragged.core.formats import AnyArray, accumulator_dtype, array_field
 from ragged.core.mesh import over_explicit_axes
-from ragged.core.offsets import as_int32, group_ids, of_groups
+from ragged.core.offsets import IN_BOUNDS, as_int32, group_ids, take
 from ragged.tensor.base import GroupedBase, filled, require_groups, require_plain, with_fields
 
 
@@ -759,7 +759,7 @@ def _steps(offsets: Int[Array, " g_plus_1"], ids: Int[Array, " capacity"]) -> li
 
 def _sum_groups(x: Arithmetic, data: Shaped[Array, "rows *last"]) -> Shaped[Array, "g *last"]:
     for index, count in _steps(x.offsets, x.group_ids):
-        data = jax.ops.segment_sum(data, index, count, indices_are_sorted=True, mode="promise_in_bounds")
+        data = jax.ops.segment_sum(data, index, count, indices_are_sorted=True, mode=IN_BOUNDS)
     return data[:-1]
 
 
@@ -842,7 +842,7 @@ def _ahead(x: Arithmetic) -> Int[Array, "..."]:
         # Dims aren't clipped: truncating a group, as in `s @ s.mT`, drops its last rows and columns, but doesn't move
         # the others.
         n, m = (jnp.maximum(as_int32(dims), 0) for dims in (x.first_dims, x.last_dims))
-    position = of_groups(m - n, x.group_ids, 0) + x.positions  # each row's position, a column of its group
+    position = take(m - n, x.group_ids, 0) + x.positions  # each row's position, a column of its group
     return last - position.reshape(-1, *(1,) * (x.ndim - 1))
 
 
@@ -853,7 +853,7 @@ def _take(values: Array, offsets: Int[Array, " g_plus_1"], ids: Int[Array, " cap
     JAX's transpose of this gather would add row after row in the dtype of `values`. This one sums in blocks, in
     float32.
     """
-    return values.at[ids].get(mode="promise_in_bounds", indices_are_sorted=True)
+    return values.at[ids].get(mode=IN_BOUNDS, indices_are_sorted=True)
 
 
 @_take.defjvp
@@ -865,7 +865,7 @@ def _(primals: tuple[Array, Array, Array], tangents: tuple[Any, Any, Any]) -> tu
     tangent = tangents[0].astype(_sum_dtype(values.dtype))
     # The same gather in steps: the transpose of each step is one step of the sum.
     for index, _ in reversed(_steps(offsets, ids)):
-        tangent = tangent.at[index].get(mode="promise_in_bounds", indices_are_sorted=True)
+        tangent = tangent.at[index].get(mode=IN_BOUNDS, indices_are_sorted=True)
     return _take(values, offsets, ids), tangent.astype(values.dtype)
 
 

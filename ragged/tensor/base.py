@@ -84,13 +84,21 @@ class GroupedBase(eqx.Module):
             hint = "Pass `scaling` too: it defines which elements share a scale."
             site.fail(ValueError, "`scales` are given without `scaling`.", hint)
         want = self.scaling.shape(self.shape, self.packed_axis, self.num_groups)
+        scale_bytes = self.scaling.dtype.itemsize
         if self.scales.shape != want or self.scales.dtype != self.scaling.dtype:
             problem = f"scales of a {self.kind} tensor with the scaling {self.scaling} have shape {want} and dtype "
-            hint = "`ragged.quantize` makes them."
-            if self.scales.shape == want:
-                hint = f"Cast them: `x.scales.astype(jnp.{self.scaling.dtype.name})`. Code that casts all leaves of a "
-                hint += "model must leave quantised tensors unchanged."
-            site.fail(ValueError, f"{problem}{self.scaling.dtype.name}.", hint)
+            hint, name = "`ragged.quantize` makes them.", self.scaling.dtype.name
+            if jnp.issubdtype(self.scales.dtype, jnp.integer) and self.scales.dtype.itemsize == 1 == scale_bytes:
+                hint = f"If these are the bytes of {name} numbers, reinterpret them: `x.scales.view(jnp.{name})`."
+            elif self.scales.shape == want:
+                hint = f"Cast them: `x.scales.astype(jnp.{name})`. Code that casts all leaves of a model must leave "
+                hint += "quantised tensors unchanged."
+            site.fail(ValueError, f"{problem}{name}.", hint)
+        if scale_bytes == 1 and jnp.issubdtype(self.data.dtype, jnp.unsignedinteger):
+            problem = f"the scaling {self.scaling} has no unsigned integers, but `data` is {self.data.dtype.name}."
+            hint = "If these are the bytes of floats, reinterpret them: `x.data.view(jnp.float8_e4m3fn)`, or "
+            hint += "`x.data.view(jnp.float4_e2m1fn)` for two numbers a byte, of which the low half is the first."
+            site.fail(TypeError, problem, hint)
         scale, needed = self.tensor_scale, self.scaling.has_tensor_scale
         if (scale is not None) != needed or (is_arraylike(scale) and (scale.shape, scale.dtype) != ((), jnp.float32)):
             rule = "needs a `tensor_scale`, () float32" if needed else "has no `tensor_scale`"

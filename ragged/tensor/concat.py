@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from ragged.core.errors import Site
 from ragged.core.mesh import over_explicit_axes
-from ragged.core.offsets import as_int32, group_offsets, rows_from
+from ragged.core.offsets import as_int32, group_offsets, rows_from, take
 from ragged.tensor.base import filled, require_groups, require_plain
 from ragged.tensor.tensor import GroupedTensor
 
@@ -54,7 +54,7 @@ def concat(tensors: Iterable[GroupedTensor]) -> GroupedTensor:
     sizes = jnp.concatenate([jnp.diff(t.offsets) for t in tensors])
     offsets = group_offsets(sizes, capacity)
     source = rows_from(jnp.concatenate(starts), offsets, capacity, capacity)
-    data = jnp.concatenate([t.data for t in tensors]).at[source].get(mode="fill", fill_value=0)
+    data = take(jnp.concatenate([t.data for t in tensors]), source, 0)
     last_dims = None
     if head.last_dims is not None:
         last_dims = jnp.concatenate([as_int32(t.last_dims) for t in tensors])

@@ -10,7 +10,7 @@ from jaxtyping import Int, Shaped
 from ragged.core.errors import Site, is_arraylike, is_count
 from ragged.core.formats import AnyArray
 from ragged.core.mesh import over_explicit_axes, refuse_explicit
-from ragged.core.offsets import as_int32, group_offsets, rows_from
+from ragged.core.offsets import as_int32, group_offsets, rows_from, take
 from ragged.tensor.arithmetic import broadcast_accumulated
 from ragged.tensor.base import GroupedBase, require_packed, require_plain
 
@@ -80,9 +80,7 @@ def from_padded(
     dims = jnp.clip(as_int32(first_dims), 0, longest)
     offsets = group_offsets(dims, capacity)
     source = rows_from(jnp.arange(g, dtype=jnp.int32) * longest, offsets, capacity, g * longest)
-    rows = padded.reshape(g * longest, *inner)
-    data = rows.at[source].get(mode="fill", fill_value=0) if rows.size else jnp.zeros((capacity, *inner), rows.dtype)
-    return data, jnp.diff(offsets)
+    return take(padded.reshape(g * longest, *inner), source, 0), jnp.diff(offsets)
 
 
 @over_explicit_axes
@@ -102,7 +100,7 @@ def to_padded(x: GroupedBase, max_len: Any, fill_value: Any) -> Shaped[Array, "g
     inside = inside.reshape(*inside.shape[:2], *[1] * (x.ndim - 2), inside.shape[-1])
     if not x.capacity:
         return jnp.full((x.num_groups, max_len, *x.shape[1:]), fill_value, x.dtype)
-    padded = jnp.asarray(x.data).at[rows].get(mode="fill", fill_value=0)
+    padded = take(jnp.asarray(x.data), rows, 0)
     fill = broadcast_accumulated(jnp.asarray(fill_value, x.dtype), x.dtype, padded.shape)
     return jnp.where(inside, padded, fill)
 

@@ -25,7 +25,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from ragged.core.errors import MAX_ROWS, Site, check_packed, is_arraylike, is_count, known_to_differ
 from ragged.core.formats import AnyArray, accumulator_dtype
 from ragged.core.mesh import over_explicit_axes, vary_together
-from ragged.core.offsets import as_int32, count_up_to
+from ragged.core.offsets import IN_BOUNDS, as_int32, count_up_to
 from ragged.core.rows import collect_rows, collect_weighted, flat_rows, spread_rows
 from ragged.tensor import show
 from ragged.tensor.annotations import Rows
@@ -433,7 +433,7 @@ def _placed(ids: Int[Array, " rows"], groups: int) -> tuple[Array, Array, Array]
 def _by_count(ids: Int[Array, " rows"], groups: int) -> tuple[Array, Array, Array]:
     """`_placed` by a counting sort, row by row: two to four times as fast as `lax.sort` on a CPU."""
     row = jnp.arange(ids.shape[0], dtype=jnp.int32)
-    counts = jnp.zeros(groups, jnp.int32).at[ids].add(1, mode="drop")
+    counts = jnp.zeros(groups + 1, jnp.int32).at[ids].add(1, mode=IN_BOUNDS)[:-1]
     offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
 
     def step(next_row: Int[Array, " all_groups"], group: Int[Array, ""]) -> tuple[Array, Array]:
@@ -452,7 +452,7 @@ def _by_sort(ids: Int[Array, " rows"], groups: int) -> tuple[Array, Array, Array
 
 def _inverse(permutation: Int[Array, " rows"], row: Int[Array, " rows"]) -> Int[Array, " rows"]:
     """`out[permutation[i]] = i`."""
-    return jnp.zeros_like(permutation).at[permutation].set(row, unique_indices=True, mode="promise_in_bounds")
+    return jnp.zeros_like(permutation).at[permutation].set(row, unique_indices=True, mode=IN_BOUNDS)
 
 
 @over_explicit_axes

@@ -17,7 +17,7 @@ from jaxtyping import Int
 
 from ragged.core.errors import Site, is_arraylike
 from ragged.core.mesh import over_explicit_axes
-from ragged.core.offsets import as_int32, group_ids, group_offsets, of_groups, rows_from
+from ragged.core.offsets import IN_BOUNDS, as_int32, group_ids, group_offsets, rows_from, take
 from ragged.core.rows import spread_rows
 from ragged.tensor.base import GroupedBase, filled, require_groups, require_plain, with_fields
 
@@ -50,9 +50,10 @@ def sliced[T: GroupedBase](x: T, axis: int, start: Any, stop: Any) -> T:
     if axis == -2:
         data = _packed(jnp.asarray(x.data), offsets, begin, size, extent)
     else:  # Each row's columns move to the left.
-        source = of_groups(begin, x.group_ids, 0)[:, None] + jnp.arange(extent, dtype=jnp.int32)[None]
+        source = take(begin, x.group_ids, 0)[:, None] + jnp.arange(extent, dtype=jnp.int32)[None]
         source = source.reshape(x.capacity, *[1] * (x.ndim - 2), extent)
-        data = jnp.take_along_axis(jnp.asarray(x.data), source, axis=-1, mode="fill", fill_value=0)
+        source = jnp.minimum(source, max(capacity - 1, 0))
+        data = jnp.take_along_axis(jnp.asarray(x.data), source, axis=-1, mode=IN_BOUNDS)
     out = with_fields(x, data=data, **{name: size})
     return out.with_data(filled(out, 0))
 
@@ -63,8 +64,8 @@ def _packed(data: Array, offsets: Int[Array, " g_plus_1"], begin: Array, size: A
     row, ids = jnp.arange(capacity, dtype=jnp.int32), group_ids(offsets, capacity)
     first = offsets[:-1] + begin  # (g,) the first row of each slice in `data`
     # (capacity,) each row's place in the result; `extent` for rows outside of the slices
-    place = row - of_groups(first - new_offsets[:-1], ids, 0)
-    in_slice = (row >= of_groups(first, ids, capacity)) & (row < of_groups(first + size, ids, 0))
+    place = row - take(first - new_offsets[:-1], ids, 0)
+    in_slice = (row >= take(first, ids, capacity)) & (row < take(first + size, ids, 0))
     place = jnp.where(in_slice, place, extent)
     source = rows_from(first, new_offsets, extent, capacity)
     rows = spread_rows(data.reshape(capacity, prod(data.shape[1:])), source, place[:, None])

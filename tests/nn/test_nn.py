@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import ragged
 from ragged import GroupedTensor
-from ragged.nn import GroupedLinear, MoE, Routing
+from ragged.nn import Experts, GroupedLinear, MoE, Router, Routing
 from tests import tpu
 from tests.benchmarks import memory
 from tests.moe import moe as layer_of
@@ -310,6 +310,44 @@ def test_moe_over_meshes(name: str, transport: str, kind: AxisType) -> None:
     mapped = jax.shard_map(plain, in_specs=(specs, rows), out_specs=(rows, P(), P()))
     with jax.set_mesh(mesh):
         check(layer, mapped if kind == AxisType.Manual else plain, one)
+
+
+def all_filled() -> MoE:
+    """A layer with every parameter that one can have, none of them zero."""
+    keys, num_experts, rng = jax.random.split(jax.random.key(0), 3), 4, np.random.default_rng(0)
+    layer = MoE(
+        Router(D, num_experts, TOP_K, use_bias=True, use_selection_bias=True, key=keys[0]),
+        Experts(D, HIDDEN, num_experts, use_bias=True, key=keys[1]),
+        Experts(D, 2 * HIDDEN, use_bias=True, key=keys[2]),
+        shared_gate=jnp.ones(D),
+    )
+    arrays, rest = eqx.partition(layer, eqx.is_inexact_array)
+    arrays = jax.tree.map(lambda x: jnp.float32(rng.standard_normal(x.shape) / x.shape[-1] ** 0.5), arrays)
+    layer = eqx.combine(arrays, rest)
+    router = layer.router.with_selection_bias(jnp.linspace(-1, 1, num_experts))
+    return eqx.tree_at(lambda layer: layer.router, layer, router)
+
+
+@pytest.mark.parametrize("name", ["model", *(pytest.param(name, marks=pytest.mark.long) for name in ("1x4", "2x2x2"))])
+def test_each_parameter_counts_once(name: str) -> None:
+    """What is added after a sum over devices is added by one of them: biases, the shared expert and its gate."""
+    small = {"model": ({"model": 4}, {"tensor_axis": "model"}), "1x4": ({"expert": 4}, {"axis": "expert"})}
+    (axes, options), x = small.get(name) or MESHES[name], tokens()[:8]
+
+    def run(layer: MoE, x: Array) -> Any:
+        def loss(layer: MoE) -> tuple[Array, Array]:
+            y = layer(x)[0]
+            return jnp.sum(jnp.sin(y)), y
+
+        return eqx.filter_value_and_grad(loss, has_aux=True)(layer)
+
+    layer = all_filled()
+    many = MoE(layer.router, layer.experts, layer.shared, shared_gate=layer.shared_gate, **options)
+    want = eqx.filter_jit(run)(layer, x)
+    with jax.set_mesh(mesh_of(axes, AxisType.Auto)):
+        got = eqx.filter_jit(run)(many, x)
+    for (path, w), g in zip(jax.tree_util.tree_leaves_with_path(want), jax.tree.leaves(got), strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-4, err_msg=jax.tree_util.keystr(path))
 
 
 PARTS: dict[str, dict[str, Any]] = {

@@ -221,6 +221,17 @@ def test_models_over_a_mesh(name: str, transport: str) -> None:
         np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_every_router_is_trained(top_k: int) -> None:
+    """The default's weights have a gradient, also with one expert a token: a weight divided by itself has none."""
+    router = filled(Router(D, EXPERTS, top_k, key=jax.random.key(0)))
+    assert router.normalize == (top_k > 1)
+    gradient = jax.grad(
+        lambda weight: jnp.sum(jnp.sin(eqx.tree_at(lambda r: r.weight, router, weight)(rows()).weights))
+    )
+    assert np.abs(gradient(router.weight)).max() > 1e-3
+
+
 def test_routing_at_the_call() -> None:
     """It replaces the router's. A router may be a function of tokens and further arguments."""
     layer = model("mixtral")
@@ -263,6 +274,7 @@ def test_a_router_in_bfloat16() -> None:
         (lambda: Router(D, 4, 5, key=jax.random.key(0)), ValueError, "`top_k` at most `num_experts`"),
         (lambda: Router(D, 4, 2, score="relu", key=jax.random.key(0)), ValueError, "unknown `score` 'relu'"),
         (lambda: Router(D, 8, 5, groups=(4, 2), key=jax.random.key(0)), ValueError, r"`groups` is \(4, 2\)"),
+        (lambda: Router(D, 4, 1, normalize=True, key=jax.random.key(0)), ValueError, "the router has no gradient"),
         (lambda: model("mixtral").router.with_selection_bias(jnp.zeros(3)), ValueError, "there are 8 experts"),
         (lambda: MoE(model("mixtral").router, Experts(D, 4, 3, key=jax.random.key(0))), ValueError, "`router` is for"),
         (
@@ -301,7 +313,7 @@ def test_a_router_in_bfloat16() -> None:
             "`router` returned experts from -1 to -1, but there are 8",
         ),
     ],
-    ids=range(16),
+    ids=range(17),
 )
 def test_wrong_routing(call: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):

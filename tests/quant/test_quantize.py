@@ -452,3 +452,20 @@ def test_any_sizes(sizes: list[int], dtype: str, scaling: Any, power_of_two: boo
     for got, group, scale in zip(q.dequantize().to_list(), groups, scales, strict=True):
         limit = half_a_unit(group / scale, dtype) * scale * (1 + 1e-5)
         assert np.all(np.abs(np.asarray(got) - group) <= limit)
+
+
+def test_bytes_of_a_checkpoint() -> None:
+    """The hints' `.view` gives the numbers that the bytes stand for: `2 ** (byte - 127)`, and the low half first."""
+    rng, mx = np.random.default_rng(0), Scaling.of("mx")
+    codes, exponents = rng.integers(0, 256, (2, 8, 32), np.uint8), rng.integers(100, 150, (2, 8, 2), np.uint8)
+    e2m1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    halves = np.stack([codes & 15, codes >> 4], axis=-1).reshape(2, 8, 64)
+    want = np.where(halves & 8, -1, 1) * e2m1[halves & 7] * np.repeat(2.0 ** (exponents - 127.0), 32, axis=-1)
+    data, scales = jnp.asarray(codes), jnp.asarray(exponents)
+    with pytest.raises(ValueError, match=r"`x.scales.view\(jnp.float8_e8m0fnu\)`"):
+        GroupedTensor(data.view(jnp.float4_e2m1fn), scales=scales, scaling=mx)
+    scales = scales.view(jnp.float8_e8m0fnu)
+    with pytest.raises(TypeError, match=r"`x.data.view\(jnp.float4_e2m1fn\)` for two numbers a byte"):
+        GroupedTensor(jnp.repeat(data, 2, axis=-1), scales=scales, scaling=mx)
+    x = GroupedTensor(data.view(jnp.float4_e2m1fn), scales=scales, scaling=mx)
+    np.testing.assert_array_equal(np.asarray(x.dequantize().data, np.float64), want)
