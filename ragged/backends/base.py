@@ -47,7 +47,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
+from jax._src.lax.lax import canonicalize_precision  # no public name
 
 from ragged.backends import cache
 from ragged.core.formats import Units, accumulator_dtype
@@ -238,6 +239,23 @@ def too_old(units: dict[str, Units], x: Operands, generation: int) -> str:
     """Name of the first operand dtype that a device of this generation can't multiply, or ""."""
     names = [jnp.dtype(operand.data.dtype).name for operand in (x.lhs, x.rhs)]
     return next((name for name in names if generation < (units[name].operand or 0)), "")
+
+
+def dot(x: Array, y: Array, contract: tuple[int, int], precision: Any, dtype: Any, batch: int = 0) -> Array:
+    """`lax.dot_general` by its primitive, over `batch` leading axes.
+
+    Libraries such as qwix replace the function while they call a model. A product that is compiled meanwhile is kept
+    for later calls, so it must not contain theirs.
+    """
+    axes = tuple(range(batch))
+    return lax.dot_general_p.bind(
+        x,
+        y,
+        dimension_numbers=(((contract[0],), (contract[1],)), (axes, axes)),
+        precision=canonicalize_precision(precision),
+        preferred_element_type=np.dtype(dtype),
+        out_sharding=None,
+    )
 
 
 def scale_modes(call: Call, x: Operands, step: int | None) -> tuple[str, str]:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from ragged.backends.base import dot
 from ragged.backends.tpu.pipeline import Input
 from ragged.backends.tpu.tiles import LANES
 from ragged.core.scales import Scales
@@ -107,7 +108,7 @@ def spread(values: Array, extent: int, start: Any, width: int, axis: int, dtype:
     ones = jnp.where((place >= block * extent) & (place < (block + 1) * extent), 1.0, 0.0).astype(dtype)
     pair = (values.astype(dtype), ones) if axis == 1 else (ones, values.astype(dtype))
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
-    return jnp.dot(*pair, precision=precision, preferred_element_type=jnp.float32).astype(dtype)
+    return dot(*pair, (1, 0), precision, jnp.float32).astype(dtype)
 
 
 def block_products(

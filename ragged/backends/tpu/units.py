@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ragged.backends import base
 from ragged.backends.tpu.tiles import Chip
 from ragged.core.formats import accumulator_dtype, compute_dtype
 
@@ -45,12 +46,9 @@ class Dot(NamedTuple):
         extent, total = x.shape[x_axis], None
         for begin in range(0, extent, self.longest or extent):
             end = min(begin + (self.longest or extent), extent)
-            part = lax.dot_general(
-                lax.slice_in_dim(x, begin, end, axis=x_axis),
-                lax.slice_in_dim(y, begin, end, axis=y_axis),
-                (((x_axis,), (y_axis,)), ((), ())),
-                precision=precision if self.lhs == jnp.float32 else lax.Precision.DEFAULT,
-                preferred_element_type=self.result,
+            pair = lax.slice_in_dim(x, begin, end, axis=x_axis), lax.slice_in_dim(y, begin, end, axis=y_axis)
+            part = base.dot(
+                *pair, (x_axis, y_axis), precision if self.lhs == jnp.float32 else lax.Precision.DEFAULT, self.result
             )
             total = part if total is None else total + part
         assert total is not None

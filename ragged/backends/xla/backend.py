@@ -22,6 +22,7 @@ from ragged.backends.base import (
     changes_sums,
     choice,
     cost,
+    dot,
     is_empty,
     spans,
 )
@@ -263,9 +264,9 @@ class _Tiles:
             return jnp.where(self.inside(name, p.contracted, group, at), x, jnp.zeros((), x.dtype))
 
         first, second = ("lhs", "rhs") if p.out[0] in p.lhs else ("rhs", "lhs")
-        contract = (self.letters(first).index(p.contracted),), (self.letters(second).index(p.contracted),)
+        contract = self.letters(first).index(p.contracted), self.letters(second).index(p.contracted)
         x, y = _untransposed(tile(first), self.starts["out"].shape[0]), tile(second)
-        return lax.dot_general(x, y, (contract, ((), ())), self.call.options.precision, accumulator_dtype(x.dtype))
+        return dot(x, y, contract, self.call.options.precision, accumulator_dtype(x.dtype))
 
     def total(self, group: Array, count: dict[str, Array], at: dict[str, Array], extent: list[int]) -> Array:
         """A tile of the result, unrounded, of the shape `extent`. `count`: the group's tiles, by ragged letter."""
@@ -383,7 +384,7 @@ def _grouped(launch: Launch, x: Operands) -> Array:
     lhs = _padded(a.data.reshape(-1, a.data.shape[-1]), padding)
     weight_dtype = rhs.dtype if b.scales is None else call.accumulator(x)
     common = compute_dtype(lhs.dtype, weight_dtype)
-    accumulator, dims, cover = accumulator_dtype(common), (((1,), (b.axis(contracted),)), ((), ())), _cover(tile_sizes)
+    accumulator, cover = accumulator_dtype(common), _cover(tile_sizes)
 
     def put(y: Array, at: Array, in_group: Array, out: Array) -> Array:
         old = _slice(out, at, y.shape[0])
@@ -397,7 +398,7 @@ def _grouped(launch: Launch, x: Operands) -> Array:
             at, in_group = _window(m + padding, tile, start, end)
             x = _slice(lhs, at + base if is_stacked else at, tile).astype(common)
             x = _untransposed(x, elements * num_local)
-            y = lax.dot_general(x, weight, dims, call.options.precision, accumulator)
+            y = dot(x, weight, (1, b.axis(contracted)), call.options.precision, accumulator)
             return put(y, at + base, in_group, out)
 
         def step(carry: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -416,10 +417,8 @@ def _grouped(launch: Launch, x: Operands) -> Array:
         def first_rows(starts: Array) -> Array:
             at = jnp.minimum(starts, m - rows)
             x = _slices(lhs, at + base if is_stacked else at, rows).astype(common)
-            ((lhs_axis,), (rhs_axis,)), _ = dims
-            batched = ((lhs_axis + 1,), (rhs_axis + 1,)), ((0,), (0,))
             x = _untransposed(x, elements * num_local)
-            return lax.dot_general(x, rhs, batched, call.options.precision, result)
+            return dot(x, rhs, (2, b.axis(contracted) + 1), call.options.precision, result, batch=1)
 
         def store(start: Array, end: Array, matrix: Array, base: Array, out: Array) -> Array:
             at, in_group = _window(m, rows, start, end)
@@ -542,9 +541,8 @@ def _untransposed(x: Array, num_matrices: Any) -> Array:
 def _product_of_rows(launch: Launch, rows: list[Array], in_group: Array, common: Any, dtype: Any) -> Array:
     """`[..., rows, m], [..., rows, n] -> [..., m, n]` in `dtype`, multiplied in `common`; rows not `in_group` are 0."""
     left, right = (jnp.where(in_group, z, jnp.zeros((), z.dtype)).astype(common) for z in rows)
-    left, groups = _transposed(left, launch.target.portable), tuple(range(left.ndim - 2))
-    dims = ((left.ndim - 1,), (right.ndim - 2,)), (groups, groups)
-    return lax.dot_general(left, right, dims, launch.call.options.precision, dtype)
+    left, batch = _transposed(left, launch.target.portable), left.ndim - 2
+    return dot(left, right, (batch + 1, batch), launch.call.options.precision, dtype, batch)
 
 
 _TILE_SIZES = {
@@ -729,7 +727,7 @@ def _from_carry(x: Array, dtype: Any) -> Array:
 
 
 def _batched(launch: Launch, x: Operands) -> Array:
-    """A product without a ragged letter: one `einsum` over the group axis.
+    """A product without a ragged letter: one dot over the group axis.
 
     A batch axis of both operands is folded into the group axis; of one operand, into its letter that isn't contracted.
     So the dot has four letters: with more, XLA's CPU backend can't run every dot in bfloat16.
@@ -737,26 +735,28 @@ def _batched(launch: Launch, x: Operands) -> Array:
     call, p, existing = launch.call, launch.call.product, x.epilogue.existing
     common = compute_dtype(x.lhs.data.dtype, x.rhs.data.dtype)
 
-    def dot(lhs: Array, rhs: Array, axes: tuple[str, str, str]) -> Array:
-        return jnp.einsum(
-            f"g{axes[0]},g{axes[1]}->g{axes[2]}",
-            _untransposed(lhs, lhs.shape[0]),
-            _untransposed(rhs, rhs.shape[0]),
-            precision=call.options.precision,
-            preferred_element_type=accumulator_dtype(common),
-        )
+    def product(lhs: Array, rhs: Array, letters: tuple[str, str, str]) -> Array:
+        """The einsum of two letters each, over the leading group axis."""
+        of_lhs, of_rhs, of_out = letters
+        (contracted,) = set(of_lhs) & set(of_rhs)
+        axes = of_lhs.index(contracted) + 1, of_rhs.index(contracted) + 1
+        lhs, rhs = _untransposed(lhs, lhs.shape[0]), _untransposed(rhs, rhs.shape[0])
+        if of_out[0] in of_rhs:
+            lhs, rhs, axes = rhs, lhs, (axes[1], axes[0])
+        return dot(lhs, rhs, axes, call.options.precision, accumulator_dtype(common), batch=1)
 
     lhs, rhs = x.lhs.data.astype(common), x.rhs.data.astype(common)
     if lhs.ndim == rhs.ndim:
-        out = dot(lhs.reshape(-1, *lhs.shape[-2:]), rhs.reshape(-1, *rhs.shape[-2:]), (p.lhs, p.rhs, p.out))
+        out = product(lhs.reshape(-1, *lhs.shape[-2:]), rhs.reshape(-1, *rhs.shape[-2:]), (p.lhs, p.rhs, p.out))
         out = out.reshape(*lhs.shape[:-2], *out.shape[-2:])
     else:
         pair = ((lhs, p.lhs), (rhs, p.rhs))
         (mapped, letters), (other, other_letters) = sorted(pair, key=lambda operand: -operand[0].ndim)
         outer, contracted = sorted(letters, key=lambda letter: letter not in p.out)
         other_outer = p.out.replace(outer, "")
-        rows = jnp.einsum(f"bg{letters}->gb{outer}{contracted}", mapped)
+        rows = jnp.transpose(mapped, (1, 0, 2 + letters.index(outer), 2 + letters.index(contracted)))
         folded = rows.reshape(rows.shape[0], -1, rows.shape[-1])
-        out = dot(folded, other, (outer + contracted, other_letters, outer + other_outer))
-        out = jnp.einsum(f"gb{outer}{other_outer}->bg{p.out}", out.reshape(*rows.shape[:-1], out.shape[-1]))
+        out = product(folded, other, (outer + contracted, other_letters, outer + other_outer))
+        order = (1, 0, 2, 3) if p.out[0] == outer else (1, 0, 3, 2)
+        out = jnp.transpose(out.reshape(*rows.shape[:-1], out.shape[-1]), order)
     return apply_epilogue(out, existing).astype(call.dtype)

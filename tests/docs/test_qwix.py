@@ -1,0 +1,74 @@
+"""The provider for qwix in `docs/migration.md`: its errors are about those of qwix, and products keep nothing of qwix.
+
+Needs flax and qwix.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ragged
+from tests.docs.test_docs import jax_defaults
+
+qwix, linen = pytest.importorskip("qwix"), pytest.importorskip("flax.linen")
+pytestmark = pytest.mark.long
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "migration.md"
+SIZES = jnp.array([10, 0, 30, 24], jnp.int32)
+
+
+class Experts(linen.Module):
+    """`[64, 32] × [4, 32, 16]`, by `ragged.grouped_matmul` or by `jax.lax.ragged_dot`."""
+
+    is_ragged: bool
+
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+        w = self.param("w", linen.initializers.normal(1.0), (4, 32, 16))
+        return ragged.grouped_matmul(x, w, SIZES) if self.is_ragged else jax.lax.ragged_dot(x, w, SIZES)
+
+
+def results(model: Any, is_compiled: bool) -> list[np.ndarray]:
+    """The result, `dx` and `dw`."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {"params": {"w": jax.random.normal(keys[0], (4, 32, 16))}}
+
+    def run(params: Any, x: Any, ct: Any) -> Any:
+        y, pull = jax.vjp(model.apply, params, x)
+        dw, dx = pull(ct)
+        return y, dx, dw["params"]["w"]
+
+    arrays = jax.random.normal(keys[1], (64, 32)), jax.random.normal(keys[2], (64, 16))
+    return [np.asarray(x, np.float64) for x in (jax.jit(run) if is_compiled else run)(params, *arrays)]
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("dtype, gradients", [("int8", "int8"), ("float8_e4m3fn", "float8_e4m3fn"), ("int4", None)])
+def test_provider(dtype: str, gradients: str | None, is_compiled: bool) -> None:
+    with jax_defaults():  # qwix promotes dtypes
+        check(dtype, gradients, is_compiled)
+
+
+def check(dtype: str, gradients: str | None, is_compiled: bool) -> None:
+    (code,) = re.findall(r"^```py\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    page = {"qwix": qwix, "ragged": ragged, "GroupedTensor": ragged.GroupedTensor}
+    exec(code.partition("\n\nrules = ")[0], page)
+    rules = [qwix.QtRule(module_path=".*", weight_qtype=dtype, act_qtype=dtype, bwd_qtype=gradients)]
+    plain = results(Experts(True), is_compiled)
+
+    def errors(is_ragged: bool, provider: Any) -> list[float]:
+        found = results(qwix.quantize_model(Experts(is_ragged), provider), is_compiled)
+        return [np.linalg.norm(got - want) / np.linalg.norm(want) for got, want in zip(found, plain, strict=True)]
+
+    ours, theirs = errors(True, page["RaggedProvider"](rules)), errors(False, qwix.QtProvider(rules))
+    print(dtype, " ".join(f"{x:.4f}" for x in theirs), "|", " ".join(f"{x:.4f}" for x in ours))
+    assert all(0.5 * y < x < 1.3 * y for x, y in zip(ours, theirs, strict=True)), (ours, theirs)
+    # Without the provider, products are as if qwix weren't there; and so they are later.
+    assert max(errors(True, qwix.QtProvider(rules))) < 1e-6
+    for got, want in zip(results(Experts(True), is_compiled), plain, strict=True):
+        np.testing.assert_array_equal(got, want)
