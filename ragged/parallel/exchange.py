@@ -138,18 +138,12 @@ class Exchange(eqx.Module):
         the same. Gradients of arrays in `function`, such as matrices, are summed over the chunks, so they may be
         rounded differently.
 
-        **Raises:** as `dispatch` and `combine`. With chunks, also a `ValueError` if `function` is a pytree with an
-        unsealed recipe, because its next history would be a sum over the chunks. Recipes held elsewhere, as in a
-        closure, aren't detected.
+        **Raises:** as `dispatch` and `combine`.
         """
         if not self._chunks:
             return self.combine(function(self.dispatch(x)), weights)
-        site, recipes = Site("Exchange.map(function, x, weights)"), jax.tree.leaves(function, is_leaf=_is_recipe)
+        site = Site("Exchange.map(function, x, weights)")
         x = self._checked(x, site.call)
-        if any(_is_recipe(each) and eqx.is_inexact_array(each.state) for each in recipes):
-            problem = "`function` has an unsealed recipe, whose next history would be the sum of "
-            problem += f"{len(self._chunks)} chunks."
-            site.fail(ValueError, problem, "Use one chunk, or a recipe without a history.")
         weights_of_chunks: list[Any] = [None] * len(self._chunks)
         ends = np.cumsum([chunk._shape[0] for chunk in self._chunks])[:-1]
         if weights is not None:
@@ -196,10 +190,6 @@ class Exchange(eqx.Module):
         # Slot `i` that `device` filled for this device is the received slot `device * per_device + i`.
         places = self._places[jnp.where(is_here, device * per_device + slots % per_device, 0)]
         return rows // top_k, jnp.where(is_here, places, self.capacity), rows
-
-
-def _is_recipe(x: Any) -> bool:
-    return isinstance(x, Recipe)
 
 
 @jax.custom_jvp

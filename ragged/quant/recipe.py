@@ -9,14 +9,14 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
 from ragged.core.errors import Site, describe, is_arraylike, is_count
 from ragged.core.scaling import NAMED, Scaling
-from ragged.core.sealed import sealed, unsealed
+from ragged.core.sealed import sealed
+from ragged.quant.history import History
 from ragged.quant.quantize import dtype_name
 
 
@@ -103,15 +103,16 @@ class Recipe(eqx.Module):
     optimiser can change the history. An `unsealed` recipe holds floats, for `jax.grad` and for checkpoints. `matmul`
     accepts both.
 
-    Each `matmul` needs a separate recipe: if two products share one, its cotangents are added. If the loss doesn't
-    depend on a product, its next history is zero, as if there were no past steps. Values above the largest value in the
-    history saturate. `recipe="delayed"` stands for a recipe with an empty history.
+    If several products share a recipe, or a product is computed several times, as in a loop over microbatches, the next
+    history has the largest values of all of them. If the loss doesn't depend on a product, its next history is zero, as
+    if there were no past steps. Values above the largest value in the history saturate. `recipe="delayed"` stands for a
+    recipe with an empty history.
     """
 
     forward: Pair = eqx.field(static=True)
     dgrad: Pair = eqx.field(static=True)
     wgrad: Pair = eqx.field(static=True)
-    state: Any  # the history, sealed or unsealed
+    state: History | None  # sealed or unsealed
     name: str = eqx.field(static=True)
     save: str = eqx.field(static=True)
 
@@ -126,20 +127,21 @@ class Recipe(eqx.Module):
         save: str = "quantized",
     ) -> None:
         self.forward, self.dgrad, self.wgrad = forward, dgrad, wgrad
-        self.state, self.name, self.save = sealed(history), name, save
+        self.state = None if history is None else History(sealed(history))
+        self.name, self.save = name, save
 
     @property
     def history(self) -> Float[Array, "*stacked 3 length"] | None:
         """Largest absolute values of past steps, float32; None without delayed scaling."""
-        return unsealed(self.state)
+        return None if self.state is None else self.state.floats
 
     def unsealed(self) -> "Recipe":
         """The recipe with its history as floats, for `jax.grad` and for checkpoints."""
-        return jax.tree.map(unsealed, self)
+        return self._with_state(None if self.state is None else self.state.unsealed())
 
     def sealed(self) -> "Recipe":
         """The recipe with its history in a dtype that rejects arithmetic."""
-        return jax.tree.map(sealed, self)
+        return self._with_state(None if self.state is None else self.state.sealed())
 
     @property
     def transposed(self) -> "Recipe":
@@ -163,9 +165,13 @@ class Recipe(eqx.Module):
 
         The history stays sealed or unsealed.
         """
-        history = None if self.state is None else jnp.stack([self.state[row] for row in rows])
-        new = object.__new__(Recipe)  # `__init__` would seal the history, which then has no gradient.
-        for field, value in zip(fields(Recipe), (*casts, history, self.name, save), strict=True):
+        return self._with_state(None if self.state is None else self.state.rows(rows), *casts, save=save)
+
+    def _with_state(self, state: History | None, *casts: Pair, save: str | None = None) -> "Recipe":
+        """A copy with another history, which stays as it is: `__init__` would seal it."""
+        new = object.__new__(Recipe)
+        casts = casts or (self.forward, self.dgrad, self.wgrad)
+        for field, value in zip(fields(Recipe), (*casts, state, self.name, save or self.save), strict=True):
             object.__setattr__(new, field.name, value)
         return new
 
@@ -183,7 +189,7 @@ class Recipe(eqx.Module):
                 problem = f"`history` needs the scaling 'tensor', but `{name}` has {pair[0]} and {pair[1]}."
                 hint = "The history of delayed scaling has one largest value per tensor and step."
                 Site("ragged.Recipe").fail(ValueError, problem, hint)
-        if is_arraylike(self.state):
+        if self.state is not None and is_arraylike(self.state.leaf):
             check_history(self)
 
     @classmethod

@@ -331,7 +331,10 @@ def all_filled() -> MoE:
 @pytest.mark.parametrize("name", ["model", *(pytest.param(name, marks=pytest.mark.long) for name in ("1x4", "2x2x2"))])
 def test_each_parameter_counts_once(name: str) -> None:
     """What is added after a sum over devices is added by one of them: biases, the shared expert and its gate."""
-    small = {"model": ({"model": 4}, {"tensor_axis": "model"}), "1x4": ({"expert": 4}, {"axis": "expert"})}
+    small: dict[str, Any] = {
+        "model": ({"model": 4}, {"tensor_axis": "model"}),
+        "1x4": ({"expert": 4}, {"axis": "expert"}),
+    }
     (axes, options), x = small.get(name) or MESHES[name], tokens()[:8]
 
     def run(layer: MoE, x: Array) -> Any:

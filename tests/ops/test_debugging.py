@@ -56,7 +56,8 @@ def of_tensors(data: Array, w: Array) -> Any:
         return parts, route.combine(route.dispatch(tokens), data[:4, :2]), ragged.matmul(route.gathered(tokens), w)
 
     def total(data: Array) -> Array:
-        return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(parts(data)) if leaf.dtype == data.dtype)
+        leaves = (leaf for leaf in jax.tree.leaves(parts(data)) if leaf.dtype == data.dtype)
+        return sum((jnp.sum(leaf) for leaf in leaves), jnp.zeros(()))
 
     return jax.grad(total)(data), parts(data)
 

@@ -4,6 +4,7 @@
 # Wrong calls are made on purpose.
 
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -540,7 +541,7 @@ def test_no_optimiser_takes_a_history_for_a_parameter() -> None:
         jax.grad(loss)(params)
     # As with Equinox: what is left out of the gradient is left out of the norm, the sum and the step.
     grads = eqx.filter_jit(eqx.filter_grad(loss))(params)
-    assert grads["recipe"].state is None
+    assert grads["recipe"].state.leaf is None
     with jax.numpy_dtype_promotion("standard"):  # as optax needs
         norm = optax.tree.norm(grads)
         np.testing.assert_allclose(norm, np.linalg.norm(np.asarray(grads["w"], np.float64)), rtol=1e-6)
@@ -564,12 +565,12 @@ def test_no_optimiser_takes_a_history_for_a_parameter() -> None:
             lambda tree: jax.tree.map(lambda x: 0.9 * x, tree),
             lambda tree: optax.apply_updates(tree, tree),
             lambda tree: optax.incremental_update(tree, tree, 0.1),
-            lambda tree: jax.random.split(tree["recipe"].state[0, 0]),
+            lambda tree: jax.random.split(tree["recipe"].state.leaf[0, 0]),
         ):
             with pytest.raises((TypeError, NotImplementedError)):
                 careless(params)
     nothing = jax.tree.map(jnp.add, grads, grads)
-    assert nothing["recipe"].state is None
+    assert nothing["recipe"].state.leaf is None
 
 
 def test_a_history_is_sealed_and_unsealed(tmp_path: Path) -> None:
@@ -578,7 +579,8 @@ def test_a_history_is_sealed_and_unsealed(tmp_path: Path) -> None:
     recipe = Recipe(ONE, ONE, ONE, largest)
     for each in (recipe, recipe.unsealed(), recipe.unsealed().sealed(), recipe.sealed(), jax.jit(lambda r: r)(recipe)):
         np.testing.assert_array_equal(each.history, largest)
-    assert recipe.unsealed().state.dtype == jnp.float32 and not eqx.is_inexact_array(recipe.state)
+    assert [x.dtype for x in jax.tree.leaves(recipe.unsealed())] == [jnp.float32]
+    assert not eqx.is_inexact_array(*jax.tree.leaves(recipe))
     assert Recipe.preset("rowwise").unsealed().history is None
     stacked = jax.tree.map(lambda x: jnp.stack([x, x]), recipe)
     np.testing.assert_array_equal(stacked.history, jnp.stack([largest, largest]))
@@ -631,6 +633,98 @@ def test_histories_on_several_devices() -> None:
     own = jax.tree.map(lambda h: jnp.stack([h, h]), Recipe.preset("delayed", length=2))
     own = jax.jit(jax.grad(over_two_devices(True, True)))(own.unsealed())
     np.testing.assert_allclose(own.history[:, :, 0], [largest] * 2, rtol=1e-6)
+
+
+Use = tuple[float, float]  # of a product: the factor of its rows, and its result's cotangent
+Loss = Callable[[Recipe, Any], Array]
+
+
+def program(rng: np.random.Generator, kinds: Sequence[str]) -> tuple[Loss, list[Use]]:
+    """`(loss, uses)`: a loss of a recipe and a factor, nested as `kinds` say, and all products that it computes."""
+    if not kinds:
+        a, c = rng.uniform(0.5, 2, 2).tolist()
+        return lambda recipe, s: c * matmul(X * (a * s), W, recipe=recipe).data.sum(), [(a, c)]
+    kind, inner = kinds[0], program(rng, kinds[1:])
+    f, uses = inner
+    if kind == "twice":
+        g, more = program(rng, rng.permutation(kinds[1:]).tolist())
+        return lambda recipe, s: f(recipe, s) + g(recipe, s), uses + more
+    if kind in ("jit", "checkpoint"):
+        return getattr(jax, kind)(f), uses
+    if kind == "checkpoint of a closure":
+        return lambda recipe, s: jax.checkpoint(lambda s: f(recipe, s))(s), uses
+    if kind == "cond":
+        return lambda recipe, s: jax.lax.cond(s > 0, lambda: f(recipe, s), lambda: 0 * s), uses
+    factors = jnp.asarray(rng.uniform(0.5, 2, 2), jnp.float32)
+
+    def loss(recipe: Recipe, s: Any) -> Array:
+        if kind == "carry":
+            carry = jax.lax.scan(lambda c, k: ((c[0] + f(c[1], s * k), c[1]), None), (0 * s, recipe), factors)
+            return carry[0][0]
+        if kind == "scan":
+            return jax.lax.scan(lambda total, k: (total + f(recipe, s * k), None), 0 * s, factors)[0]
+        if kind == "devices":
+
+            def local(k: Array, s: Array) -> Array:
+                return jax.lax.psum(f(recipe, s * k[0]), "d")
+
+            mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
+            return jax.shard_map(local, mesh=mesh, in_specs=(P("d"), P()), out_specs=P())(factors, s)
+        return {"map": jax.lax.map, "vmap": lambda f, x: jax.vmap(f)(x)}[kind](
+            lambda k: f(recipe, s * k), factors
+        ).sum()
+
+    return loss, [(a * float(k), c) for a, c in uses for k in factors]
+
+
+KINDS = ["twice", "jit", "checkpoint", "checkpoint of a closure", "cond", "carry", "scan", "devices", "map", "vmap"]
+
+
+def test_one_history_of_many_products() -> None:
+    """Its next values are the largest of all products, not their sum, with and without `jit`."""
+    check_program(0, ["scan", "checkpoint"], jit=False)
+    check_program(1, ["twice", "devices", "carry"])
+
+
+@pytest.mark.long
+def test_one_history_of_any_products() -> None:
+    """The same for random nestings of loops, maps, branches, devices and rematerialised calls."""
+    for seed in range(16):
+        check_program(seed, np.random.default_rng(seed).permutation(KINDS)[:3].tolist())
+
+
+def check_program(seed: int, kinds: Sequence[str], jit: bool = True) -> None:
+    rng = np.random.default_rng(seed)
+    loss, uses = program(rng, kinds)
+    past = rng.uniform(1, 2, (3, 3)).astype(np.float32)
+    recipe = Recipe.preset("delayed", length=3)
+    recipe = Recipe(recipe.forward, recipe.dgrad, recipe.wgrad, jnp.asarray(past))
+    gradient = jax.jit(jax.grad(loss)) if jit else jax.grad(loss)
+    following = gradient(recipe.unsealed(), jnp.float32(1)).history
+    (a, c), w = np.max(uses, axis=0), np.abs(W).max()
+    np.testing.assert_allclose(following[:, 0], [np.abs(X.data).max() * a, w, c], rtol=1e-5, err_msg=str(kinds))
+    np.testing.assert_array_equal(following[:, 1:], past[:, :-1])
+
+
+@pytest.mark.long
+def test_a_history_over_microbatches() -> None:
+    """Sixteen steps of four microbatches end with the largest values, and with about the unquantised gradient."""
+    x, sizes = jax.random.normal(jax.random.key(0), (4, 32, 64)), jnp.array([10, 0, 22], jnp.int32)
+    w, recipe = jax.random.normal(jax.random.key(1), (3, 64, 16)) / 8, Recipe.preset("delayed")
+
+    def loss(w: Array, recipe: Recipe | None) -> Array:
+        def add(total: Array, x: Array) -> tuple[Array, None]:
+            return total + jnp.mean(matmul(GroupedTensor(x, sizes), w, recipe=recipe).data ** 2), None
+
+        return jax.lax.scan(add, jnp.zeros(()), x)[0]
+
+    step, dw = jax.jit(jax.grad(loss, argnums=(0, 1))), w
+    for _ in range(16):
+        dw, recipe = step(w, recipe.unsealed())
+        recipe = recipe.sealed()
+    np.testing.assert_allclose(recipe.history[0], np.abs(x).max(), rtol=1e-6)
+    want = jax.jit(jax.grad(loss))(w, None)
+    assert np.linalg.norm(dw - want) < 0.1 * np.linalg.norm(want)
 
 
 @pytest.mark.long
