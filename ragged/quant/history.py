@@ -39,7 +39,7 @@ class History:
         self._array = array  # sealed; float32; or in `LARGEST`, if traced and unsealed
 
     def __repr__(self) -> str:
-        return f"History({self.leaf!r})"
+        return f"History(shape={getattr(self._array, 'shape', None)})"
 
     @property
     def leaf(self) -> Any:
