@@ -69,8 +69,11 @@ def known_offsets(group_sizes: Any, capacity: int) -> np.ndarray:
 def group_ids(offsets: Int[Array, " g_plus_1"], capacity: int) -> Int[Array, " capacity"]:
     """The group of each row, int32; `g` in the tail."""
     # A row's id is the number of `offsets[1:]` that are at most the row.
-    num_ends = jnp.zeros(capacity + 1, jnp.int32).at[offsets[1:]].add(1, indices_are_sorted=True, mode=IN_BOUNDS)
-    return jnp.cumsum(num_ends[:-1], dtype=jnp.int32)
+    if isinstance(capacity, int) and not capacity:
+        return jnp.zeros(0, jnp.int32)
+    ends, num_ends = offsets[1:], jnp.zeros(capacity, jnp.int32)
+    row, count = jnp.minimum(ends, capacity - 1), (ends < capacity).astype(jnp.int32)
+    return jnp.cumsum(num_ends.at[row].add(count, indices_are_sorted=True, mode=IN_BOUNDS), dtype=jnp.int32)
 
 
 def max_blocks(rows: Any, num_groups: Any, block: int) -> Any:

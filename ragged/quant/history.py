@@ -7,7 +7,7 @@ history are held in `LARGEST`, a dtype of float32 numbers whose sum is the large
 
     f32 leaf  --flatten--  History  --unflatten-->  History in `LARGEST`  --floats-->  f32, once for each use
 
-Each conversion is a primitive that computes nothing. Flattening converts back, so users, `jit` and `jax.grad` only see
+Each conversion is a primitive that only reshapes. Flattening converts back, so users, `jit` and `jax.grad` only see
 float32 leaves; each leaf enters a traced function once, however often the function uses the history.
 
 Flax has the same rule for its 8-bit histories (`fp8_ops.fp32_max_grad`).
@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax._src import ad_util, core, dtypes  # no public names for extended dtypes
 from jax._src.interpreters import mlir, pxla
+from jax._src.sharding_impls import logical_sharding, physical_sharding
 from jax.core import ShapedArray, Tracer
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
@@ -81,7 +82,7 @@ class _Rules:
 
     @staticmethod
     def physical_element_aval(dtype: Any) -> ShapedArray:
-        return ShapedArray((), FLOAT32)
+        return ShapedArray((1,), FLOAT32)  # JAX divides by the rank of an element: 0 fails over several devices.
 
     @staticmethod
     def tangent_dtype(dtype: Any) -> Any:
@@ -98,7 +99,14 @@ class _Rules:
     @staticmethod
     def global_sharded_result_handler(aval: Any, sharding: Any, is_committed: bool) -> Any:
         of_floats = pxla.global_result_handlers[ShapedArray]
-        return of_floats(aval.update(dtype=FLOAT32), sharding, is_committed).wrap(_LargestArray)
+        make = of_floats(core.physical_aval(aval), physical_sharding(aval, sharding), is_committed)
+        return make.wrap(_LargestArray)
+
+    @staticmethod
+    def make_sharded_array(aval: Any, sharding: Any, arrays: Sequence[Any], is_committed: bool) -> Any:
+        of_floats = pxla.global_result_handlers[ShapedArray]
+        make = of_floats(core.physical_aval(aval), physical_sharding(aval, sharding), is_committed)
+        return _LargestArray(make([x.floats for x in arrays]))
 
 
 class _LargestScalar(dtypes.extended):
@@ -130,26 +138,40 @@ class _LargestArray:
     """A concrete array of the dtype `LARGEST`, as derivatives outside of `jit` compute it."""
 
     def __init__(self, floats: Array) -> None:
-        self.floats = floats
+        self.floats = floats  # [*shape, 1]
 
     @property
     def aval(self) -> Any:
-        return core.typeof(self.floats).update(dtype=LARGEST, weak_type=False)
+        floats = core.typeof(self.floats)
+        return ShapedArray(self.shape, LARGEST, sharding=floats.sharding.update(spec=floats.sharding.spec[:-1]))
 
-    def __getattr__(self, name: str) -> Any:  # shape, sharding, committed, ...
-        return getattr(self.floats, name)
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.floats.shape[:-1]
+
+    @property
+    def ndim(self) -> int:
+        return self.floats.ndim - 1
 
     @property
     def dtype(self) -> Any:
         return LARGEST
+
+    @property
+    def sharding(self) -> Any:
+        return logical_sharding(self.shape, LARGEST, self.floats.sharding)
+
+    def __getattr__(self, name: str) -> Any:  # committed, device, ...
+        return getattr(self.floats, name)
 
 
 def _add(x: _LargestArray, y: _LargestArray) -> _LargestArray:
     return _LargestArray(jnp.maximum(x.floats, y.floats))
 
 
-def _shard_args(xs: Sequence[_LargestArray], *args: Any) -> Any:
-    return pxla.shard_args(*args, [x.floats for x in xs])
+def _shard_args(xs: Sequence[_LargestArray], shardings: Sequence[Any], *args: Any) -> Any:
+    of_floats = [physical_sharding(x.aval, sharding) for x, sharding in zip(xs, shardings, strict=True)]
+    return pxla.shard_args(of_floats, *args, [x.floats for x in xs])
 
 
 def _constant(x: Any, aval: Any) -> Any:
@@ -162,11 +184,16 @@ pxla.shard_arg_handlers[_LargestArray] = _shard_args
 mlir.register_constant_handler(_LargestArray, _constant)  # pyright: ignore[reportArgumentType]
 ad_util.raw_jaxval_adders[_LargestArray] = _add
 
+
+def _reshaped(ctx: Any, x: Any) -> list[Any]:
+    return [mlir.reshape(ctx, x, core.physical_aval(ctx.avals_out[0]))]
+
+
 to_largest_p, from_largest_p = Primitive("ragged_to_largest"), Primitive("ragged_from_largest")
-to_largest_p.def_impl(lambda x: _LargestArray(jnp.asarray(x)))
-from_largest_p.def_impl(lambda x: x.floats)
+to_largest_p.def_impl(lambda x: _LargestArray(jnp.asarray(x)[..., None]))
+from_largest_p.def_impl(lambda x: x.floats[..., 0])
 for _primitive, _inverse, _dtype in ((to_largest_p, from_largest_p, LARGEST), (from_largest_p, to_largest_p, FLOAT32)):
     _primitive.def_abstract_eval(partial(lambda dtype, x: x.update(dtype=dtype, weak_type=False), _dtype))
-    mlir.register_lowering(_primitive, lambda ctx, x: [x])
+    mlir.register_lowering(_primitive, _reshaped)
     ad.deflinear2(_primitive, partial(lambda inverse, ct, x: [inverse.bind(ct)], _inverse))
     batching.defvectorized(_primitive)

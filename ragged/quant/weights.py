@@ -95,7 +95,7 @@ def quantize_weights(w: GroupedTensor | AnyArray, recipe: Recipe | str) -> Quant
     site = Site("ragged.quantize_weights", {"w": w})
     recipe = Recipe.of(recipe, site)
     if recipe.history is not None:
-        problem = "delayed scaling takes scales from the history, which changes with each step."
+        problem = "delayed scaling takes scales from the history, which belongs to a single product."
         site.fail(NotImplementedError, problem, "Pass the unquantised weights to `matmul`.")
     data = w.data if isinstance(w, GroupedTensor) else w
     if isinstance(w, GroupedTensor) and w.packed_axis is not None:

@@ -363,10 +363,17 @@ PARTS: dict[str, dict[str, Any]] = {
 }
 
 
+class First(eqx.Module):
+    """A router of the first expert."""
+
+    def __call__(self, x: Array) -> tuple[Array, Array]:
+        return jnp.ones((x.shape[0], 1)), jnp.zeros((x.shape[0], 1), jnp.int32)
+
+
 def of_parts(**options: Any) -> MoE:
     """A layer whose hidden rows are ones, and whose result the sum of the rows of `down`: of all experts, or of the
     shared one."""
-    how: dict[str, Any] = {"activation": "relu"} | options
+    how: dict[str, Any] = {"activation": "relu", "router": First()} | options
     layer = layer_of(2, 4, 2, 1, gated=False, dtype=jnp.bfloat16, key=jax.random.key(0), **how)
     down = jnp.broadcast_to(jnp.asarray([256, 1, -256, 0], jnp.bfloat16)[None, :, None], (2, 4, 2))
     ones = jnp.ones((2, 2, 4), jnp.bfloat16)

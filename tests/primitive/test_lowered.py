@@ -221,16 +221,16 @@ def test_buffers(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("layout", ["batched", "forward", "outer"])  # with their derivatives, every kernel
 def test_precision_on_a_tpu(layout: str, precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every dot in the kernels of a product of float32 and its derivatives has the precision that is asked for."""
-    seen, dot_general = [], jax.lax.dot_general
+    seen, bind = [], jax.lax.dot_general_p.bind
 
     def record(*args: Any, **options: Any) -> Any:
-        seen.append(options.get("precision"))
-        return dot_general(*args, **options)
+        seen.append(options["precision"])
+        return bind(*args, **options)
 
     function, avals = product(layout, (256, 64, 128, 4), jnp.float32, precision=precision)
-    monkeypatch.setattr(jax.lax, "dot_general", record)
+    monkeypatch.setattr(jax.lax.dot_general_p, "bind", record)
     assert len(kernels("tpu", function, *avals)) == 3
-    assert len(seen) >= 3 and set(seen) == {precision}
+    assert len(seen) >= 3 and set(seen) == {precision and (precision, precision)}
 
 
 def test_precision_on_a_gpu() -> None:

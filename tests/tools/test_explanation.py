@@ -29,7 +29,7 @@ def executed() -> Iterator[Counter[str]]:
     """What kernels and XLA's loops do in here, each time that they run: "dots", "flops" of those, and "idle": tiles of
     Triton's results without a dot, or, after `steps` of a Pallas grid, those that aren't dots."""
     counts: Counter[str] = Counter()
-    dot_general, einsum, pallas_call = jax.lax.dot_general, jnp.einsum, pallas.pallas_call
+    bind, pallas_call = jax.lax.dot_general_p.bind, pallas.pallas_call
 
     def note(out: Any, value: Any, of: Any) -> Any:
         def count(x: Any, value: Any) -> Any:
@@ -38,18 +38,12 @@ def executed() -> Iterator[Counter[str]]:
 
         return jax.pure_callback(count, jax.ShapeDtypeStruct(out.shape, out.dtype), out, value)
 
-    def counted_dot(x: Any, y: Any, dimension_numbers: Any, *args: Any, **options: Any) -> Any:
-        out = dot_general(x, y, dimension_numbers, *args, **options)
+    def counted_dot(x: Any, y: Any, dimension_numbers: Any, **options: Any) -> Any:
+        out = bind(x, y, dimension_numbers=dimension_numbers, **options)
         contracted = math.prod(x.shape[axis] for axis in dimension_numbers[0][0])
         batch = math.prod(x.shape[axis] for axis in dimension_numbers[1][0])
         flops = 2 * math.prod(out.shape) * contracted
         return note(out, jnp.int32(0), lambda _: {"dots": batch, "flops": flops})
-
-    def counted_einsum(formula: str, x: Any, y: Any, **options: Any) -> Any:
-        letters = formula.partition("->")[0].replace(",", "")
-        extent = dict(zip(letters, (*x.shape, *y.shape), strict=True))
-        out = einsum(formula, x, y, **options)
-        return note(out, jnp.int32(0), lambda _: {"dots": extent["g"], "flops": 2 * math.prod(extent.values())})
 
     def counted_call(*args: Any, **options: Any) -> Any:
         call, grid = pallas_call(*args, **options), options["grid_spec"].grid
@@ -63,8 +57,7 @@ def executed() -> Iterator[Counter[str]]:
         return run
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax.lax, "dot_general", counted_dot)
-        patch.setattr(jnp, "einsum", counted_einsum)
+        patch.setattr(jax.lax.dot_general_p, "bind", counted_dot)
         patch.setattr(pallas, "pallas_call", counted_call)
         if gpu.triton_call.missing() == "":
             _count_triton(patch, counts)
