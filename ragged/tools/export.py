@@ -19,6 +19,7 @@ from ragged.nn.linear import GroupedLinear
 from ragged.nn.moe import Experts, MoE, MoEStats
 from ragged.nn.router import Router, Routing
 from ragged.parallel.exchange import Exchange
+from ragged.quant.history import History
 from ragged.quant.recipe import Cast, Recipe
 from ragged.quant.weights import QuantizedWeights
 from ragged.tensor.arithmetic import per_column, per_group, per_row
@@ -92,3 +93,9 @@ LAYERS = (GroupedLinear, Experts, MoE, MoEStats, Recipe, Router, Routing)
 
 for _cls in (*TENSORS, *ROUTES, *LAYERS):
     _register(_cls)
+jax.export.register_pytree_node_serialization(
+    History,
+    serialized_name="ragged.History",
+    serialize_auxdata=lambda auxdata: b"",
+    deserialize_auxdata=lambda data: None,
+)

@@ -17,6 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 import ragged
 from ragged import Explanation, GroupedTensor, ProductPlan
+from ragged.backends import base
+from ragged.backends.xla import backend
 from ragged.quant.recipe import PRESETS
 from ragged.tuning import Configs, GpuConfig, TpuConfig, XlaConfig
 from tests import cases, gpu
@@ -29,7 +31,7 @@ def executed() -> Iterator[Counter[str]]:
     """What kernels and XLA's loops do in here, each time that they run: "dots", "flops" of those, and "idle": tiles of
     Triton's results without a dot, or, after `steps` of a Pallas grid, those that aren't dots."""
     counts: Counter[str] = Counter()
-    bind, pallas_call = jax.lax.dot_general_p.bind, pallas.pallas_call
+    dot, pallas_call = base.dot, pallas.pallas_call
 
     def note(out: Any, value: Any, of: Any) -> Any:
         def count(x: Any, value: Any) -> Any:
@@ -38,12 +40,10 @@ def executed() -> Iterator[Counter[str]]:
 
         return jax.pure_callback(count, jax.ShapeDtypeStruct(out.shape, out.dtype), out, value)
 
-    def counted_dot(x: Any, y: Any, dimension_numbers: Any, **options: Any) -> Any:
-        out = bind(x, y, dimension_numbers=dimension_numbers, **options)
-        contracted = math.prod(x.shape[axis] for axis in dimension_numbers[0][0])
-        batch = math.prod(x.shape[axis] for axis in dimension_numbers[1][0])
-        flops = 2 * math.prod(out.shape) * contracted
-        return note(out, jnp.int32(0), lambda _: {"dots": batch, "flops": flops})
+    def counted_dot(x: Any, y: Any, contract: tuple[int, int], *args: Any, batch: int = 0) -> Any:
+        out = dot(x, y, contract, *args, batch=batch)
+        flops = 2 * math.prod(out.shape) * x.shape[contract[0]]
+        return note(out, jnp.int32(0), lambda _: {"dots": math.prod(x.shape[:batch]), "flops": flops})
 
     def counted_call(*args: Any, **options: Any) -> Any:
         call, grid = pallas_call(*args, **options), options["grid_spec"].grid
@@ -57,7 +57,8 @@ def executed() -> Iterator[Counter[str]]:
         return run
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax.lax.dot_general_p, "bind", counted_dot)
+        patch.setattr(base, "dot", counted_dot)
+        patch.setattr(backend, "dot", counted_dot)
         patch.setattr(pallas, "pallas_call", counted_call)
         if gpu.triton_call.missing() == "":
             _count_triton(patch, counts)

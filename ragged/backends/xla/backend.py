@@ -542,7 +542,7 @@ def _product_of_rows(launch: Launch, rows: list[Array], in_group: Array, common:
     """`[..., rows, m], [..., rows, n] -> [..., m, n]` in `dtype`, multiplied in `common`; rows not `in_group` are 0."""
     left, right = (jnp.where(in_group, z, jnp.zeros((), z.dtype)).astype(common) for z in rows)
     left, batch = _transposed(left, launch.target.portable), left.ndim - 2
-    return dot(left, right, (batch + 1, batch), launch.call.options.precision, dtype, batch)
+    return dot(left, right, (batch + 1, batch), launch.call.options.precision, dtype, batch=batch)
 
 
 _TILE_SIZES = {
