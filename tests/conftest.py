@@ -8,7 +8,7 @@ import hypothesis
 import jax
 import pytest
 
-pytest.register_assert_rewrite("tests.contract")  # its failures show values, as those of test files do
+pytest.register_assert_rewrite("tests.contract.programs")  # its failures show values, as those of test files do
 DEFAULT_CASES, LONG_CASES = (Path(__file__).with_name(f"{name}_cases.txt") for name in ("default", "long"))
 
 
@@ -73,7 +73,6 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 from tests import gpu, ran  # noqa: E402
-from tests.cases import LETTERS  # noqa: E402
 from tests.races import no_races  # noqa: E402
 
 MAPS = Path("/proc/self/maps")
@@ -106,19 +105,3 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[tuple[str, ran.Launches]
         gpu.needs_triton()
     with ran.interpreted(request.param) as launches:
         yield request.param, launches
-
-
-@pytest.fixture
-def nothing_but_the_kernels(kernels: tuple[str, ran.Launches], request: pytest.FixtureRequest) -> Iterator[None]:
-    """The test's products run on the backend's kernels alone; or on XLA, if the backend has no kernel for them."""
-    backend, launches = kernels
-    arguments = request.node.callspec.params
-    lacking = {"uint8", "int2", "uint2", *({"float16"} if backend == "pallas_tpu" else {})}
-    dtypes = [argument for argument in arguments.values() if isinstance(argument, str)]
-    wide = arguments.get("dtype") in ("int16", "int32")  # as operands
-    expected = "xla" if wide or lacking.intersection(dtypes) else backend
-    several = len(LETTERS.get(arguments.get("layout", ""), "")) > 1
-    if backend == "pallas_tpu" and several and "dims" in arguments.get("mapped", ()):
-        expected = "pallas_tpu and xla"  # a map over the sizes of several letters, and the loop that it equals
-    with ran.only(expected, launches):
-        yield

@@ -67,7 +67,7 @@ two = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
 
 def over(fn, *args, mesh=auto, **options):
     mapped = jax.shard_map(fn, mesh=mesh, in_specs=P("a"), out_specs=P("a"), **options)
-    return mapped(*args)
+    return jax.eval_shape(mapped, *args)
 
 
 def many(data):
@@ -85,6 +85,7 @@ GroupedTensor(jnp.ones((16, 8)), first_dims=jnp.ones(4))
 GroupedTensor(jnp.ones((16, 8)), first_dims=sizes[None])
 GroupedTensor(jnp.ones((16, 8)), sizes, sizes[:3])
 GroupedTensor(jnp.ones(16), sizes)
+GroupedTensor(jnp.ones((2, 16, 8)), None, sizes)
 jax.eval_shape(lambda data: GroupedTensor(data, sizes), jax.ShapeDtypeStruct((2**31, 8), jnp.float32))
 GroupedTensor(jnp.ones((16, 8)), sizes, scales=jnp.ones((16, 1)), scaling="row")
 GroupedTensor(w, scales=jnp.ones((4, 1, 6), jnp.bfloat16), scaling=ragged.Scaling.of("column"))
@@ -162,6 +163,10 @@ ragged.matmul(jnp.ones((2, 4, 8)), w)
 ragged.matmul(x, route.gathered(tokens))
 ragged.matmul(x, jnp.ones((4, 6, 8)))
 ragged.matmul(x, x)
+ragged.matmul(columns, u)
+ragged.matmul(u, columns)
+ragged.matmul(x, jnp.ones((4, 7, 6)))
+ragged.matmul(columns, GroupedTensor(jnp.ones((16, 6)), sizes[:3]))
 ragged.matmul(jnp.ones((2, 8)), jnp.ones((8, 2)))
 ragged.matmul(columns, GroupedTensor(jnp.ones((17, 6)), sizes))
 ragged.matmul(columns, GroupedTensor(jnp.ones((16, 6)), sizes[::-1]))

@@ -244,8 +244,8 @@ def too_old(units: dict[str, Units], x: Operands, generation: int) -> str:
 def dot(x: Array, y: Array, contract: tuple[int, int], precision: Any, dtype: Any, batch: int = 0) -> Array:
     """`lax.dot_general` by its primitive, over `batch` leading axes.
 
-    Libraries such as qwix replace the function while they call a model. A product that is compiled meanwhile is kept
-    for later calls, so it must not contain theirs.
+    Libraries such as qwix replace the function `lax.dot_general` while they call a model. JAX keeps a product that is
+    compiled meanwhile for later calls, which must not get the replacement.
     """
     axes = tuple(range(batch))
     return lax.dot_general_p.bind(

@@ -9,7 +9,6 @@ from tests import errors, gpu
 from tests.docs.test_docs import jax_defaults
 
 
-@pytest.mark.long
 def test_the_page_is_what_calls_print(monkeypatch: pytest.MonkeyPatch) -> None:
     """To write it anew: `python -m tests.errors`."""
     monkeypatch.chdir(errors.ROOT)

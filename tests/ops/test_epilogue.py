@@ -472,6 +472,19 @@ def test_on_kernels(kernels: tuple[str, ran.Launches]) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("form", ["gated, pre", "gated, out", "ungated"])
+def test_transformations_on_kernels(form: str, kernels: tuple[str, ran.Launches]) -> None:
+    with ran.only(*kernels):
+        test_transformations(form)
+
+
+@pytest.mark.long
+def test_rounded_once_on_kernels(kernels: tuple[str, ran.Launches]) -> None:
+    with ran.only(*kernels):
+        test_rounded_once()
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
 def test_recipes(recipe: str) -> None:
     """The activation gets the quantised product's float32 sums."""

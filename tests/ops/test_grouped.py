@@ -5,10 +5,50 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import Array
 
 import ragged
-from tests.contract import operands
+from ragged import GroupedTensor
+
+SIZES = np.array([7, 0, 31, 2, 20], np.int32)
+
+
+def operands() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """lhs [m, k] and dout [m, n] with NaN tails, rhs [g, k, n], sizes (g,)."""
+    rng = np.random.default_rng(0)
+    lhs, dout, rhs = (rng.standard_normal(shape).astype(np.float32) for shape in ((70, 9), (70, 11), (5, 9, 11)))
+    lhs[60:], dout[60:] = np.nan, np.nan
+    return lhs, rhs, dout, SIZES
+
+
+@pytest.mark.parametrize("shard", [{}, {"group_offset": 2}], ids=["all groups", "some groups"])
+@pytest.mark.parametrize("dtype", ["int32", "uint32"])
+def test_they_are_matmul(dtype: str, shard: dict[str, Any]) -> None:
+    """Of the tensors that the arrays stand for, gradients too."""
+    lhs, rhs, dout, sizes = operands()
+    dims, x, dy, w = map(jnp.asarray, (sizes.astype(dtype), lhs, dout, rhs[2:4] if shard else rhs))
+    held = {**shard, "num_actual_groups": 2} if shard else {}
+
+    def forward(x: Array, w: Array) -> Array:
+        return ragged.grouped_matmul(x, w, dims, **shard)
+
+    def transposed(x: Array, w: Array) -> Array:
+        return ragged.grouped_matmul(x, w.mT, dims, transpose_rhs=True, **shard)
+
+    def wgrad(x: Array, dy: Array) -> Array:
+        return ragged.transposed_grouped_matmul(x.T, dy, dims, **held)
+
+    def matmul(x: Array, w: Array) -> Array:
+        return ragged.matmul(GroupedTensor(x, dims), w, **shard).data
+
+    def matmul_wgrad(x: Array, dy: Array) -> Array:
+        return ragged.matmul(GroupedTensor(x, dims).mT, GroupedTensor(dy, dims), **held).data
+
+    for call, same, args in ((forward, matmul, (x, w)), (transposed, matmul, (x, w)), (wgrad, matmul_wgrad, (x, dy))):
+        (got, pull), (want, pull_same) = jax.vjp(call, *args), jax.vjp(same, *args)
+        ct = jnp.cos(jnp.arange(want.size, dtype=jnp.float32)).reshape(want.shape)
+        jax.tree.map(np.testing.assert_array_equal, (got, pull(ct)), (want, pull_same(ct)))
 
 
 def test_options_reach_the_product() -> None:

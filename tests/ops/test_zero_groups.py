@@ -83,37 +83,3 @@ def test_quantize(kind: str) -> None:
         ]
     )(TENSORS[kind])
     assert len(values) == 4 and is_zero(values)
-
-
-PAIRS = {
-    "forward": ("ragged rows", np.ones((0, 3, 4), np.float32)),
-    "forward_left": (np.ones((0, 4, 3), np.float32), "ragged columns"),
-    "wgrad": ("ragged columns", "ragged rows"),
-    "outer": ("ragged rows", "ragged columns"),
-    "inner_rows": ("ragged both", "ragged rows"),
-    "inner_columns": ("ragged columns", "ragged both"),
-    "ragged": ("ragged both", "ragged both, packed columns"),
-}
-
-
-@pytest.mark.parametrize("layout", PAIRS)
-def test_products(layout: str) -> None:
-    """Values, gradients, and what is added to `existing_out`, whose tail doesn't count."""
-    lhs, rhs = (TENSORS[x] if isinstance(x, str) else GroupedTensor(x) for x in PAIRS[layout])
-
-    @jax.jit
-    def run(a: Array, b: Array) -> list[Any]:
-        x, y = lhs.with_data(a), rhs.with_data(b)
-        out = ragged.matmul(x, y)
-        added = ragged.matmul(x, y, existing_out=full(*out.shape))
-        quantised = ragged.matmul(ragged.quantize(x, jnp.int8, "row"), y)
-        results: list[Any] = [out.data, added.data, quantised.data]
-        for recipe in (None, "blockwise"):
-
-            def total(a: Array, b: Array, recipe: Any = recipe) -> Array:
-                return ragged.matmul(lhs.with_data(a), rhs.with_data(b), recipe=recipe).data.sum()
-
-            results.append(jax.grad(total, (0, 1))(a, b))
-        return results
-
-    assert is_zero(run(lhs.data, jnp.asarray(rhs.data)))

@@ -246,3 +246,14 @@ def test_precision_on_a_gpu() -> None:
     assert once > 0
     assert tensor_cores("high") >= 3 * once
     assert tensor_cores("highest") == 0
+
+
+def test_named_scopes() -> None:
+    """The caller's are in the compiled program."""
+
+    def run(x: Array, w: Array) -> Array:
+        with jax.named_scope("outer_scope"), jax.named_scope("inner_scope"):
+            return ragged.grouped_matmul(x, w, jnp.array([4, 4], jnp.int32))
+
+    text = jax.jit(run).lower(jnp.ones((8, 8)), jnp.ones((2, 8, 8))).compile().as_text() or ""
+    assert "outer_scope/inner_scope" in text

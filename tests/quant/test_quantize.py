@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from jax import Array
 from jaxtyping import Float8e4m3fn, Int4, TypeCheckError, jaxtyped
 
-import ragged
 from ragged import Float8e8m0fnu, GroupedTensor, Scaling, quantize
 from ragged.tensor.base import with_fields
 from tests import cases, oracle
@@ -332,99 +331,6 @@ def test_annotations() -> None:
 
 X = GroupedTensor(jnp.ones((8, 64)), jnp.array([3, 5], jnp.int32))
 Q = quantize(X, jnp.float8_e4m3fn, "row")
-ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
-    "dtype": (lambda: quantize(X, jnp.float16, "row"), TypeError, "can't quantise to float16"),
-    "no dtype": (lambda: quantize(X, "fp8", "row"), TypeError, "can't quantise to 'fp8'"),
-    "scaling": (lambda: quantize(X, jnp.int8, "rows"), ValueError, "'rows' isn't a scaling"),
-    "block": (lambda: quantize(X, jnp.int8, (0, 1)), ValueError, "`block` is (0, 1)"),
-    "long block": (lambda: quantize(X, jnp.int8, (1, 2, 3)), ValueError, "`block` is (1, 2, 3)"),
-    "scales' dtype": (lambda: Scaling((1, 32), jnp.bfloat16), TypeError, "the dtype bfloat16"),
-    "twice": (lambda: quantize(Q, jnp.int8, "row"), TypeError, "already quantised"),
-    "integers": (lambda: quantize(X.astype(jnp.int32), jnp.int8, "row"), TypeError, "`x` has dtype int32"),
-    "fp8": (lambda: quantize(X.astype(jnp.float8_e5m2), jnp.int8, "row"), TypeError, "`x` has dtype float8_e5m2"),
-    "matrix": (
-        lambda: quantize(jnp.ones((3, 4)), jnp.int8, "row"),
-        ValueError,
-        "A single matrix is one group: `x[None]`",
-    ),
-    "no array": (lambda: quantize("x", jnp.int8, "row"), TypeError, "`x` is not an array.\nGot x='x'.\n"),
-    "no data": (lambda: quantize(GroupedTensor(None), jnp.int8, "row"), TypeError, "holds no array"),
-    "batch axis": (
-        lambda: quantize(jax.tree.map(lambda z: jnp.stack([z, z]), X), jnp.int8, "row"),
-        ValueError,
-        "`x` has a batch axis",
-    ),
-    "power of two": (lambda: quantize(X, jnp.int8, "row", power_of_two="no"), TypeError, "`power_of_two` is 'no'"),
-    "gradient of dequantize": (
-        lambda: eqx.filter_grad(lambda q: q.dequantize().data.sum())(Q),
-        TypeError,
-        "`GroupedTensor.dequantize`: it is differentiated with respect to a quantised operand",
-    ),
-    "gradient of dequantize by data": (
-        lambda: jax.grad(lambda d: with_fields(Q, data=d).dequantize().data.sum())(Q.data),
-        TypeError,
-        "`GroupedTensor.dequantize`: it is differentiated with respect to a quantised operand",
-    ),
-    "lost scales": (
-        lambda: eqx.partition(quantize(X, jnp.int8, "row"), eqx.is_inexact_array)[1].dequantize(),
-        TypeError,
-        "`scaling` is given without an array of scales",
-    ),
-    "gradient": (
-        lambda: jax.grad(lambda d: quantize(d, jnp.float8_e4m3fn, "row").dequantize().data.sum())(jnp.ones((1, 2, 3))),
-        TypeError,
-        "Rounding has no useful derivative",
-    ),
-    "scales without scaling": (
-        lambda: GroupedTensor(Q.data, Q.first_dims, None, Q.scales),
-        ValueError,
-        "`scales` are given without `scaling`",
-    ),
-    "shape of scales": (
-        lambda: GroupedTensor(Q.data, Q.first_dims, None, Q.scales[1:], Q.scaling),
-        ValueError,
-        "have shape (8, 1) and dtype float32",
-    ),
-    "dtype of scales": (
-        lambda: GroupedTensor(Q.data, Q.first_dims, None, Q.scales.astype(jnp.bfloat16), Q.scaling),
-        ValueError,
-        "have shape (8, 1) and dtype float32",
-    ),
-    "scales of blocks of the buffer": (
-        lambda: GroupedTensor(Q.data, Q.first_dims, None, Q.scales[:2].repeat(64, 1), Scaling((4, 1))),
-        ValueError,
-        "have shape (3, 64) and dtype float32",
-    ),
-    "no Scaling": (
-        lambda: GroupedTensor(Q.data, Q.first_dims, None, Q.scales, "row"),
-        TypeError,
-        "`scaling` is 'row', not a `Scaling`",
-    ),
-    **{
-        name: (call, TypeError, "a quantised tensor has no arithmetic, indexing, casts or padding")
-        for name, call in {
-            "add": lambda: Q + 1,
-            "add to": lambda: X + Q,
-            "map": lambda: Q.map(jnp.abs),
-            "sum": lambda: Q.sum(),
-            "mean": lambda: Q.mean(),
-            "max": lambda: Q.max(),
-            "logsumexp": lambda: Q.logsumexp(),
-            "softmax": lambda: Q.softmax(),
-            "astype": lambda: Q.astype(jnp.float32),
-            "index": lambda: Q[0],
-            "list": lambda: Q.to_list(),
-            "padded": lambda: Q.to_padded(5),
-            "concat": lambda: ragged.concat([Q, Q]),
-        }.items()
-    },
-}
-
-
-@pytest.mark.parametrize("name", ERRORS)
-def test_error(name: str) -> None:
-    """At the call, as text."""
-    cases.check_error(*ERRORS[name])
 
 
 def test_repr_says_the_scaling() -> None:

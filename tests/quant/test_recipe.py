@@ -26,12 +26,27 @@ from ragged.tools import error_table as table_module
 from ragged.tuning import TpuConfig
 from tests import cases, constants, oracle
 from tests.cases import NAMES
-from tests.everywhere import everywhere
-from tests.quant.test_quantized_matmul import BACKENDS, groups_of
+from tests.everywhere import INTERPRETED, everywhere
 
 pytestmark = pytest.mark.sampled
 
 F32: dict[str, Any] = {"preferred_element_type": jnp.float32}
+BACKENDS: dict[str, dict[str, Any]] = {
+    "xla": {"backend": everywhere("xla", 16, 16, 16)},  # one height of tiles: compiled faster
+    "pallas_tpu": {"backend": INTERPRETED["pallas_tpu"]},
+    "triton_gpu": {"backend": INTERPRETED["triton_gpu"]},
+}
+
+
+def groups_of(x: GroupedTensor, firsts: Any, lasts: Any) -> oracle.Groups:
+    """What the groups of a tensor dequantise to, in float64."""
+    data = np.asarray(x.dequantize().data).astype(np.float64)
+    if x.kind == "ragged both" and x.packed_axis == -1:
+        ends = np.cumsum(lasts)
+        return [data[:m, e - n : e] for m, n, e in zip(firsts, lasts, ends, strict=True)]
+    return oracle.unpack(data, x.ragged, list(firsts), list(lasts))
+
+
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 # Six casts, no two alike: one in another's place changes the result.
 MIXED = Recipe(
@@ -756,113 +771,6 @@ def test_second_derivatives_by_the_recipe() -> None:
 
     history = jax.jit(jax.grad(penalty))(Recipe.preset("delayed", length=2, save="operands").unsealed()).history
     np.testing.assert_allclose(history[:2, 0], [np.abs(X.data).max(), np.abs(W).max()], rtol=1e-6)
-
-
-ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
-    "unknown": (lambda: matmul(X, W, recipe="fp8"), ValueError, "'fp8' is not a recipe"),
-    "no recipe": (lambda: matmul(X, W, recipe=3), TypeError, "3 is not a recipe"),
-    "quantised already": (
-        lambda: matmul(quantize(X, E4M3, "row"), W, recipe="rowwise"),
-        TypeError,
-        "`recipe` is given, but `lhs` is quantised already",
-    ),
-    "integers": (
-        lambda: matmul(X, W.astype(jnp.int8), recipe="rowwise"),
-        TypeError,
-        "`recipe` is given, but `rhs` is int8",
-    ),
-    "wgrad along the wrong dim": (
-        lambda: Recipe(ROW, ROW, (Cast(E4M3, "column"), Cast(E4M3, "row"))),
-        ValueError,
-        "column has one scale per element of the contracted dim",
-    ),
-    "dtype of a cast": (lambda: Cast(jnp.bfloat16), TypeError, "`ragged.Cast`: can't quantise to bfloat16"),
-    "no casts": (lambda: Recipe("row", ROW, ROW), TypeError, "`forward` is 'row'"),
-    "delayed by row": (
-        lambda: Recipe(ROW, ROW, ROW, jnp.zeros((3, 4))),
-        ValueError,
-        "`history` needs the scaling 'tensor', but `forward` has ",
-    ),
-    "fp8 result": (
-        lambda: jax.grad(
-            lambda w: matmul(X, w, recipe="rowwise", preferred_element_type=E4M3).data.astype(jnp.float32).sum()
-        )(W),
-        TypeError,
-        "the result is float8_e4m3fn, so its cotangent would have 8 bits too",
-    ),
-    "no recipes": (lambda: error_table(X, W, []), ValueError, "`recipes` is []"),
-    "recipes": (lambda: error_table(X, W, 5), ValueError, "`recipes` is 5"),
-    "dy": (
-        lambda: error_table(X, W, "rowwise", dy=jnp.ones((3, 3))),
-        ValueError,
-        "has shape (3, 3) but the result has (8, 16)",
-    ),
-    "dy of other dims": (
-        lambda: error_table(X, W, "rowwise", dy=GroupedTensor(jnp.ones((8, 16)), jnp.array([8, 0], jnp.int32))),
-        ValueError,
-        "has first_dims=[8, 0] but the result has [3, 5]",
-    ),
-    "traced": (
-        lambda: jax.jit(lambda x: error_table(x, W, "rowwise").sqnr)(X),
-        TypeError,
-        "it measures values, but they aren't known here",
-    ),
-    "power of two": (lambda: Cast(E4M3, "row", "no"), TypeError, "`power_of_two` is 'no'"),
-    "length": (lambda: Recipe.preset("delayed", length=0), ValueError, "`length` is 0"),
-    "preset": (lambda: Recipe.preset(["a"]), ValueError, "['a'] is not a recipe"),
-    **{
-        f"history {i}": (lambda h=history: matmul(X, W, recipe=Recipe(ONE, ONE, ONE, h)), error, "`history` is")
-        for i, (history, error) in enumerate(
-            [
-                (jnp.zeros((16,)), ValueError),
-                (jnp.zeros((2, 4)), ValueError),
-                (jnp.zeros((3, 0)), ValueError),
-                (jnp.zeros((3, 4), jnp.int32), TypeError),
-                ("a", TypeError),
-            ]
-        )
-    },
-    "axes that aren't tracked": (
-        lambda: over_two_devices(False)(Recipe.preset("delayed")),
-        NotImplementedError,
-        "delayed scaling doesn't work in a `jax.shard_map` with `check_vma=False`",
-    ),
-    **{
-        f"forward mode: {name}": (
-            call,
-            TypeError,
-            "`ragged.matmul`: a product with `recipe` can't be differentiated in forward mode.\n"
-            "Its derivative is straight-through, a rule for cotangents. Use `jax.grad` or `jax.vjp`; instead of "
-            "`jax.hessian(f)`, use `jax.jacrev(jax.grad(f))` with a recipe such as "
-            "`ragged.Recipe.preset('rowwise', save='operands')`.",
-        )
-        for name, call in {
-            "jvp": lambda: jax.jvp(product, (W,), (W,)),
-            "jvp in jit": lambda: jax.jit(lambda w: jax.jvp(product, (w,), (w,)))(W),
-            "jvp of jit": lambda: jax.jvp(jax.jit(product), (W,), (W,)),
-            "jvp of vjp": lambda: jax.jvp(jax.vjp(product, W)[1], (X.data[:, :16],), (X.data[:, :16],)),
-            "vmapped": lambda: jax.jvp(jax.vmap(product), (W[None],), (W[None],)),
-            "hessian": lambda: jax.hessian(lambda w: product(w).sum())(W),
-        }.items()
-    },
-    "tiles": (
-        lambda: matmul(GroupedTensor(jnp.ones((96, 64)), X.first_dims), W, backend=TILES, recipe="rowwise"),
-        ValueError,
-        "must be a multiple of 32 (the sublanes of float8_e4m3fn",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", ERRORS)
-def test_error(name: str) -> None:
-    """At the call, as text."""
-    cases.check_error(*ERRORS[name])
-
-
-def test_errors_of_what_is_no_recipe() -> None:
-    """An unknown name is a `ValueError`; a value that is neither a name nor a recipe is a `TypeError`."""
-    for name in ("unknown", "no recipe"):
-        cases.check_error(*ERRORS[name])
 
 
 def example() -> Any:

@@ -495,41 +495,6 @@ def test_tensors_without_groups_are_joined_and_packed() -> None:
     assert np.array_equal(empty.data, np.zeros((3, 2)))
 
 
-@pytest.mark.parametrize(
-    "call, error, text",
-    [
-        (
-            lambda: GroupedTensor.from_list(3),
-            ValueError,
-            "needs at least one matrix, all of one dtype.\nGot groups=[3].",
-        ),
-        (lambda: GroupedTensor.from_list([None]), ValueError, "Got groups=[None]."),
-        (
-            lambda: GroupedTensor.from_list([jnp.ones((1, 1))], capacity="a"),
-            ValueError,
-            "`GroupedTensor.from_list`: `capacity` is 'a'.\n",
-        ),
-        (
-            lambda: GroupedTensor(jnp.ones((2, 1)), jnp.array([2], jnp.int32)).to_padded(-1),
-            ValueError,
-            "`GroupedTensor.to_padded`: `max_len` is -1.\n",
-        ),
-        (
-            lambda: GroupedTensor.from_padded(jnp.ones((2, 2, 2)), jnp.array([1.7, 2.2])),
-            TypeError,
-            "`GroupedTensor.from_padded`: `first_dims` must be integers.\nGot padded=f32[2,2,2], first_dims=f32[2].\n",
-        ),
-        (
-            lambda: GroupedTensor.from_padded(jnp.ones((2, 2, 2)), jnp.ones(2, jnp.int32), capacity=-1),
-            ValueError,
-            "`GroupedTensor.from_padded`: `capacity` is -1.\n",
-        ),
-    ],
-)
-def test_errors_of_conversions(call: Callable[[], Any], error: type[Exception], text: str) -> None:
-    check_error(call, error, text)
-
-
 def test_from_padded_cuts_its_dims_at_the_capacity() -> None:
     x = GroupedTensor.from_padded(jnp.ones((2, 2, 1)), jnp.array([2, 2], jnp.int32), capacity=3)
     assert np.array_equal(x.first_dims, [2, 1])
@@ -965,87 +930,6 @@ def _transposing(x: Float[GroupedTensor, "tokens d"]) -> Float[GroupedTensor, "t
 RANK2 = "A ragged buffer has no group axis: its groups are packed along the ragged axis."
 RANK3 = "Without `first_dims` and `last_dims` the tensor is uniform and needs a leading group axis."
 MAPPED = "A stack of tensors is made by `jax.vmap(GroupedTensor)`."
-
-
-@pytest.mark.parametrize(
-    "error, make, text",
-    [
-        (
-            TypeError,
-            lambda: GroupedTensor(floats(8, 2), [3, 4]),
-            "`first_dims` is a list.\nGot first_dims=[3, 4].\nPass an array: `jnp.array(first_dims, jnp.int32)`.",
-        ),
-        (
-            TypeError,
-            lambda: GroupedTensor(floats(2, 8), None, (3, 4)),
-            "`last_dims` is a tuple.\nGot last_dims=[3, 4].\nPass an array: `jnp.array(last_dims, jnp.int32)`.",
-        ),
-        (
-            TypeError,
-            lambda: GroupedTensor(floats(8, 2), floats(2)),
-            "`first_dims` must be int32 or uint32, one size a group.\nGot first_dims=f32[2].\n"
-            "Cast it: `first_dims.astype(jnp.int32)`.",
-        ),
-        (
-            TypeError,
-            lambda: GroupedTensor(floats(8, 2), ints(3, 4), np.array([1, 2])),
-            "`last_dims` must be int32 or uint32, one size a group.\nGot last_dims=i64[2].\n"
-            "Cast it: `last_dims.astype(jnp.int32)`.",
-        ),
-        (
-            TypeError,
-            lambda: GroupedTensor(floats(8, 2), jnp.array([True, False])),
-            "`first_dims` must be int32 or uint32, one size a group.\nGot first_dims=bool[2].\n"
-            "Cast it: `first_dims.astype(jnp.int32)`.",
-        ),
-        (
-            ValueError,
-            lambda: GroupedTensor(floats(8, 2), ints(3, 4)[None]),
-            f"`first_dims` must have shape (g,), one size a group.\nGot first_dims=i32[1,2].\n{MAPPED}",
-        ),
-        (
-            ValueError,
-            lambda: GroupedTensor(floats(8, 2), None, jnp.array(3, jnp.int32)),
-            f"`last_dims` must have shape (g,), one size a group.\nGot last_dims=i32[].\n{MAPPED}",
-        ),
-        (
-            ValueError,
-            lambda: GroupedTensor(floats(8, 2), ints(3, 4), ints(1, 2, 0)),
-            "`first_dims` has 2 groups but `last_dims` has 3.\nGot first_dims=i32[2], last_dims=i32[3].\n"
-            "Both need one size per group, including empty groups.",
-        ),
-        (
-            ValueError,
-            lambda: GroupedTensor(floats(2, 8, 2), None, ints(3, 4)),
-            "`data` must have 2 dims, but has 3.\nGot data=f32[2,8,2], first_dims=None, last_dims=i32[2].\n"
-            "Groups packed along columns are matrices; groups packed along rows may have more dims.",
-        ),
-        (
-            ValueError,
-            lambda: GroupedTensor(floats(8), None, ints(3, 4)),
-            f"`data` must have 2 dims, but has 1.\nGot data=f32[8], first_dims=None, last_dims=i32[2].\n{RANK2}",
-        ),
-        (
-            ValueError,
-            lambda: GroupedTensor(floats(8, 2)),
-            "`data` must have 3 dims or more, but has 2.\n"
-            f"Got data=f32[8,2], first_dims=None, last_dims=None.\n{RANK3}",
-        ),
-        (
-            ValueError,
-            lambda: GroupedTensor(np.ones((8, 2), np.float16), None, None),
-            "`data` must have 3 dims or more, but has 2.\n"
-            f"Got data=f16[8,2], first_dims=None, last_dims=None.\n{RANK3}",
-        ),
-    ],
-)
-def test_construction_errors(error: type[Exception], make: Callable[[], Any], text: str) -> None:
-    with pytest.raises(error) as raised:
-        make()
-    assert str(raised.value) == f"`GroupedTensor`: {text}"
-    # The same while tracing.
-    with pytest.raises(error, match=re.escape(f"`GroupedTensor`: {text[:20]}")):
-        jax.eval_shape(make)
 
 
 # --- misuse ---------------------------------------------------------------------------------------------------------

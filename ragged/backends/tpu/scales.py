@@ -100,15 +100,21 @@ def spread(values: Array, extent: int, start: Any, width: int, axis: int, dtype:
     """Scales of the elements `start, ..., start + width - 1` along `axis`, for any `start`.
 
     `values` has one scale for each block of `extent` elements. A product with zeros and ones, which is exact, copies
-    them.
+    them. Scales that aren't finite would reach all elements: they are replaced by 0, and their elements are NaN.
     """
     shape = (values.shape[axis], width) if axis == 1 else (width, values.shape[axis])
     block, element = (lax.broadcasted_iota(jnp.int32, shape, i) for i in ((0, 1) if axis == 1 else (1, 0)))
     place = start + element
     ones = jnp.where((place >= block * extent) & (place < (block + 1) * extent), 1.0, 0.0).astype(dtype)
-    pair = (values.astype(dtype), ones) if axis == 1 else (ones, values.astype(dtype))
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
-    return dot(*pair, (1, 0), precision, jnp.float32).astype(dtype)
+
+    def copied(x: Array) -> Array:
+        pair = (x.astype(dtype), ones) if axis == 1 else (ones, x.astype(dtype))
+        return dot(*pair, (1, 0), precision, jnp.float32)
+
+    is_finite = jnp.abs(values.astype(jnp.float32)) < jnp.inf
+    found = copied(jnp.where(is_finite, values, jnp.zeros_like(values)))
+    return jnp.where(copied(jnp.where(is_finite, 0.0, 1.0)) > 0, jnp.nan, found).astype(dtype)
 
 
 def block_products(

@@ -3,8 +3,8 @@
 Results are poisoned: see `gpu.poisoning`.
 """
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,11 +20,12 @@ from ragged.backends.gpu import call as triton_call
 from ragged.core.scales import Scales
 from ragged.quant.recipe import PRESETS
 from tests import cases, gpu, oracle, products
-from tests.backends import test_epilogue_kernels, test_scales
-from tests.backends.tpu.test_pallas_tpu import check_gradients
+from tests.backends import test_epilogue_kernels
 from tests.benchmarks.gpu_first import graph
 from tests.cases import NAMES, TOLERANCE
-from tests.contract import Contract
+from tests.contract.draws import draws
+from tests.contract.programs import Program
+from tests.contract.test_products import quantised
 from tests.everywhere import everywhere
 
 pytestmark = pytest.mark.gpu
@@ -107,14 +108,6 @@ def test_every_layout_and_dtype(layout: str, recipe: str, launches: list[str]) -
     assert launches, "XLA's kernels ran, not Triton's"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("layout", NAMES)
-def test_gradients(layout: str, dtype: str) -> None:
-    """By each operand, `dout @ rhs.T` and `lhs.T @ dout` of each group; NaN tails, and empty groups."""
-    case = cases.make(layout, dtype=dtype, g=4, kind="half_empty", capacity=200, uniform=(37, 150, 136))
-    check_gradients(case, dtype, jax.jit(partial(ragged.matmul, **HIGHEST)))
-
-
 TILES = [(16, 16, 16), (32, 64, 256), (64, 32, 64), (128, 64, 128), (128, 64, 256), (256, 128, 64)]
 
 
@@ -129,66 +122,49 @@ def test_tiles(layout: str, tiles: tuple[int, int, int]) -> None:
     )
 
 
-SOME = ["forward", "wgrad", "ragged"]
-CONTRACT = Contract()
-CALLS: list[tuple[Callable[..., None], list[tuple[Any, ...]]]] = [
-    (CONTRACT.test_grouped_matmul, [("zipf", False, False), ("half_empty", True, True)]),
-    (CONTRACT.test_transposed_grouped_matmul, [("zipf",), ("half_empty",)]),
-    (CONTRACT.test_fewer_matrices_than_sizes_are_a_shard, [()]),
-    (CONTRACT.test_gradients_equal_the_definition, [()]),
-    (CONTRACT.test_operands_seen_through_mT, [(layout, True, True) for layout in SOME]),
-    (CONTRACT.test_a_float_that_integers_are_added_to, [(layout,) for layout in SOME]),
-    (CONTRACT.test_an_offset_never_wraps_around, [(np.uint32(2**32 - 1),), (np.uint8(255),)]),
-    (CONTRACT.test_existing_out, [(layout,) for layout in SOME]),
-    (CONTRACT.test_existing_out_is_added_in_the_accumulator, [()]),
-    (CONTRACT.test_group_offset, [*itertools.product(["forward", "forward_left", "wgrad"], [-2, 1, 3, 2**31 - 1])]),
-    (CONTRACT.test_int8_is_exact_over_the_full_range, [("forward",), ("wgrad",)]),
-    (
-        CONTRACT.test_mixed_dtypes,
-        [
-            (layout, *dtypes)
-            for layout in ("forward", "wgrad", "outer")
-            for dtypes in (
-                ("bfloat16", "int8", "bfloat16"),
-                ("float8_e4m3fn", "float8_e5m2", "bfloat16"),
-                ("float32", "float8_e4m3fn", "float32"),
-                ("float16", "bfloat16", "float32"),
-            )
-        ],
+SOME: list[dict[str, Any]] = [{}, {"dtype": "bfloat16"}, {"order": 2}]
+PROGRAMS = [
+    *(Program(layout, **options) for layout in NAMES for options in SOME),
+    *(Program(layout, "bfloat16", m=37, k=150, n=136, capacity=200, width=140) for layout in NAMES),
+    *(Program(layout, packed_last="lhs rhs", swapped=True) for layout in ("forward", "wgrad", "ragged")),
+    *(
+        Program(layout, existing=True, out_dtype=out)
+        for layout in ("forward", "wgrad", "ragged")
+        for out in ("", "bfloat16")
     ),
-    (CONTRACT.test_nan_weights_of_an_empty_group, [("forward",), ("forward_left",)]),
-    (CONTRACT.test_preferred_element_type, [(layout,) for layout in NAMES]),
-    (CONTRACT.test_what_is_not_finite_stays_in_its_group, [(layout, np.nan) for layout in NAMES]),
-    (
-        CONTRACT.test_wrong_sizes_never_leave_the_buffers,
-        [*itertools.product(NAMES[1:], [[3, -2, 4], [5, 100, 2], [2**31 - 1, 2**31 - 1, 5]])],
+    *(Program(layout, held=3, existing=True) for layout in ("forward", "forward_left", "wgrad")),
+    Program("forward", held=3, size_dtype="uint32"),
+    *(Program(layout, "int8", k=4000, capacity=4000, groups=2) for layout in ("forward", "wgrad")),
+    *(Program(layout, "int8", "", "float32", existing=True) for layout in ("forward", "wgrad")),
+    *(
+        Program(layout, *dtypes)
+        for layout in ("forward", "wgrad", "outer")
+        for dtypes in (
+            ("bfloat16", "", "float32"),
+            ("bfloat16", "int8", ""),
+            ("float32", "float8_e4m3fn", ""),
+            ("float16", "bfloat16", ""),
+        )
     ),
-    (
-        CONTRACT.test_vmap_of_any_subset,
-        [
-            ("forward", ("lhs",)),
-            ("forward", ("lhs", "dims", "rhs")),
-            ("wgrad", ("lhs", "dims")),
-            ("wgrad", ("rhs",)),
-            ("outer", ("dims",)),
-            ("batched", ("lhs",)),
-        ],
+    *(
+        Program(layout, mapped=mapped)
+        for layout, mapped in (
+            ("forward", "lhs"),
+            ("forward", "lhs sizes rhs"),
+            ("wgrad", "lhs sizes"),
+            ("wgrad", "rhs"),
+            ("outer", "sizes"),
+            ("batched", "lhs"),
+        )
     ),
 ]
 
 
-@pytest.mark.parametrize(
-    "test, arguments",
-    [
-        pytest.param(test, arguments, id=f"{test.__name__}-{'-'.join(map(str, arguments))}")
-        for test, calls in CALLS
-        for arguments in calls
-    ],
-)
-def test_the_contract(test: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    """With the tolerances of exact float32."""
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+def test_products(program: Program) -> None:
+    """The contract of `tests/contract`, with the tolerances of exact float32."""
     with jax.default_matmul_precision("highest"):
-        test(*arguments)
+        replace(program, backend="triton_gpu", interpret=False).check(draws(program, 60))
 
 
 def check_scales(got: Any, want: np.ndarray) -> None:
@@ -197,20 +173,15 @@ def check_scales(got: Any, want: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize(
-    "test, blocks",
-    [
-        *((test_scales.test_rows, blocks) for blocks in test_scales.PAIRS[::2]),
-        *((test_scales.test_groups, blocks) for blocks in test_scales.ROW_PAIRS[::2]),
-        *((test_scales.test_batched, blocks) for blocks in test_scales.UNIFORM_PAIRS[::3]),
-        (test_scales.test_a_shard_takes_its_own_groups_scales, ()),
-    ],
-    ids=lambda x: x.__name__ if callable(x) else str(x),
+    "program",
+    [program for _, program in quantised("triton_gpu", 1, [*NAMES] * 4, step=11)],
+    ids=str,
 )
-def test_scaled(test: Any, blocks: tuple[Any, ...], device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scaled(program: Program) -> None:
     """By group, row, column and contracted block, on either side or both."""
-    monkeypatch.setattr(test_scales, "TARGET", {"triton_gpu": Target(device=device)})
-    monkeypatch.setattr(test_scales, "check", check_scales)
-    test("triton_gpu", *blocks)
+    # Hopper's tensor cores add up 128 products of fp8 in about 14 bits.
+    with jax.default_matmul_precision("highest"):
+        replace(program, interpret=False, chip="").check(draws(program, 20), bits=13)
 
 
 @pytest.mark.parametrize("recipe", [name for name in PRESETS if name != "nvfp4"])  # which is XLA's, but on Blackwell

@@ -5,7 +5,6 @@ The interpreter's memory is checked: results begin as NaN, and whatever lies out
 
 import itertools
 from collections.abc import Iterator
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,8 +23,7 @@ from ragged.core.scales import Scales
 from ragged.primitive import lowering
 from ragged.product.config import GpuConfig
 from tests import cases, four_bits, gpu, oracle, products, ran
-from tests.backends.tpu.test_pallas_tpu import check_gradients
-from tests.cases import NAMES, SPREADS, TOLERANCE, check
+from tests.cases import NAMES, SPREADS, check
 
 gpu.needs_triton()
 
@@ -59,22 +57,6 @@ E4M3 = "float8_e4m3fn"
 def matmul(lhs: Any, rhs: Any, tiles: Any = None, **options: Any) -> GroupedTensor:
     how = everywhere("triton_gpu", *tiles) if tiles else INTERPRETED["triton_gpu"]
     return jax.jit(lambda lhs, rhs: ragged.matmul(lhs, rhs, backend=how, **options))(lhs, rhs)
-
-
-@interpreted
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "float8_e4m3fn"])
-@pytest.mark.parametrize("layout", NAMES)
-def test_every_layout_and_spread(layout: str, dtype: str) -> None:
-    """Nothing is a multiple of a tile; NaN tails."""
-    for seed, (kind, slack) in enumerate(itertools.product(SPREADS, (False, True))):
-        case = cases.make(
-            layout, g=(1, 3, 8)[seed % 3], kind=kind, slack=slack, seed=seed, dtype=dtype, uniform=(37, 150, 140)
-        )
-        wide = jnp.float32 if dtype.startswith("float8") else None
-        # The portable program, for any GPU since 8.0, has no float8_e4m3fn: XLA's would run.
-        with gpu.on(gpu.FIRST_WITH_FP8) if wide else nullcontext():
-            out = matmul(case.lhs, case.rhs, tiles=None if seed % 2 else (32, 32, 64), preferred_element_type=wide)
-        check(case, out)
 
 
 @triton.jit
@@ -620,40 +602,6 @@ def test_the_longest_sum_of_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     with gpu.on("NVIDIA H200"):
         jax.jit(products).trace(*avals, jax.ShapeDtypeStruct((4,), jnp.int32)).lower(lowering_platforms=("cuda",))
     assert used == [(128, None), (256, 128), (256, None)]
-
-
-@interpreted
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("layout", NAMES)
-def test_gradients(layout: str, dtype: str) -> None:
-    """By each operand, `dout @ rhs.T` and `lhs.T @ dout` of each group; zeros where an operand has its tail."""
-    check_gradients(cases.make(layout, g=3, dtype=dtype, uniform=(37, 150, 140), seed=3), dtype, matmul)
-
-
-@interpreted
-@pytest.mark.parametrize("layout", ["batched", "forward", "wgrad", "outer"])
-def test_existing_out_in_place(layout: str) -> None:
-    """Where the result begins as what is added to, each element is read and written once, and the tail is zero."""
-    case = cases.make(layout, g=3, uniform=(37, 50, 40))
-    product = matmul(case.lhs, case.rhs)
-    existing = product.with_data(jnp.where(product.mask, 2.0, jnp.nan))
-    out = matmul(case.lhs, case.rhs, existing_out=existing)
-    worst, rms = TOLERANCE["float32"]
-    want = [x + 2 for x in oracle.matmul(case.lhs_groups, case.rhs_groups)]
-    oracle.assert_close(case.unpack(np.asarray(out.data)), want, max=worst, rms=rms)
-    case.assert_tail_zero(out)
-
-
-@interpreted
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("g", [1, 3, 8, 64])
-@pytest.mark.parametrize("layout", NAMES)
-def test_the_whole_case_table(layout: str, g: int, dtype: str) -> None:
-    """Every spread, with slack and without: values and gradients."""
-    for seed, (kind, slack) in enumerate(itertools.product(SPREADS, (False, True))):
-        case = cases.make(layout, g=g, kind=kind, slack=slack, seed=seed, dtype=dtype, uniform=(37, 150, 140))
-        check_gradients(case, dtype, matmul)
 
 
 def lowered(chip: str, *, backend: str | None = None, dtype: str = "bfloat16", groups: int = 4, **options: Any) -> str:

@@ -6,9 +6,8 @@ which fail any test: see `conftest`.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import jax
@@ -24,7 +23,7 @@ from ragged.backends import schedule
 from ragged.backends.tpu import launch as tpu_launch
 from ragged.tuning import TpuConfig
 from tests import cases, oracle, ran
-from tests.cases import NAMES, SPREADS, TOLERANCE, check
+from tests.cases import TOLERANCE, check
 from tests.everywhere import INTERPRETED, everywhere
 from tests.races import no_races
 
@@ -94,91 +93,6 @@ def test_a_read_out_of_bounds_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schedule, "row_visits", beyond)
     with pytest.raises(jax.errors.JaxRuntimeError, match="IndexError"):
         contraction("forward", TWO_CORES)
-
-
-@pytest.mark.parametrize("whole", [True, pytest.param(False, marks=pytest.mark.long)])
-@pytest.mark.parametrize("layout", ["outer", *(pytest.param(x, marks=pytest.mark.long) for x in NAMES if x != "outer")])
-def test_existing_out_in_place(layout: str, whole: bool) -> None:
-    """Each element is read before it is written, and once, where the result takes the place of what is added to;
-    with partial blocks as well."""
-    case = cases.make(layout, g=3, capacity=128, uniform=(128, 128, 128) if whole else (37, 150, 140))
-    product = ragged.matmul(case.lhs, case.rhs, max_last=128 if layout == "outer" and whole else None)
-    existing = product.with_data(jnp.where(product.mask, 2.0, jnp.nan))
-    out = matmul(case.lhs, case.rhs, TWO_CORES, existing_out=existing, tiles=(128, 128, 128))
-    worst, rms = TOLERANCE["float32"]
-    want = [x + 2 for x in oracle.matmul(case.lhs_groups, case.rhs_groups)]
-    oracle.assert_close(case.unpack(np.asarray(out.data)), want, max=worst, rms=rms)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("layout", NAMES)
-def test_every_layout_and_spread(layout: str, dtype: str, mode: str) -> None:
-    """Nothing is a multiple of a tile; NaN tails."""
-    spreads = list(itertools.product(SPREADS, (False, True)))
-    few = 1 if mode == "plain" else 3
-    for seed, (kind, slack) in enumerate(spreads[:: few if dtype == "float32" else few + 1]):
-        case = cases.make(
-            layout, g=(1, 3, 8)[seed % 3], kind=kind, slack=slack, seed=seed, dtype=dtype, uniform=(37, 150, 140)
-        )
-        ragged_letters = cases.LETTERS[layout]
-        small = 32 if len(ragged_letters) == 1 else 128  # as several ragged letters need
-        tiles = None if seed % 2 else tuple(small if letter in ragged_letters else 128 for letter in "mkn")
-        out = matmul(case.lhs, case.rhs, MODES[mode], tiles)
-        check(case, out)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("layout", NAMES)
-def test_gradients(layout: str, dtype: str, mode: str) -> None:
-    """By each operand, `dout @ rhs.T` and `lhs.T @ dout` of each group; zeros where an operand has its tail."""
-    check_gradients(
-        cases.make(layout, g=3, dtype=dtype, uniform=(37, 150, 140), seed=3),
-        dtype,
-        partial(matmul, interpret=MODES[mode]),
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("g", [1, 3, 8, 64])
-@pytest.mark.parametrize("layout", NAMES)
-def test_the_whole_case_table(layout: str, g: int, dtype: str, mode: str) -> None:
-    """Every spread, with slack and without: values and gradients."""
-    for seed, (kind, slack) in enumerate(itertools.product(SPREADS, (False, True))):
-        case = cases.make(layout, g=g, kind=kind, slack=slack, seed=seed, dtype=dtype, uniform=(37, 150, 140))
-        check_gradients(case, dtype, partial(matmul, interpret=MODES[mode]))
-
-
-def check_gradients(case: cases.Case, dtype: str, matmul: Callable[..., GroupedTensor]) -> None:
-    rng = np.random.default_rng(4)
-    dout = [
-        rng.standard_normal((a.shape[0], b.shape[1])).astype(jnp.dtype(dtype))
-        for a, b in zip(case.lhs_groups, case.rhs_groups, strict=True)
-    ]
-
-    def product(lhs: Array, rhs: Array) -> Array:
-        out = matmul(
-            GroupedTensor(lhs, case.lhs.first_dims, case.lhs.last_dims),
-            GroupedTensor(rhs, case.rhs.first_dims, case.rhs.last_dims),
-        )
-        return out.data
-
-    out, pull = jax.vjp(product, case.lhs.data, case.rhs.data)
-    got = case.unpack(np.asarray(out).astype(np.float64))
-    worst, rms = TOLERANCE[dtype]
-    oracle.assert_close(got, oracle.matmul(case.lhs_groups, case.rhs_groups), max=worst, rms=rms)
-    grads = pull(jnp.asarray(oracle.pack(dout, case.out_ragged, out.shape)))  # NaN in the cotangent's tail
-    transposed = [[x.T for x in groups] for groups in (case.lhs_groups, case.rhs_groups)]
-    want = oracle.matmul(dout, transposed[1]), oracle.matmul(transposed[0], dout)
-    for grad, operand, groups in zip(grads, (case.lhs, case.rhs), want, strict=True):
-        firsts, lasts = ([x.shape[axis] for x in groups] for axis in (0, 1))
-        data = np.asarray(grad).astype(np.float64)
-        oracle.assert_close(oracle.unpack(data, operand.ragged, firsts, lasts), groups, max=worst, rms=rms)
-        inside = oracle.pack([np.ones_like(x) for x in groups], operand.ragged, data.shape, fill=0.0)
-        assert not np.any(data[inside == 0])
 
 
 @pytest.mark.sampled(default=False)
@@ -316,22 +230,3 @@ def test_executed_visits_of_two_ragged_letters() -> None:
         ]
         expected += sum(present) + (not present[0])
     assert len(set(visited)) == expected < 16 * len(rows)
-
-
-def test_a_map_over_sizes_in_one_tile() -> None:
-    """The elements of a batch share no tile of a forward's result, and no matrix of a wgrad's, with one group."""
-    rng, sizes = np.random.default_rng(0), np.array([[6], [3]], np.int32)
-    x, y, w = (rng.integers(-4, 5, shape).astype(np.float32) for shape in ((8, 16), (8, 24), (1, 16, 24)))
-
-    @jax.jit
-    @partial(jax.vmap, in_axes=(None, None, None, 0))
-    def both(x: Array, y: Array, w: Array, sizes: Array) -> tuple[Array, Array]:
-        options: dict[str, Any] = {"backend": INTERPRETED["pallas_tpu"]}
-        forward = ragged.grouped_matmul(x, w, sizes, **options)
-        return forward, ragged.transposed_grouped_matmul(x.T, y, sizes, **options)
-
-    forward, wgrad = both(jnp.asarray(x), jnp.asarray(y), jnp.asarray(w), jnp.asarray(sizes))
-    for element, (size,) in enumerate(sizes):
-        np.testing.assert_array_equal(forward[element, :size], x[:size] @ w[0])
-        np.testing.assert_array_equal(forward[element, size:], 0)
-        np.testing.assert_array_equal(wgrad[element, 0], x[:size].T @ y[:size])

@@ -1,6 +1,5 @@
 """The backend in plain XLA: how it covers groups by tiles, and how few of them it compiles."""
 
-import itertools
 import re
 from typing import Any
 
@@ -11,22 +10,7 @@ import pytest
 from jax import Array
 
 import ragged
-from ragged import GroupedTensor
 from ragged.backends.xla import backend
-from tests import cases, oracle
-from tests.cases import NAMES
-
-# Six groups in a buffer of 40 rows. Where they are about the mean, one dot multiplies the first rows of all of them;
-# where a few hold everything, or some reach beyond those rows, tiles do the rest.
-SIZES = {
-    "even": [5, 6, 7, 6, 5, 4],
-    "one is longer": [4, 17, 5, 5, 6, 3],
-    "a longer one is NaN": [3, 4, 25, 0, 2, 1],
-    "one holds all": [0, 0, 0, 37, 0, 0],
-    "one is short": [0, 0, 3, 0, 0, 0],
-    "none": [0, 0, 0, 0, 0, 0],
-    "beyond the buffer": [6, 5, 8, 6, 30, 7],
-}
 
 
 def forward(lhs: Array, rhs: Array, sizes: Array) -> Array:
@@ -42,40 +26,6 @@ def dots(fn: Any, *shapes: tuple[int, ...], groups: int, dtype: Any = jnp.float3
     args = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
     text = jax.jit(fn).lower(*args, jax.ShapeDtypeStruct((groups,), jnp.int32)).as_text()
     return re.findall(r".* stablehlo\.dot_general .*", text)
-
-
-@pytest.mark.parametrize("kind", SIZES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("fn", [forward, wgrad])
-def test_small_groups(fn: Any, dtype: str, kind: str) -> None:
-    """The first rows of all groups in one dot, and what they don't hold; NaN stays where it is."""
-    rng = np.random.default_rng(0)
-    lhs, dout, rhs = (rng.standard_normal(shape).astype(np.float32) for shape in ((40, 9), (40, 11), (6, 9, 11)))
-    spans = oracle.clipped(SIZES[kind], 40)
-    held = spans[-1][0] + spans[-1][1]
-    lhs[held:], dout[held:] = np.nan, np.nan
-    start, size = spans[2]
-    lhs[start : start + size] = np.nan
-    rhs[[i for i, (_, size) in enumerate(spans) if not size]] = np.nan
-    a, b, c = (jnp.asarray(x, dtype) for x in (lhs, dout, rhs))
-    second = c if fn is forward else b
-    got = np.asarray(jax.jit(fn)(a, second, jnp.asarray(SIZES[kind], jnp.int32)), np.float64)
-
-    rows = [np.asarray(a, np.float64)[start : start + size] for start, size in spans]
-    if fn is forward:
-        want = np.zeros((40, 11))
-        for x, w, (start, size) in zip(rows, np.asarray(c, np.float64), spans, strict=True):
-            want[start : start + size] = x @ w if size else 0
-    else:
-        want = np.stack(
-            [
-                x.T @ np.asarray(b, np.float64)[start : start + size]
-                for x, (start, size) in zip(rows, spans, strict=True)
-            ]
-        )
-    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
-    # A bfloat16 result is the float32 sum, rounded once: half a unit in the last of 8 bits.
-    np.testing.assert_allclose(got, want, rtol=2**-8 if dtype == "bfloat16" else 1e-5, atol=1e-5)
 
 
 def test_only_small_groups_are_batched() -> None:
@@ -125,24 +75,3 @@ def test_tiles_cover_a_group(heights: tuple[int, ...]) -> None:
 def test_mean_tile() -> None:
     """A tile of two or three ragged letters is the mean group where that is a power of two, else the next one."""
     assert [backend._mean_tile(rows, 4) for rows in (8, 64, 68, 128, 132, 256, 4096)] == [16, 16, 32, 32, 64, 64, 256]
-
-
-@pytest.mark.parametrize("capacity", [8, 40])
-@pytest.mark.parametrize(
-    "layout", [NAMES[1], *(pytest.param(layout, marks=pytest.mark.long) for layout in NAMES if layout != NAMES[1])]
-)
-def test_one_group_of_transposed_operands_in_bfloat16(layout: str, capacity: int) -> None:
-    """XLA for CPUs would not run the dot of a transposed operand, or add up in bfloat16."""
-    for lhs_last, rhs_last in itertools.product((False, True), repeat=2):
-        made = {"lhs_packed_last": lhs_last, "rhs_packed_last": rhs_last, "capacity": capacity, "uniform": (4, 8, 16)}
-        case = cases.make(layout, g=1, kind="even", dtype="bfloat16", **made)
-
-        def product(lhs: Array, rhs: Array, case: cases.Case = case) -> GroupedTensor:
-            return ragged.matmul(case.lhs.with_data(lhs.mT), case.rhs.with_data(rhs.mT))
-
-        def loss(lhs: Array, rhs: Array, product: Any = product) -> Array:
-            return jnp.sum(product(lhs, rhs).data).astype(jnp.float32)
-
-        turned = jnp.asarray(case.lhs.data).mT, jnp.asarray(case.rhs.data).mT
-        cases.check(case, jax.jit(product)(*turned))
-        jax.block_until_ready(jax.jit(jax.grad(loss, (0, 1)))(*turned))

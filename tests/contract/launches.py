@@ -1,0 +1,26 @@
+"""Which kernels a program has: a product that a backend can't compute runs in XLA, without a word."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from ragged.primitive.lowering import BACKENDS
+
+
+@contextmanager
+def launches() -> Iterator[list[tuple[str, str]]]:
+    """Lists `(backend, kernel)` of each product that is lowered in here."""
+    found: list[tuple[str, str]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name, backend in BACKENDS.items():
+            if backend.refusal is None:
+                module = backend.load()
+
+                def run(launch: Any, x: Any, name: str = name, run: Any = module.run) -> Any:
+                    found.append((name, launch.kernel))
+                    return run(launch, x)
+
+                patch.setattr(module, "run", run)
+        yield found

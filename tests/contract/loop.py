@@ -1,0 +1,117 @@
+"""The reference: NumPy, float64, one group after another. It knows nothing of the library."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Arrays = dict[str, np.ndarray]
+Place = tuple[Any, ...]  # an index of a buffer
+
+TERMS = {"out": "mn", "lhs": "mk", "rhs": "kn"}
+PRODUCTS: dict[str, tuple[str, str, Callable[[Any, Any], Any]]] = {
+    "out": ("lhs", "rhs", lambda lhs, rhs: lhs @ rhs),
+    "lhs": ("out", "rhs", lambda out, rhs: out @ rhs.T),
+    "rhs": ("lhs", "out", lambda lhs, out: lhs.T @ out),
+}
+"""Each term as a product of the two others: the product itself, and its cotangents."""
+
+
+class Term(NamedTuple):
+    """A term of `lhs @ rhs = out`, and the buffer of its groups."""
+
+    letters: str  # of its rows and columns: "mk"
+    ragged: str  # those of its letters that are ragged
+    packed: str  # the ragged letter along which groups follow one another, or ""
+    shape: tuple[int, ...]  # of the buffer: rows and columns; before them the groups, if neither is ragged
+
+
+def places(terms: Mapping[str, Term], sizes: Arrays, groups: int, first: int = 0) -> dict[str, list[Place | None]]:
+    """Where each group lies in the buffer of each term.
+
+    Groups are where their sizes say. A packed buffer cuts off what is past its capacity, another ragged one what is
+    past its width; of a letter that several buffers hold, the least is left. A buffer of matrices has those of the
+    groups from `first` on: other groups have no place in any buffer, nor a product. A single matrix is every group's.
+    """
+    starts: dict[tuple[str, str], np.ndarray] = {}
+    held: dict[str, list[np.ndarray]] = {}
+    for name, term in terms.items():
+        for letter, extent in zip(term.letters, term.shape[-2:], strict=True):
+            start, size = np.zeros(groups, np.int64), np.full(groups, extent)
+            if letter in term.ragged:
+                size = np.clip(sizes[letter].astype(np.int64), 0, extent)
+            if letter == term.packed:
+                ends = np.minimum(np.cumsum(size), extent)
+                size = np.diff(ends, prepend=0)
+                start = ends - size
+            starts[name, letter] = start
+            held.setdefault(letter, []).append(size)
+    least = {letter: np.min(each, axis=0) for letter, each in held.items()}
+
+    def place(name: str, term: Term, group: int) -> Place | None:
+        begin = {letter: starts[name, letter][group] for letter in term.letters}
+        cut = tuple(slice(begin[letter], begin[letter] + least[letter][group]) for letter in term.letters)
+        if len(term.shape) == 2:
+            return cut
+        return (group - first, *cut) if 0 <= group - first < term.shape[0] else None
+
+    found: dict[str, list[Place | None]] = {name: [] for name in terms}
+    for group in range(groups):
+        its = {name: place(name, term, group) for name, term in terms.items()}
+        for name, at in its.items():
+            found[name].append(None if None in its.values() else at)
+    return found
+
+
+class Sum(NamedTuple):
+    """What float64 gives, and the sum of the sizes of all that was added up, which bounds the error of a result."""
+
+    value: np.ndarray
+    sizes: np.ndarray
+
+    def plus(self, other: "Sum") -> "Sum":
+        return Sum(self.value + other.value, self.sizes + other.sizes)
+
+
+def product(name: str, x: np.ndarray, y: np.ndarray, shape: Sequence[int], where: Mapping[str, Sequence[Any]]) -> Sum:
+    """The term `name`, whose buffer has this `shape`, as the product of the two others; zero outside of groups."""
+    first, second, multiply = PRODUCTS[name]
+    found = Sum(np.zeros(shape), np.zeros(shape))
+    for at, of_x, of_y in zip(where[name], where[first], where[second], strict=True):
+        if at is not None:
+            a, b = x[of_x].astype(np.float64), y[of_y].astype(np.float64)
+            found.value[at] += multiply(a, b)
+            found.sizes[at] += multiply(np.abs(a), np.abs(b))
+    return found
+
+
+ROUNDING = {
+    "float64": 2.0**-53,
+    "float32": 2.0**-24,
+    "bfloat16": 2.0**-8,
+    "float16": 2.0**-11,
+    "float8_e4m3fn": 2.0**-4,
+}
+"""The relative error of one rounding. Integers are exact."""
+UNDERFLOW = {"float16": 2.0**-25, "float8_e4m3fn": 2.0**-10}
+"""Half of the least positive number."""
+
+
+def mismatch(got: Any, want: Sum, dtype: str, terms: int, roundings: int = 1, bits: int = 24) -> str:
+    """Where `got` is wrong, or "".
+
+    It must be finite exactly where `want` is, and 0 where nothing is added up. The error of an element is at most that
+    of a sum of this many `terms` with so many `bits`, and of `roundings` to `dtype`: a sum in bfloat16, a second
+    rounding, or a row of another group is beyond it.
+    """
+    assert got.dtype == dtype and got.shape == want.value.shape, (got.dtype, got.shape)
+    values, finite = np.asarray(got).astype(np.float64), np.isfinite(want.value)
+    one = ROUNDING.get(dtype, 0.0)
+    summed = (terms + 10) * (one if dtype == "float64" else 2.0**-bits if one else 0.0)
+    with np.errstate(invalid="ignore"):
+        bound = roundings * one * np.abs(want.value) + (1 + roundings * one) * summed * want.sizes
+        bound += UNDERFLOW.get(dtype, 0.0) * (want.sizes > 0)
+        off = np.abs(values - want.value) > bound
+    wrong = np.argwhere(np.where(finite, off | ~np.isfinite(values), np.isfinite(values)))
+    told = [f"{[*map(int, at)]}: {values[tuple(at)]:.8g}, not {want.value[tuple(at)]:.8g}" for at in wrong[:3]]
+    return f"{len(wrong)} of {values.size} elements are wrong: at {'; '.join(told)}" if told else ""

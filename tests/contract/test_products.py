@@ -1,0 +1,283 @@
+"""`ragged.matmul` and its derivatives equal a loop over groups, for any sizes, whatever lies outside of the groups.
+
+Each case is a program, which is compiled once and runs on many draws of sizes and contents.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from tests import gpu
+from tests.cases import LETTERS
+from tests.contract.draws import draws
+from tests.contract.programs import Program
+
+LARGE: dict[str, Any] = {"capacity": 150, "width": 140, "m": 37, "k": 150, "n": 140}  # several tiles of each kernel
+TWO_CORES = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
+SUBSETS = [" ".join(some) for n in (1, 2, 3) for some in itertools.combinations(("lhs", "sizes", "rhs"), n)]
+FP8, FP8_WIDE = "float8_e4m3fn", "float8_e5m2"
+# Of lhs, rhs, and what is asked of the result.
+FLOATS = [
+    ("float16", "", ""),
+    ("float32", "bfloat16", ""),
+    ("float16", "bfloat16", ""),
+    ("bfloat16", "", "float32"),
+    ("bfloat16", "", "float16"),
+    ("float32", "", "bfloat16"),
+    (FP8, "", ""),
+    (FP8_WIDE, FP8, "float32"),
+    ("bfloat16", FP8, ""),
+    (FP8, "float32", ""),
+    ("bfloat16", "int8", ""),
+    ("int8", FP8, ""),
+    ("int32", "float16", ""),
+    ("int16", FP8, "float32"),
+    ("bfloat16", "", FP8),
+    ("float64", "", ""),
+]
+INTEGERS = [
+    ("int8", "", ""),
+    ("uint8", "", ""),
+    ("int8", "uint8", ""),
+    ("int16", "", ""),
+    ("int32", "", ""),
+    ("int4", "", ""),
+    ("uint2", "int4", ""),
+    ("int8", "int2", ""),
+    ("int8", "", "float32"),
+]
+SCALINGS = ["row", "group", "column", (1, 64), "mx", "tensor", (32, 1), (None, 1), (1, None), (1, 1)]
+PAIRS = list(itertools.product([*SCALINGS, None], repeat=2))[:-1]
+BITS = [FP8, "int8", FP8_WIDE, "int4"]
+Case = tuple[int, Program]  # how many draws, of which program
+
+
+def quantised(backend: str, count: int, layouts: list[str], step: int = 37, **options: Any) -> Iterator[Case]:
+    """A pair of scalings for each layout, as different as they can be from the one before."""
+    for i, layout in enumerate(layouts):
+        lhs, rhs = PAIRS[i * step % len(PAIRS)]
+        dtype = BITS[i % len(BITS)]
+        casts: dict[str, Any] = {
+            "lhs_cast": lhs and (dtype, lhs),
+            "rhs_cast": rhs and (FP8 if dtype == FP8_WIDE else dtype, rhs),
+        }
+        chip = gpu.FIRST_WITH_FP8 if backend == "triton_gpu" else ""
+        yield count, Program(layout, backend=backend, k=72, n=20, out_dtype="float32", chip=chip, **casts, **options)
+
+
+def by_default() -> Iterator[Case]:
+    for layout, letters in LETTERS.items():
+        # XLA multiplies small groups, large ones, and what fixed tiles cover, in different ways.
+        yield 97, Program(layout, "bfloat16")
+        yield 97, Program(layout, capacity=150)
+        if letters:
+            yield 97, Program(layout, "bfloat16", tiles=(16, 16, 16))
+        yield 60, Program(layout, "bfloat16", backend="pallas_tpu")
+    for layout in ("forward", "wgrad", "outer"):
+        yield 9, Program(layout, "bfloat16", backend="triton_gpu")
+
+    yield 20, Program("inner_rows", packed_last="lhs", swapped=True)
+    yield 20, Program("ragged", packed_last="lhs rhs")
+    for layout in ("batched", "forward", "wgrad", "ragged"):
+        yield 20, Program(layout, order=2)
+    for layout, mapped in (("forward", "lhs sizes rhs"), ("wgrad", "sizes"), ("outer", "lhs")):
+        yield 12, Program(layout, "bfloat16", mapped=mapped)
+    yield 12, Program("wgrad", groups=1, mapped="sizes", backend="pallas_tpu")
+
+    for layout in ("forward", "forward_left", "wgrad"):
+        yield 60, Program(layout, held=3, existing=True)
+    yield 60, Program("wgrad", "bfloat16", held=3, existing=True, backend="pallas_tpu")
+    yield 60, Program("forward", held=3, backend="pallas_tpu", size_dtype="uint32")
+    yield 6, Program("forward_left", held=3, existing=True, backend="triton_gpu")
+    yield 60, Program("ragged", "bfloat16", existing=True)
+    yield 60, Program("forward", shared="rhs", size_dtype="uint32")
+    yield 20, Program("batched", "bfloat16", shared="lhs", existing=True, mapped="rhs existing")
+
+    yield from quantised("xla", 20, ["forward", "wgrad", "ragged", "batched", "outer", "inner_rows"])
+    yield from quantised("pallas_tpu", 20, ["forward", "wgrad", "outer"])
+    yield from quantised("triton_gpu", 3, ["wgrad", "forward"])
+    # Blocks along the contracted rows begin with each group: of two extents, and of scales that are no powers of two.
+    yield 20, Program("wgrad", backend="pallas_tpu", lhs_cast=(FP8, (1, 8)), rhs_cast=(FP8, (32, 1)))
+    casts: dict[str, Any] = {"lhs_cast": (FP8, (1, 32)), "rhs_cast": (FP8, (32, 1))}
+    yield 3, Program("wgrad", backend="triton_gpu", chip="NVIDIA B200", tiles=(32, 32, 64), **casts)
+
+    for layout, dtypes in zip(itertools.cycle(["forward", "outer", "wgrad"]), [*FLOATS, *INTEGERS], strict=False):
+        yield 3, Program(layout, *dtypes)
+    yield 3, Program("wgrad", *INTEGERS[0], capacity=4000, groups=2, existing=True)  # sums past 2**24
+    yield 3, Program("forward", *INTEGERS[0], k=4000, groups=2, backend="pallas_tpu")
+    yield 3, Program("wgrad", "int8", "", "float32", existing=True)
+    for layout, context in (("forward", "eager"), ("wgrad", "constants"), ("outer", "scan"), ("ragged", "shard_map")):
+        yield 3, Program(layout, context=context)
+    yield 3, Program("forward", context="export")
+    yield 1, Program("wgrad", context="disable_jit")
+    yield 5, Program("forward", k=0)
+    yield 5, Program("wgrad", groups=0)
+
+
+def peers() -> Iterator[Case]:
+    """Shapes of the tests of other libraries, some of them smaller: JAX (megablox, Mosaic GPU), tokamax, torch."""
+    shapes: list[tuple[str, Any, dict[str, Any]]] = [
+        ("forward", ("float32", "bfloat16", "float32"), {"capacity": 512, "k": 512, "n": 256, "groups": 32}),
+        ("forward", ("bfloat16", "float32", "bfloat16"), {"capacity": 128, "k": 8, "n": 16, "groups": 17}),
+        ("forward", ("float16",), {"capacity": 512, "k": 256, "n": 512, "groups": 16}),
+        ("forward", ("bfloat16", "", "float32"), {"capacity": 1024, "k": 128, "n": 256, "groups": 8}),
+        ("forward", ("bfloat16",), {"capacity": 256, "k": 255, "n": 255, "groups": 16, "held": 4}),
+        ("wgrad", ("bfloat16",), {"capacity": 1088, "m": 128, "n": 128, "groups": 2}),
+        ("wgrad", ("float16",), {"capacity": 512, "m": 128, "n": 128, "groups": 16}),
+        ("forward_left", ("bfloat16",), {"capacity": 128, "m": 16, "k": 16, "groups": 4}),
+        ("batched", ("bfloat16",), {"m": 16, "k": 64, "n": 32, "groups": 4, "packed_last": "lhs rhs"}),
+    ]
+    for layout, dtypes, extents in shapes:
+        yield 12, Program(layout, *dtypes, **extents)
+
+
+def rotated(*options: Any) -> Iterator[tuple[str, Any]]:
+    """Each option with three layouts: together, those of each kind."""
+    layouts = [*LETTERS]
+    for i, option in enumerate(options):
+        for at in (i, i + 3, i + 6):
+            yield layouts[at % len(layouts)], option
+
+
+def long() -> Iterator[Case]:
+    for i, layout in enumerate(LETTERS):
+        few, many = {"groups": 3, "capacity": 8, "m": 1, "n": 1}, {"groups": 64, "capacity": 200}
+        shapes: list[dict[str, Any]] = [LARGE, {"groups": 1}, few, many]
+        for shape in shapes:
+            yield 97, Program(layout, ("float32", "bfloat16")[i % 2], **shape)
+        for swapped, packed_last in enumerate(("lhs", "rhs", "lhs rhs")):
+            yield 20, Program(layout, "bfloat16", packed_last=packed_last, swapped=bool((swapped + i) % 2))
+        yield 20, Program(layout, order=2, packed_last="rhs")
+        yield 12, Program(layout, order=2, mapped="lhs sizes rhs" if LETTERS[layout] else "lhs rhs")
+        yield 60, Program(layout, "bfloat16", existing=True)
+    for layout, tiles in rotated((8, 8, 8), (1, 1, 1), (7, 13, 5)):
+        if LETTERS[layout]:
+            yield 97, Program(layout, tiles=tiles)
+    for layout, mapped in rotated(*SUBSETS):
+        if LETTERS[layout] or "sizes" not in mapped:
+            yield 12, Program(layout, "bfloat16", mapped=mapped)
+    for layout, context in rotated(
+        "eager", "constant sizes", "constants", "scan", "checkpoint", "shard_map", "shard_map unchecked"
+    ):
+        yield 3, Program(layout, "bfloat16", context=context)
+    for layout, context in rotated("export", "disable_jit"):
+        yield 2, Program(layout, context=context)
+    for layout, extents in rotated(
+        {"m": 0}, {"k": 0}, {"n": 0}, {"capacity": 0}, {"groups": 0}, {"m": 0, "k": 0, "n": 0}
+    ):
+        if LETTERS[layout] or "capacity" not in extents:
+            yield 5, Program(layout, **extents)
+    for layout, dtypes in rotated(*FLOATS, *INTEGERS):
+        yield 3, Program(layout, *dtypes)
+    for layout in ("forward", "forward_left", "wgrad"):
+        yield 60, Program(layout, "bfloat16", held=7 if layout == "wgrad" else 1, existing=True)
+        yield 12, Program(layout, held=3, mapped="lhs sizes first", existing=True)
+    for layout, shared in (("batched", "rhs"), ("forward_left", "lhs"), ("forward", "rhs")):
+        yield 60, Program(layout, "bfloat16", shared=shared)
+        yield 12, Program(layout, shared=shared, mapped=shared, existing=True)
+    yield from peers()
+    yield 12, Program("outer", existing=True, mapped="existing")
+    yield 3, Program("forward", mapped="lhs", context="scan")
+    # XLA's CPU backend can't run each dot of bfloat16s; which one it gets depends on orders and on extents of 1.
+    for packed_last, mapped in itertools.product(("", "lhs", "rhs", "lhs rhs"), ("", "lhs", "rhs", "lhs rhs")):
+        for m, k, n in ((1, 64, 6), (64, 64, 1), (5, 1, 6)):
+            yield (
+                1,
+                Program("batched", "bfloat16", "", "float32", m=m, k=k, n=n, packed_last=packed_last, mapped=mapped),
+            )
+    for layout, packed_last in itertools.product(LETTERS, ("lhs", "rhs", "lhs rhs")):
+        yield 20, Program(layout, "bfloat16", groups=1, capacity=40, m=4, k=8, n=16, packed_last=packed_last)
+
+
+def long_of_kernels() -> Iterator[Case]:
+    for backend, count in (("pallas_tpu", 60), ("triton_gpu", 6)):
+        is_gpu = backend == "triton_gpu"
+        for layout, letters in LETTERS.items():
+            tiles: Any = (32, 32, 64) if is_gpu else tuple(32 if letters == z else 128 for z in "mkn")
+            yield count, Program(layout, "bfloat16", backend=backend, tiles=tiles, **LARGE)
+            yield count, Program(layout, backend=backend, groups=8, capacity=200, existing=True)
+            yield count // 3, Program(layout, backend=backend, order=2, packed_last="lhs rhs")
+            if not is_gpu:
+                yield 3, Program(layout, backend=backend, interpret=TWO_CORES, existing=True, **LARGE)
+        for layout, context in rotated("scan", "shard_map unchecked"):
+            yield 3, Program(layout, backend=backend, context=context)
+        for layout, dtypes in rotated(INTEGERS[0], ("bfloat16", FP8, ""), (FP8, "", ""), FLOATS[3]):
+            yield 3, Program(layout, *dtypes, backend=backend, chip=gpu.FIRST_WITH_FP8 if is_gpu else "")
+        for layout in ("forward", "forward_left", "wgrad"):
+            yield count, Program(layout, "bfloat16", backend=backend, held=3, existing=True)
+        for layout, mapped in itertools.product(("forward", "wgrad"), SUBSETS):
+            yield count // 6, Program(layout, backend=backend, mapped=mapped)
+        for layout in ("batched", "outer"):
+            yield count // 6, Program(layout, backend=backend, mapped="lhs")
+        yield 3, Program("forward", *INTEGERS[0], backend=backend, k=4000, groups=2)
+        yield 3, Program("wgrad", *INTEGERS[0], backend=backend, capacity=4000, groups=2)
+        yield 3, Program("wgrad", "int8", "", "float32", backend=backend, existing=True)
+
+
+def long_of_scales() -> Iterator[Case]:
+    layouts = [*LETTERS]
+    yield from quantised("xla", 20, [layouts[i % 8] for i in range(40)], step=7)
+    for backend, count in (("pallas_tpu", 20), ("triton_gpu", 3)):
+        yield from quantised(backend, count, [layouts[i % 8] for i in range(40)], step=11)
+        yield from quantised(backend, count, ["forward", "wgrad", "forward_left"] * 2, step=13, held=3, existing=True)
+        yield from quantised(backend, count // 2, ["forward", "wgrad", "outer", "batched"], step=17, mapped="lhs")
+    yield from quantised("pallas_tpu", 3, layouts, step=19, interpret=TWO_CORES)
+    yield from quantised("xla", 12, layouts, step=23, mapped="lhs")
+    for chip in ("NVIDIA B200", "NVIDIA H200"):  # by the tensor cores' own scales, and by the kernel's
+        for block in (32, 128):
+            casts: dict[str, Any] = {"lhs_cast": (FP8, (1, block)), "rhs_cast": (FP8, (block, 1))}
+            yield 3, Program("wgrad", backend="triton_gpu", chip=chip, out_dtype="float32", tiles=(32, 32, 64), **casts)
+
+
+def _check(count: int, program: Program) -> None:
+    if program.backend == "triton_gpu":
+        gpu.needs_triton()
+    program.check(draws(program, count))
+
+
+def _cases(cases: Iterator[Case]) -> list[Any]:
+    return [pytest.param(*case, id=str(case[1])) for case in cases]
+
+
+@pytest.mark.parametrize("count, program", _cases(by_default()))
+def test_products(count: int, program: Program) -> None:
+    _check(count, program)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("count, program", _cases(itertools.chain(long(), long_of_scales(), long_of_kernels())))
+def test_more_products(count: int, program: Program) -> None:
+    _check(count, program)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        Program("forward", "bfloat16"),
+        Program("wgrad", capacity=150),
+        Program("outer"),
+        Program("wgrad", "bfloat16", backend="pallas_tpu"),
+        pytest.param(Program("forward", "bfloat16", backend="triton_gpu"), marks=pytest.mark.long),
+        *(pytest.param(Program(layout, "bfloat16"), marks=pytest.mark.long) for layout in LETTERS),
+    ],
+    ids=str,
+)
+def test_same_bits(program: Program) -> None:
+    """Of a second call, of a second compilation, and beside what isn't finite in another group."""
+    clean, poisoned = (list(draws(program, 8, is_poisoned=is_poisoned)) for is_poisoned in (False, True))
+    run = jax.jit(program.compute)
+    first = [jax.tree.map(np.asarray, run(*draw)) for draw in clean]
+    again = [jax.tree.map(np.asarray, run(*draw)) for draw in clean]
+    beside = [jax.tree.map(np.asarray, run(*draw)) for draw in poisoned]
+    jax.clear_caches()
+    compiled = [jax.tree.map(np.asarray, run(*draw)) for draw in clean]
+    for result, *others, other in zip(first, again, compiled, beside, strict=True):
+        for name, value in result.items():
+            bits = value.view(np.uint8)
+            assert all(np.array_equal(bits, each[name].view(np.uint8)) for each in others), name
+            assert np.array_equal(value[np.isfinite(other[name])], other[name][np.isfinite(other[name])]), name
