@@ -106,6 +106,11 @@ def by_default() -> Iterator[Case]:
     casts: dict[str, Any] = {"lhs_cast": (FP8, (1, 32)), "rhs_cast": (FP8, (32, 1))}
     yield 3, Program("wgrad", backend="triton_gpu", chip="NVIDIA B200", tiles=(32, 32, 64), **casts)
 
+    extents: dict[str, Any] = {"m": 48, "k": 64, "n": 48, "groups": 3, "capacity": 96, "tiles": (32, 32, 32)}
+    for layout, dtypes in (("forward", ("bfloat16", "", "")), ("wgrad", (FP8, "", "float32"))):  # loads by TMA
+        yield 3, Program(layout, *dtypes, backend="triton_gpu", chip="NVIDIA H200", **extents)
+    yield 3, Program("wgrad", backend="triton_gpu", mapped="sizes")
+
     for layout, dtypes in zip(itertools.cycle(["forward", "outer", "wgrad"]), [*FLOATS, *INTEGERS], strict=False):
         yield 3, Program(layout, *dtypes)
     yield 3, Program("wgrad", *INTEGERS[0], capacity=4000, groups=2, existing=True)  # sums past 2**24
@@ -204,6 +209,10 @@ def long_of_kernels() -> Iterator[Case]:
             yield count // 3, Program(layout, backend=backend, order=2, packed_last="lhs rhs")
             if not is_gpu:
                 yield 3, Program(layout, backend=backend, interpret=TWO_CORES, existing=True, **LARGE)
+        if is_gpu:  # loads by TMA, which takes rows of whole 16 bytes; 8 bits with the contracted axis last
+            extents: dict[str, Any] = {"m": 48, "k": 64, "n": 48, "width": 48, "capacity": 96, "chip": "NVIDIA H200"}
+            for layout, dtypes in rotated(("float32", "", ""), (FP8, "", "float32"), ("int8", "", "")):
+                yield 6, Program(layout, *dtypes, backend=backend, tiles=(32, 32, 32), **extents)
         for layout, context in rotated("scan", "shard_map unchecked"):
             yield 3, Program(layout, backend=backend, context=context)
         for layout, dtypes in rotated(INTEGERS[0], ("bfloat16", FP8, ""), (FP8, "", ""), FLOATS[3]):
@@ -228,6 +237,13 @@ def long_of_scales() -> Iterator[Case]:
         yield from quantised(backend, count // 2, ["forward", "wgrad", "outer", "batched"], step=17, mapped="lhs")
     yield from quantised("pallas_tpu", 3, layouts, step=19, interpret=TWO_CORES)
     yield from quantised("xla", 12, layouts, step=23, mapped="lhs")
+    # Tensor cores scale blocks of 32 themselves, in both formats of fp8.
+    for layout, dtype in zip(
+        ("batched", "forward", "forward_left", "outer", "ragged"), 2 * BITS[::2] + [FP8], strict=True
+    ):
+        mx: dict[str, Any] = {"lhs_cast": (dtype, "mx"), "rhs_cast": (FP8, "mx")}
+        for k, tiles in ((64, None), (150, (32, 32, 32)), (150, (16, 64, 32))):
+            yield 3, Program(layout, backend="triton_gpu", chip="NVIDIA B200", k=k, m=40, n=48, tiles=tiles, **mx)
     for chip in ("NVIDIA B200", "NVIDIA H200"):  # by the tensor cores' own scales, and by the kernel's
         for block in (32, 128):
             casts: dict[str, Any] = {"lhs_cast": (FP8, (1, block)), "rhs_cast": (FP8, (block, 1))}

@@ -3,7 +3,6 @@
 The interpreter's memory is checked: results begin as NaN, and whatever lies outside of an array can't be loaded.
 """
 
-import itertools
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -23,7 +22,7 @@ from ragged.core.scales import Scales
 from ragged.primitive import lowering
 from ragged.product.config import GpuConfig
 from tests import cases, four_bits, gpu, oracle, products, ran
-from tests.cases import NAMES, SPREADS, check
+from tests.cases import check
 
 gpu.needs_triton()
 
@@ -117,72 +116,6 @@ def test_executed_visits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
-@pytest.mark.parametrize("layout", NAMES)
-def test_descriptors(layout: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a Hopper loads by TMA, which takes rows of whole 16 bytes, and what it loads otherwise."""
-    used = []
-    call = triton_call.call
-    monkeypatch.setattr(triton_call, "call", lambda *args, **kwargs: used.append(args[0]) or call(*args, **kwargs))
-    for seed, kind in enumerate(("giant", "zipf")):
-        shape = {"uniform": (48, 160, 144), "aligned": 16}
-        case = cases.make(layout, g=3, kind=kind, seed=seed, dtype=dtype, **shape)
-        with gpu.on("NVIDIA H200"):
-            check(case, matmul(case.lhs, case.rhs, tiles=(32, 32, 32), preferred_element_type=jnp.float32))
-    assert used and all(each["a_tiles"] and each["b_tiles"] for each in used)
-
-
-@interpreted
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
-@pytest.mark.parametrize("layout", ["wgrad", "inner_columns"])
-def test_turned_operands(layout: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Hopper gets 8 bits that pack what is contracted with that axis last. A group begins at any byte
-    there, a tile at a multiple of 16, as the interpreter demands; what a neighbour has of it is NaN, or a lot."""
-    used = []
-    call = triton_call.call
-    monkeypatch.setattr(
-        triton_call, "call", lambda *args, **kwargs: used.append(args[0] | args[2]) or call(*args, **kwargs)
-    )
-    for seed, (kind, capacity) in enumerate(zip(SPREADS, (96, 208, 208, 96), strict=True)):
-        case = cases.make(
-            layout, g=5, kind=kind, seed=seed, dtype=dtype, uniform=(48, 64, 40), aligned=16, capacity=capacity
-        )
-        with gpu.on("NVIDIA H200"):
-            check(case, matmul(case.lhs, case.rhs, tiles=(32, 32, 32), preferred_element_type=jnp.float32))
-    assert len(used) == 4 and all(u["A"].k_stride == u["B"].k_stride == 1 and u["a_tiles"] for u in used)
-
-
-@interpreted
-def test_turned_operands_of_neighbours() -> None:
-    """NaN stays in its group, whichever; batch elements are summed, each with scales of its own."""
-    rng, sizes = np.random.default_rng(0), np.array([[5, 0, 70, 3, 100], [30, 30, 30, 30, 30]])
-    x, dy = (rng.integers(-8, 8, (2, 208, n)).astype(np.float64) for n in (32, 48))
-    ends, scales = np.cumsum(sizes, 1), rng.uniform(0.5, 2, (2, 5, 32)).astype(np.float32)
-    want = np.zeros((5, 32, 48))
-    for e, i in itertools.product(range(2), range(5)):
-        rows = slice(ends[e, i] - sizes[e, i], ends[e, i])
-        want[i] += (x[e, rows] * scales[e, i]).T @ dy[e, rows]
-    for poisoned in range(5):
-        rows = slice(ends[0, poisoned] - sizes[0, poisoned], ends[0, poisoned])
-        a, b = (np.where(np.arange(208)[:, None] < ends[:, -1, None, None], z, np.nan) for z in (x, dy))
-        a[0, rows] = b[0, rows] = np.nan
-        got = products.transposed_grouped_matmul(
-            "triton_gpu",
-            jnp.asarray(a, jnp.float8_e4m3fn),
-            jnp.asarray(b, jnp.float8_e4m3fn),
-            jnp.asarray(sizes, jnp.int32),
-            lhs_scales=Scales(jnp.asarray(scales), (None, 1)),
-            preferred_element_type=jnp.float32,
-            tiling=(32, 32, 32),
-            sum_batch=True,
-            target=Target(interpret=True, device=("NVIDIA H200", 132)),
-        )
-        clean = [i for i in range(5) if i != poisoned or not sizes[0, i]]
-        oracle.assert_close([np.asarray(got)[clean]], [want[clean]], max=3e-6)
-        assert bool(sizes[0, poisoned]) == bool(np.isnan(np.asarray(got)[poisoned]).all())
-
-
-@interpreted
 def test_the_next_groups_scales(calls: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
     """A group's last step, of one block of 32 rows where two fit, has no scale of the next group, which is NaN."""
     rng, sizes = np.random.default_rng(0), [32, 64]
@@ -208,43 +141,6 @@ def test_the_next_groups_scales(calls: list[tuple[dict[str, Any], dict[str, Any]
 
 
 @interpreted
-def test_each_batch_element_has_its_groups() -> None:
-    """The first local group of each differs."""
-    rng, sizes = np.random.default_rng(0), np.array([[5, 20, 7], [9, 3, 20]])
-    x, w = (rng.integers(-4, 5, shape).astype(np.float64) for shape in ((2, 32, 16), (1, 16, 16)))
-    got = products.grouped_matmul(
-        "triton_gpu",
-        jnp.asarray(x, jnp.float32),
-        jnp.asarray(w, jnp.float32),
-        jnp.asarray(sizes, jnp.int32),
-        group_offset=jnp.array([0, 2], jnp.int32),
-        preferred_element_type=jnp.float32,
-        target=Target(interpret=True),
-    )
-    want = np.zeros((2, 32, 16))
-    want[0, :5], want[1, 12:] = x[0, :5] @ w[0], x[1, 12:] @ w[0]
-    np.testing.assert_array_equal(got, want)
-
-
-@interpreted
-def test_a_sum_whose_last_element_has_an_empty_group() -> None:
-    """It isn't taken for an empty sum."""
-    rng, sizes = np.random.default_rng(0), [[5, 7], [12, 0]]
-    x, dy = (rng.integers(-4, 5, (2, 12, n)).astype(np.float64) for n in (16, 32))
-    got = products.transposed_grouped_matmul(
-        "triton_gpu",
-        jnp.asarray(x, jnp.float32),
-        jnp.asarray(dy, jnp.float32),
-        jnp.asarray(sizes, jnp.int32),
-        preferred_element_type=jnp.float32,
-        sum_batch=True,
-        target=Target(interpret=True),
-    )
-    want = [x[0, :5].T @ dy[0, :5] + x[1].T @ dy[1], x[0, 5:].T @ dy[0, 5:]]
-    np.testing.assert_array_equal(got, np.stack(want))
-
-
-@interpreted
 def test_a_wgrad_of_several_steps_of_gathered_rows() -> None:
     """Each step of a group reads its own tokens."""
     rng = np.random.default_rng(0)
@@ -261,64 +157,6 @@ def test_a_wgrad_of_several_steps_of_gathered_rows() -> None:
     got, order = wgrad(jnp.asarray(x), jnp.asarray(dy)), np.asarray(route.order)
     want = [x[order[rows]].astype(np.float64).T @ dy[rows] for rows in (slice(40), slice(40, 50))]
     np.testing.assert_array_equal(got, np.stack(want))
-
-
-@interpreted
-def test_scales_of_rows_that_are_summed() -> None:
-    """A step takes its rows' scales. The last step's tile ends among another group's, and the tail's, which are NaN."""
-    rng = np.random.default_rng(0)
-    x, dy = (rng.integers(-4, 5, (64, n)).astype(np.float64) for n in (32, 16))
-    values = np.exp2(rng.integers(-3, 4, (64, 1))).astype(np.float32)
-    want = [(x[rows] * values[rows]).T @ dy[rows] for rows in (slice(37), slice(37, 60))]
-    values[60:] = np.nan
-    got = products.transposed_grouped_matmul(
-        "triton_gpu",
-        jnp.asarray(x, E4M3),
-        jnp.asarray(dy, E4M3),
-        jnp.array([37, 23], jnp.int32),
-        lhs_scales=Scales(jnp.asarray(values), (1, None)),
-        preferred_element_type=jnp.float32,
-        tiling=(16, 16, 16),
-        target=Target(interpret=True, device=(gpu.FIRST_WITH_FP8, 0)),
-    )
-    np.testing.assert_allclose(got, np.stack(want), rtol=1e-6, atol=1e-3)
-
-
-def quantized(x: GroupedTensor, dtype: str) -> tuple[GroupedTensor, GroupedTensor]:
-    """`x` in blocks of 32 along its last dim, where no group has anything NaN, scales too; and what it holds."""
-    q = ragged.quantize(x, dtype, "mx")
-    assert q.scales is not None
-    mask = np.broadcast_to(q.mask, q.shape)
-    blocks = np.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, -mask.shape[-1] % 32)]).reshape(*q.scales.shape, 32)
-    data = jnp.where(mask, q.data.astype(jnp.float32), jnp.nan).astype(dtype)
-    scales = jnp.where(blocks.any(-1), q.scales.astype(jnp.float32), jnp.nan).astype(q.scales.dtype)
-    return eqx.tree_at(lambda q: (q.data, q.scales), q, (data, scales)), q.dequantize()
-
-
-@pytest.mark.sampled(default=False)
-@interpreted
-@pytest.mark.parametrize("dtypes", [("float8_e4m3fn", "float8_e4m3fn"), ("float8_e5m2", "float8_e4m3fn")])
-@pytest.mark.parametrize("k", [64, 150])
-@pytest.mark.parametrize("layout", ["batched", "forward", "forward_left", "outer", "ragged"])
-def test_scales_of_tensor_cores(layout: str, k: int, dtypes: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blackwell's multiply fp8 by scales in float8_e8m0fnu, of blocks of 32; what no group has is NaN."""
-    ways = []
-    call = triton_call.call
-    monkeypatch.setattr(
-        triton_call,
-        "call",
-        lambda *args, **kwargs: ways.append(args[2]["A_SCALES"].applied_to) or call(*args, **kwargs),
-    )
-    for seed, (kind, tiles) in enumerate(zip(SPREADS[1:], (None, (32, 32, 32), (16, 64, 32)), strict=True)):
-        case = cases.make(
-            layout, g=3, kind=kind, seed=seed, uniform=(40, k, 48), aligned=16, rhs_packed_last=layout == "ragged"
-        )
-        (lhs, x), (rhs, y) = quantized(case.lhs, dtypes[0]), quantized(case.rhs.mT, dtypes[1])
-        case.lhs_groups = [np.asarray(group, np.float64) for group in x.to_list()]
-        case.rhs_groups = [np.asarray(group, np.float64).T for group in y.to_list()]
-        with gpu.on("NVIDIA B200"):
-            check(case, matmul(lhs, rhs.mT, tiles=tiles, preferred_element_type=jnp.float32))
-    assert ways == ["unit"] * 3
 
 
 def of_four_bits(

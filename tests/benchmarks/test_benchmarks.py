@@ -1,0 +1,88 @@
+"""The benchmarks run on tiny operands, and the page has the figures of their files."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests import gpu
+from tests.benchmarks import cpu, plots
+from tests.benchmarks import gpu as on_gpu
+from tests.cases import NAMES
+
+pytestmark = pytest.mark.long
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_on_a_cpu(tmp_path: Path) -> None:
+    """Every row is measured, and what lacks a figure says why; plots and tables are made of them."""
+    cpu.main(["--dry", "--series", "--seconds", "0.1", "--json", str(tmp_path / "cpu.json")])
+    results = json.loads((tmp_path / "cpu.json").read_text())
+    assert not [row["name"] for row in results["rows"] if "error" in row]
+    products = [row for row in results["rows"] if "product" in row]
+    assert len(products) == 4 + 2 * 2 and len(results["rows"]) == len(products) + 3
+    missing = {} if cpu.Torch().missing is None else {"torch": cpu.NO_TORCH}
+    for row in products:
+        figures = row["figures"]
+        assert row["skipped"] == missing and figures[row["dense"]]["of_dense"] == 1
+        assert figures["ragged"]["of_dense"] == figures["ragged"]["seconds"] / figures[row["dense"]]["seconds"]
+    (tmp_path / "page.md").write_text((DOCS / "benchmarks.md").read_text())
+    plots.main(["--folder", str(tmp_path), "--page", str(tmp_path / "page.md")])
+    assert {path.name for path in tmp_path.glob("*.svg")} == {"cpu-products.svg", "cpu-series.svg"}
+
+
+def test_a_wrong_result_has_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variant whose result is another product isn't timed."""
+    job = cpu.Job("forward", "float32", (48, 16, 32, 3), [20, 0, 28])
+    right, factors = cpu.sketch, iter(range(1, 9))
+    monkeypatch.setattr(cpu, "sketch", lambda program: (next(factors) * np.asarray(right(program))).tolist())
+    row = cpu.measure(job, 0.1, cpu.Torch())
+    assert "its result isn't ragged's" in str(row["skipped"])
+
+
+def test_the_page_has_the_figures_of_the_file() -> None:
+    text = (DOCS / "benchmarks.md").read_text()
+    figures = json.loads((DOCS / "benchmarks" / "cpu.json").read_text())
+    assert plots.fill(text, plots.tables(figures)) == text
+
+
+def test_on_a_gpu(tmp_path: Path) -> None:
+    """The kernel is interpreted, and so is each variant that tuning tries."""
+    gpu.needs_triton()
+    on_gpu.main(["--dry", "--tune", "--series", "--json", str(tmp_path / "out.json")])
+    results = json.loads((tmp_path / "out.json").read_text())
+    found = [(row["product"], row["sizes"]) for row in results["rows"] if "series" not in row]
+    assert found == [(product, sizes) for product in on_gpu.OPERANDS for sizes in on_gpu.SPREADS]
+    for row in results["rows"]:
+        mine, is_fp8 = row["figures"]["ours"], row["product"] == "fp8"
+        assert mine["seconds"] > 0 and mine["of_dense"] > 0
+        # The others may not be installed.
+        assert set(row["failed"]) - {"torch", "dense torch", "tokamax"} == ({"ragged_dot"} if is_fp8 else set())
+        assert is_fp8 or row["differences"]["ragged_dot"] < 1e-2
+    assert [row["product"] for row in results["tuned"]] == list(on_gpu.OPERANDS)
+    assert all(row["best_over_default"] >= 1 and not row["failed"] for row in results["tuned"])
+
+
+def test_the_first_minutes_on_a_gpu_outlive_what_breaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variant that ends its process, one that hangs and one that raises cost themselves alone."""
+    gpu.needs_triton()
+    broken = {"default": "exit", "m=16, k=32, n=32, warps=4, stages=4, programs=1": "hang", "dense": "raise"}
+    monkeypatch.setenv("BREAK", ";".join(f"{name}:{how}" for name, how in broken.items()))
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    on_gpu.main(["--dry", "--first", "launch", "measure", "sweep", "--json", str(tmp_path / "out.json")])
+    results = json.loads((tmp_path / "out.json").read_text())
+    rows = [row for row in results["rows"] if "error" not in row]
+    errors = [(row["variant"], row["error"][:13]) for row in results["rows"] if "error" in row]
+    assert sorted(errors) == 3 * [("default", "exit status 9")] + [(list(broken)[1], "said nothing ")]
+    assert results["left"] == [] and len(results["machine"]["device"]) > 0
+    launched = [(row["layout"], row["by"]) for row in rows if "layout" in row]
+    assert sorted(launched) == sorted((layout, by) for by in ("tma", "pointers") for layout in NAMES)
+    assert all(row["right"] for row in rows if "layout" in row)
+    measured = [row for row in rows if "figures" in row]
+    assert [(row["product"], row["sizes"]) for row in measured] == [
+        (p, s) for p in on_gpu.OPERANDS for s in on_gpu.SPREADS
+    ]
+    assert all("on purpose" in row["failed"]["dense"] for row in measured)
+    swept = {row["product"]: row["seconds"] for row in rows if "best" in row}
+    assert len(swept) == 3 and list(broken)[1] not in swept["forward"]
