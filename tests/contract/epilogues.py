@@ -116,9 +116,7 @@ def _of_gelu_tanh(z: Any) -> Any:
 ACTIVATIONS = {
     "": Activation(None, lambda z: z, (np.ones_like,)),
     "relu": Activation("relu", lambda z: np.maximum(z, 0), (lambda z: (z > 0) * 1.0,)),
-    "silu": Activation(
-        "silu", lambda z: z * sigmoid(z), (lambda z: sigmoid(z) * (1 + z * (1 - sigmoid(z))),)
-    ),
+    "silu": Activation("silu", lambda z: z * sigmoid(z), (lambda z: sigmoid(z) * (1 + z * (1 - sigmoid(z))),)),
     "gelu": Activation(
         "gelu",
         lambda z: z * ndtr(z),
@@ -196,7 +194,7 @@ class Epilogue(Program):
     def dtypes(self) -> dict[str, str]:
         found = {name: each for name, each in super().dtypes.items() if not name.startswith("d ")}
         found |= {"up": found["rhs"]} if self.gate else {}
-        found |= {name: self.bias_dtype or found["rhs"] for name in self.biases.values()}
+        found |= dict.fromkeys(self.biases.values(), self.bias_dtype or found["rhs"])
         if self.order == 2:
             found |= {f"d {name}": found[name] for name in self.inputs if name in found}
         return found
@@ -208,6 +206,15 @@ class Epilogue(Program):
         return shape
 
     # What it computes.
+
+    def is_differentiable(self, name: str) -> bool:
+        return super().is_differentiable(name) and not (name == "up" and "rhs" in self.casts)
+
+    def values(self, arrays: dict[str, Array], sizes: dict[str, Array], first: Any) -> dict[str, Array]:
+        found = super().values(arrays, sizes, first)
+        if self.gate and "rhs" in self.casts:
+            found["up"] = super().values(arrays | {"rhs": arrays["up"]}, sizes, first)["rhs"]
+        return found
 
     def multiply(self, arrays: dict[str, Array], sizes: dict[str, Array], first: Any) -> Array:
         options = self.options(arrays, first) | {"activation": ACTIVATIONS[self.activation].passed, "save": self.save}
@@ -222,17 +229,33 @@ class Epilogue(Program):
         del options["existing_out"]
         if self.columns:
             both = partial(_of_columns, self.columns)
-            bias = biases if None in biases else both(*biases)
+            bias = both(*biases) if len({each if each is None else each.ndim for each in biases}) == 1 else biases
             weight = both(arrays["rhs"], arrays["up"])
             return ragged.gated_matmul(lhs, weight, columns=self.columns, bias=bias, **options).data
         _, up = self.sides(given | {"lhs": jnp.zeros((1, 1, 1)), "rhs": arrays["up"]}, {} if route else sizes)
         return ragged.gated_matmul(lhs, rhs, up, bias=biases, **options).data
 
     def places(self, sizes: Arrays, first: Any = 0, element: int = 0) -> dict[str, list[Any]]:
-        if self.top_k:
-            ids = self._ids(sizes, element)
-            sizes = {"m": np.bincount(ids[(ids >= 0) & (ids < self.groups)], minlength=self.groups)}
-        return super().places(sizes, first, element)
+        return super().places(self.sizes(sizes, element) if self.top_k else sizes, first, element)
+
+    def sizes(self, sizes: Arrays, element: int = 0) -> Arrays:
+        """Those of groups, which follow from ids."""
+        if not self.top_k:
+            return sizes
+        ids = self._ids(sizes, element)
+        return {"m": np.bincount(ids[(ids >= 0) & (ids < self.groups)], minlength=self.groups)}
+
+    def with_matrices(self, draw: Draw, element: int) -> np.ndarray:
+        """Where the result has rows of groups that have a matrix."""
+        mask = np.zeros(self.terms["out"].shape, bool)
+        for at in self.places(draw.sizes, draw.first, element)["out"]:
+            if at is not None:
+                mask[at] = True
+        return mask
+
+    def in_groups(self, draw: Draw, element: int) -> np.ndarray:
+        """Where it has rows of any group."""
+        return self.mask(self.sizes(draw.sizes, element), element)
 
     def source(self, sizes: Arrays, element: int) -> np.ndarray:
         """The token of each row, by group and then by token; rows of no group come last."""
@@ -245,6 +268,9 @@ class Epilogue(Program):
     # What it should give.
 
     def faults(self, draw: Draw, result: Any, bits: int) -> dict[str, str]:
+        values = {name.removesuffix(" values"): x for name, x in result.items() if name.endswith(" values")}
+        result = {name: x for name, x in result.items() if not name.endswith(" values")}
+        draw = draw._replace(data=draw.data | values)
         parts = [self._wanted(draw, i) for i in range(self.batch)]
         found = {}
         for name, got in result.items():
@@ -303,11 +329,8 @@ class _Wanted:
         self.data = {name: exact(x) for name, x in its.items()}
         f = ACTIVATIONS[program.activation]
         self.function = of_gate(f) if program.gate else f
-        self.mask = np.zeros(program.terms["out"].shape, bool)  # rows of groups that have a matrix
-        for at in self.where["out"]:
-            if at is not None:
-                self.mask[at] = True
-        self.in_groups = program.mask(draw.sizes, element) if program.existing else self.mask
+        self.mask = program.with_matrices(draw, element)
+        self.in_groups = program.in_groups(draw, element)
 
     def summed(self, value: np.ndarray, error: np.ndarray, sizes: np.ndarray) -> Near:
         return Near(value, error + (self.program.most_terms + 10) * 2.0**-24 * sizes)
@@ -366,7 +389,9 @@ class _Wanted:
                 found[name] = self.of_bias(each, name)
         # Each product is rounded before they are added.
         dtype = self.program.dtypes["lhs"]
-        return found | {"lhs": self.of_tokens(parts[0] if len(parts) == 1 else total([x.rounded(dtype) for x in parts]))}
+        return found | {
+            "lhs": self.of_tokens(parts[0] if len(parts) == 1 else total([x.rounded(dtype) for x in parts]))
+        }
 
     def results(self) -> dict[str, Near]:
         program, data, function, mask = self.program, self.data, self.function, self.mask
@@ -419,6 +444,10 @@ def epilogue_draws(program: Epilogue, count: int, *, seed: int = 0) -> Iterator[
         data = {name: np.where(np.isinf(x), np.nan, x).astype(x.dtype) for name, x in draw.data.items()}
         if program.layout == "inner_rows":  # Of a group without contracted elements, the bias is all there is.
             data |= {name: values(rng, program.shape(name), data[name].dtype.name) for name in program.biases.values()}
+        if program.existing:  # It is added to rows of groups without a matrix, too, and has their cotangents.
+            for name in ("existing", "out"):
+                is_read = program.in_groups(draw, 0) & ~program.with_matrices(draw, 0)
+                data[name] = np.where(is_read, values(rng, program.shape(name), program.dtypes[name]), data[name])
         if program.top_k:
             of = draw.sizes["ids"]
             is_used = ((of >= 0) & (of < g)).any(-1)[..., None]

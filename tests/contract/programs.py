@@ -193,9 +193,9 @@ class Program:
         return all(wide)
 
     def compute(self, data: dict[str, Array], sizes: dict[str, Array], first: Array) -> Results:
-        """By name: "out"; "primal", the same beside the cotangents; "… values" of quantised operands; the cotangents "lhs", "rhs" and "existing"; "… inside":
-        those that are taken inside of the map; "tangent", and the cotangents of these cotangents, "… of
-        cotangents"."""
+        """By name: "out"; "primal", the same beside the cotangents; "… values" of quantised operands; the cotangents
+        "lhs", "rhs" and "existing"; "… inside": those that are taken inside of the map; "tangent", and the cotangents
+        of these cotangents, "… of cotangents"."""
         inputs = {name: data[name] for name in self.inputs if name in data}
         axes = {name: 0 if self.has_batch(name) else None for name in inputs}
         in_axes = axes, 0 if self.has_batch("sizes") else None, 0 if self.has_batch("first") else None
@@ -364,7 +364,9 @@ def over_devices(call: Callable[..., Array], in_axes: Any) -> Callable[..., Arra
         return axis is None
 
     def local(*args: Any) -> Array:
-        its = jax.tree.map(lambda axis, x: x if axis is None else jax.tree.map(lambda x: x[0], x), in_axes, args, is_leaf=is_none)
+        its = jax.tree.map(
+            lambda axis, x: x if axis is None else jax.tree.map(lambda x: x[0], x), in_axes, args, is_leaf=is_none
+        )
         return call(*its)[None]
 
     specs = jax.tree.map(lambda axis: P() if axis is None else P("d"), in_axes, is_leaf=is_none)
