@@ -44,7 +44,7 @@ def test_costs_on_a_gpu() -> None:
 def test_a_second_matrix_takes_memory_of_a_tpu() -> None:
     """Buffers of it, and an accumulator of its product; each array that is stored has buffers too."""
     dot = units.dot(jnp.bfloat16, jnp.bfloat16, tiles.chip(None))
-    one = tiles.Problem("rows", 4096, 2048, 1024, groups=8, dtypes=(BF16,) * 3, dot=dot, buffers=2)
+    one = tiles.Problem("rows", 4096, 2048, 1024, groups=8, dtypes=(BF16, BF16, BF16), dot=dot, buffers=2)
     tile = (512, 256, 128)
     gated, trained = one._replace(products=2), one._replace(products=2, results=3)
     assert tiles.vmem(gated, tile) - tiles.vmem(one, tile) == 2 * 256 * 128 * 2 + 2 * 512 * 128 * 4

@@ -19,7 +19,7 @@ Case = tuple[int, Epilogue]  # how many draws, of which program
 def by_default() -> Iterator[Case]:
     both: dict[str, Any] = {"gate": True, "bias": "each one"}
     yield 30, Epilogue("forward", "bfloat16", activation="silu", **both)
-    yield 30, Epilogue("forward", activation="gelu", bias="each", held=3)
+    yield 30, Epilogue("forward", activation="sigmoid", bias="each", held=3)
     yield 30, Epilogue("batched", "bfloat16", activation="relu", bias="one", save="out")
     yield 30, Epilogue("inner_rows", activation="clamped", gate=True, bias="no each")
     yield 30, Epilogue("forward", "bfloat16", bias="each", held=3, existing=True)
@@ -94,7 +94,8 @@ def long_of_kernels() -> Iterator[Case]:
     scalings: list[Any] = [("row", "column"), ("tensor", "group"), ((1, 64), (64, 64)), ("mx", "row")]
     for backend, count in (("pallas_tpu", 30), ("triton_gpu", 3)):
         is_gpu = backend == "triton_gpu"
-        tiles = itertools.cycle([(32, 32, 64)] if is_gpu else [(8, 128, 384), (16, 128, 128)])
+        tiles = {"forward": (32, 32, 64), "batched": (32, 32, 64)}
+        tiles = tiles if is_gpu else {"forward": (32, 128, 128), "batched": (128, 128, 128)}
         for i, activation in enumerate(ACTIVATIONS):
             its: dict[str, Any] = {"backend": backend, "activation": activation, "save": next(saves)}
             layouts = ("forward", "batched") if i % 2 else ("batched", "forward")
@@ -102,7 +103,7 @@ def long_of_kernels() -> Iterator[Case]:
                 yield count, Epilogue(layouts[0], bias="each", held=2 * (layouts[0] == "forward"), **its)
             else:
                 yield count, Epilogue(layouts[0], "bfloat16", gate=True, bias=next(pairs), **its)
-            yield count, Epilogue(layouts[1], tiles=next(tiles), gate=True, bias=next(pairs), **large, **its)
+            yield count // 3, Epilogue(layouts[1], tiles=tiles[layouts[1]], gate=True, bias=next(pairs), **large, **its)
         its = {"backend": backend, "activation": "silu", "gate": True, "bias": "one each"}
         yield count, Epilogue("forward", columns="halves", n=128, **its)
         yield count, Epilogue("batched", columns="interleaved", n=64, **its)

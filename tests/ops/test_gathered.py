@@ -1,5 +1,7 @@
-"""Rows that products read through a route's order: operators and maps of them, recipes, and which products make no copy.
-Values of products are in `tests/contract/test_epilogues.py`."""
+"""Rows that products read through a route's order: operators, maps, recipes, and which products make no copy.
+
+Values of products are in `tests/contract/test_epilogues.py`.
+"""
 
 import operator
 from collections.abc import Callable
@@ -29,10 +31,9 @@ def operands(d: int = D, n: int = N, ids: Any = IDS) -> tuple[ragged.Route, Arra
     """A route; tokens `[tokens, d]`, NaN where they go nowhere; weights `[G, d, n]`."""
     rng, ids = np.random.default_rng(0), np.asarray(ids, np.int32)
     is_used = ((ids >= 0) & (ids < G)).reshape(len(ids), -1).any(1)[:, None]
-    x, w = rng.standard_normal((len(ids), d)), rng.standard_normal((G, d, n))
-    return ragged.route(jnp.asarray(ids), G), *(
-        jnp.asarray(each, jnp.float32) for each in (np.where(is_used, x, np.nan), w)
-    )
+    x = np.where(is_used, rng.standard_normal((len(ids), d)), np.nan).astype(np.float32)
+    w = rng.standard_normal((G, d, n)).astype(np.float32)
+    return ragged.route(jnp.asarray(ids), G), jnp.asarray(x), jnp.asarray(w)
 
 
 def rows_of(route: ragged.Route, x: Any) -> np.ndarray:
@@ -61,10 +62,9 @@ def assert_same(got: Any, want: Any) -> None:
     "recipe, is_gated",
     [
         ("tensorwise", False),
-        ("mxfp8", True),
         *(
             pytest.param(recipe, is_gated, marks=pytest.mark.long)
-            for recipe, is_gated in (("rowwise", True), ("blockwise", False), ("nvfp4", False), ("delayed", False))
+            for recipe, is_gated in (("rowwise", True), ("mxfp8", True), ("nvfp4", False), ("delayed", False))
         ),
     ],
 )
@@ -103,7 +103,7 @@ def test_tokens_of_no_group_do_not_count_for_a_scale() -> None:
 
 def test_which_products_make_no_copy() -> None:
     """Those of a product and of its derivative by the weights, which a recipe copies rows for if it needs other scales;
-    also in `nn.MoE`, and of rows that are multiplied by a router's weights."""
+    also of rows that are multiplied by a router's weights."""
     gpu.needs_triton()
     route, x, w = operands(64, 32)
 
@@ -116,10 +116,15 @@ def test_which_products_make_no_copy() -> None:
     one, _, _ = operands(ids=[0, 2, 7, 1, 1, 3])
     scaled = one.gathered(x[:, :24]) * ragged.per_row(jnp.arange(6.0))
     assert gathers(lambda w: (scaled @ w).data, w[:, :24]) == [True]
-    # Forward, one product of both, and by the weights of both; not the second layer's three, and two by the rows.
-    moe = layer_of(8, 16, G, 2, key=jax.random.key(0))
-    read = gathers(jax.grad(lambda x, moe: jnp.sum(moe(x)[0]), (0, 1), allow_int=True), x[:, :8], moe)
-    assert any(read) and not all(read)
+
+
+@pytest.mark.long
+def test_experts_read_rows_in_place() -> None:
+    """`nn.MoE`: one product of gate and up, and both derivatives by their weights."""
+    gpu.needs_triton()
+    moe, x = layer_of(8, 16, G, 2, key=jax.random.key(0)), jnp.ones((6, 8))
+    read = gathers(jax.grad(lambda x, moe: jnp.sum(moe(x)[0]), (0, 1), allow_int=True), x, moe)
+    assert read.count(True) >= 2 and not all(read), read  # equal products of a program are lowered once
 
 
 @pytest.mark.parametrize("kind", [AxisType.Explicit, pytest.param(AxisType.Auto, marks=pytest.mark.long)])
@@ -138,6 +143,7 @@ def test_sharded_operands_are_dispatched(kind: AxisType) -> None:
     )
 
 
+@pytest.mark.long
 def test_what_is_dispatched_first() -> None:
     """A product that isn't of groups' matrices, with columns; integers; floats of 8 bits, which have no gradient."""
     route, x, w = operands()
@@ -229,44 +235,23 @@ def test_maps_of_tokens() -> None:
     np.testing.assert_array_equal((gathered @ w).data, (route.dispatch(x) @ w).data)
 
 
-def test_what_is_no_gather_names_dispatch() -> None:
-    """Each error's code runs, and does what was meant."""
-    route, x, w = operands(ids=[[2, 0], [0, 1], [1, 2], [2, 0], [3, 1], [0, 3]])
-    gathered, copy = route.gathered(x), route.dispatch(x)
-    v = ragged.per_row(jnp.arange(12.0))
-    names = {"x": gathered, "fn": jnp.add, "jax": jax, "w": w}
+def test_code_in_errors() -> None:
+    """It does what was meant. `docs/errors.md` has the errors."""
+    route, x, _ = operands(ids=[[2, 0], [0, 1], [1, 2], [2, 0], [3, 1], [0, 3]])
+    gathered, copy, v = route.gathered(x), route.dispatch(x), ragged.per_row(jnp.arange(12.0))
     calls: list[tuple[Callable[[Any], Any], Any]] = [
-        (lambda x: x * v, v),
         (lambda x: v * x, v),
         (lambda x: x.map(jnp.add, v), v),
         (lambda x: x + ragged.per_group(jnp.arange(4.0)), ragged.per_group(jnp.arange(4.0))),
-        (lambda x: x - copy, copy),
         (lambda x: copy / x, copy),
     ]
     for call, other in calls:
         with pytest.raises(TypeError, match=r"Copy the rows first: `.*x\.dispatch\(\).*`") as caught:
             call(gathered)
         code = str(caught.value).split("`")[-2]
-        np.testing.assert_array_equal(eval(code, names | {"other": other}).data, call(copy).data)
-    whole = jnp.arange(12.0 * D).reshape(12, D)
-    with pytest.raises(TypeError, match=r"`x\.dispatch\(\)\.map\(lambda data: other / data\)`"):
-        operator.truediv(whole, gathered)
-    with pytest.raises(TypeError, match=r"`x\.dispatch\(\) \* other\.dispatch\(\)`"):
-        operator.mul(gathered, route.gathered(x))
+        np.testing.assert_array_equal(eval(code, {"x": gathered, "fn": jnp.add, "other": other}).data, call(copy).data)
     with pytest.raises(ValueError, match=r"must have shape \(12,\)"):
         operator.mul(gathered, ragged.per_row(jnp.ones(11)))
-    refused = (
-        *(partial(f, gathered) for f in (jnp.exp, jax.nn.softmax, jnp.sum, bool, len, list, np.asarray)),
-        lambda: gathered[0],
-        lambda: 3 in gathered,
-    )
-    for call in refused:
-        with pytest.raises(TypeError, match=r"`x\.dispatch\(\)`"):
-            call()
-    for name in ("sum", "mT", "softmax", "to_list", "offsets"):
-        assert not hasattr(gathered, name)
-        with pytest.raises(AttributeError, match=r"`x\.dispatch\(\)`"):
-            getattr(gathered, name)
     with pytest.raises(AttributeError, match="no attribute 'place'"):
         operator.attrgetter("place")(gathered)
 

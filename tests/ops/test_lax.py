@@ -133,6 +133,7 @@ def test_equals_the_definition(name: str) -> None:
         gradient = jax.grad(lambda lhs, rhs: jnp.vdot(multiply(lhs, rhs, sizes), cotangent), (0, 1))
         return out, *jax.jvp(gradient, (lhs, rhs), tangents)
 
+    lhs, rhs, sizes = operands(name)
     for seed in range(6):
         (lhs, rhs, sizes), (a, b, _) = operands(name, seed), operands(name, seed + 10)
         definition = Definition(lhs, rhs, sizes, numbers)
