@@ -30,12 +30,12 @@ def by_default() -> Iterator[Case]:
     yield 30, Epilogue("forward", "bfloat16", top_k=2)
     yield 12, Epilogue("forward", top_k=2, mapped="sizes")
     yield 20, Epilogue("forward", top_k=1, order=2)
-    yield 30, Epilogue("forward", "bfloat16", backend="pallas_tpu", activation="gelu_tanh", **both)
+    yield 9, Epilogue("forward", "bfloat16", backend="pallas_tpu", activation="gelu_tanh", **both)
     yield (
         30,
         Epilogue("forward", "bfloat16", backend="pallas_tpu", activation="sigmoid", bias="each", held=3, save="out"),
     )
-    yield 30, Epilogue("batched", backend="pallas_tpu", columns="halves", n=128, activation="silu", **both)
+    yield 9, Epilogue("batched", backend="pallas_tpu", columns="halves", n=128, activation="silu", **both)
     yield 4, Epilogue("forward", "bfloat16", backend="triton_gpu", activation="clamped", held=3, **both)
     # The tile of the second half begins in the middle of the matrices, and ends past the last one.
     yield 3, Epilogue("forward", backend="triton_gpu", tiles=(16, 32, 16), columns="halves", k=8, n=8, gate=True)
@@ -90,12 +90,13 @@ def long() -> Iterator[Case]:
 def long_of_kernels() -> Iterator[Case]:
     saves = itertools.cycle(("pre", "out", "out"))
     pairs = itertools.cycle(" ".join(pair) for pair in itertools.product(("each", "one", "no"), repeat=2))
-    large: dict[str, Any] = {"m": 37, "k": 300, "n": 200, "capacity": 150}
     scalings: list[Any] = [("row", "column"), ("tensor", "group"), ((1, 64), (64, 64)), ("mx", "row")]
     for backend, count in (("pallas_tpu", 30), ("triton_gpu", 3)):
         is_gpu = backend == "triton_gpu"
-        tiles = {"forward": (32, 32, 64), "batched": (32, 32, 64)}
+        tiles: dict[str, Any] = {"forward": (32, 32, 64), "batched": (32, 32, 64)}
         tiles = tiles if is_gpu else {"forward": (32, 128, 128), "batched": (128, 128, 128)}
+        k, n = (80, 70) if is_gpu else (300, 200)
+        large: dict[str, Any] = {"m": 37, "k": k, "n": n, "capacity": 100}
         for i, activation in enumerate(ACTIVATIONS):
             its: dict[str, Any] = {"backend": backend, "activation": activation, "save": next(saves)}
             layouts = ("forward", "batched") if i % 2 else ("batched", "forward")
@@ -103,7 +104,10 @@ def long_of_kernels() -> Iterator[Case]:
                 yield count, Epilogue(layouts[0], bias="each", held=2 * (layouts[0] == "forward"), **its)
             else:
                 yield count, Epilogue(layouts[0], "bfloat16", gate=True, bias=next(pairs), **its)
-            yield count // 3, Epilogue(layouts[1], tiles=tiles[layouts[1]], gate=True, bias=next(pairs), **large, **its)
+            yield (
+                max(count // 3, 2),
+                Epilogue(layouts[1], tiles=tiles[layouts[1]], gate=True, bias=next(pairs), **large, **its),
+            )
         its = {"backend": backend, "activation": "silu", "gate": True, "bias": "one each"}
         yield count, Epilogue("forward", columns="halves", n=128, **its)
         yield count, Epilogue("batched", columns="interleaved", n=64, **its)

@@ -118,6 +118,14 @@ def test_which_products_make_no_copy() -> None:
     assert gathers(lambda w: (scaled @ w).data, w[:, :24]) == [True]
 
 
+def test_a_token_is_quantised_once() -> None:
+    """And not for each of its groups."""
+    route, x, w = operands(64, 32)
+    for recipe in ("tensorwise", "rowwise", "mxfp8"):
+        program = str(jax.make_jaxpr(lambda x, r=recipe: ragged.matmul(route.gathered(x), w, recipe=r).data)(x))
+        assert "f8_e4m3fn[6,64]" in program and "f8_e4m3fn[12,64]" not in program
+
+
 @pytest.mark.long
 def test_experts_read_rows_in_place() -> None:
     """`nn.MoE`: one product of gate and up, and both derivatives by their weights."""

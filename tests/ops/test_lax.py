@@ -365,26 +365,3 @@ def test_group_offset() -> None:
         out = total(lhs, lhs, sizes, group_offset=np.int32(offset))
         for i in range(3):
             np.testing.assert_allclose(out[i], whole[i + offset] if 0 <= i + offset < 3 else 0, atol=2e-5)
-
-
-TWO = RaggedDotDimensionNumbers((((1,), (1,)), NONE), (0, 1), (0,))
-WRONG = {
-    "exactly one lhs ragged dimension": ((11, 5), (3, 5, 7), (3,), TWO),
-    "less than the number of axes of the lhs": ((11, 5), (3, 5, 7), (3,), dims(((1,), (1,)), NONE, 2, 0)),
-    "shape (3,), got (2, 3)": ((11, 5), (3, 5, 7), (2, 3), BASIC),
-    "shape (9, 7, 3), got (9, 8, 3)": ((9, 7, 8, 5), (3, 9, 5, 7), (9, 8, 3), dims(((3,), (2,)), ((0,), (1,)), 2, 0)),
-    "shape (17, 3), got (19, 3)": ((17, 19, 11, 5), (17, 19, 5, 7), (19, 3), dims(((3,), (2,)), ((0, 1), (0, 1)), 1)),
-    "distinct from contracting and batch": ((11, 3), (3, 3, 7), (3,), dims(((1,), (1,)), NONE, 0, 1)),
-    "zero group dimensions": ((11, 5), (3, 5, 7), (3,), dims(((1,), (1,)), NONE, 1, 0)),
-    "rank of group_sizes": ((11, 5), (3, 5, 7), (), BASIC),
-    "contracting dimensions to have the same shape": ((11, 4), (3, 5, 7), (3,), BASIC),
-}
-
-
-def test_what_jax_refuses() -> None:
-    """With JAX's sentence."""
-    for problem, (lhs, rhs, sizes, numbers) in WRONG.items():
-        args = jnp.ones(lhs), jnp.ones(rhs), jnp.ones(sizes, jnp.int32), numbers
-        for call in (JAX.ragged_dot_general, ragged.lax.ragged_dot_general):
-            with pytest.raises(TypeError, match=re.escape(problem)):
-                call(*args)

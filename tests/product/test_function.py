@@ -97,7 +97,9 @@ COMPOSED: dict[str, Pair] = {
 BACKENDS = {"xla": "xla", "pallas_tpu": TpuConfig(interpret=True), "triton_gpu": GpuConfig(interpret=True)}
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "backend", ["triton_gpu", *(pytest.param(name, marks=pytest.mark.long) for name in ("xla", "pallas_tpu"))]
+)
 def test_values(backend: str) -> None:
     """Of each primitive, and of activations: within rounding, however small they are; of infinity and NaN, too.
 
