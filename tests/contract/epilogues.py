@@ -64,7 +64,7 @@ def applied(function: Numpy, *z: Near, slack: float = 0.0) -> Near:
     corners = itertools.product(*([each.value - each.error, each.value + each.error] for each in z))
     error = np.max([np.abs(function(*corner) - value) for corner in corners], axis=0)
     sizes = np.nan_to_num(np.prod([1 + np.abs(each.value) for each in z], axis=0))
-    return Near(value, error + 2.0**-18 * np.abs(value) + slack * sizes)
+    return Near(value, error + 2.0**-18 * np.abs(value) + slack * sizes + 2.0**-100)  # its parts may underflow
 
 
 # Activations.
