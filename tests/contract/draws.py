@@ -1,7 +1,7 @@
 """Sizes and contents of buffers for a program. They are data: another draw costs a millisecond, not a compilation."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -61,8 +61,16 @@ def values(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.n
     return rng.standard_normal(shape).astype(jnp.dtype(dtype))
 
 
-def draws(program: Any, count: int, *, seed: int = 0, is_poisoned: bool = True) -> Iterator[Draw]:
-    """`count` inputs of a program. Each row of the table of sizes is used once before one is used again.
+def draws(
+    program: Any,
+    count: int,
+    *,
+    seed: int = 0,
+    is_poisoned: bool = True,
+    sizes_of: Callable[[int], Arrays] | None = None,
+) -> Iterator[Draw]:
+    """`count` inputs of a program. Each row of the table of sizes is used once before one is used again; or the sizes
+    of the n-th input are `sizes_of(n)`.
 
     Buffers hold NaN outside of groups and in matrices that nothing reads. If `is_poisoned`, most draws also have NaN
     or infinity all over one group, of one buffer or of all of them.
@@ -78,6 +86,7 @@ def draws(program: Any, count: int, *, seed: int = 0, is_poisoned: bool = True) 
         sizes = {z: table[order[number * batch : (number + 1) * batch]] for z, order in rows.items()}
         sizes = {z: each if program.has_batch("sizes") else each[0] for z, each in sizes.items()}
         sizes = {z: each.astype(program.size_dtype) for z, each in sizes.items()}
+        sizes = sizes if sizes_of is None else sizes_of(number)
         first = np.array([OFFSETS[(number + i) % len(OFFSETS)] if program.held else 0 for i in range(batch)], np.int32)
         first = first if program.has_batch("first") else first[0]
         poisoned = ("", "lhs", "rhs", "out", "lhs rhs out")[number // 2 % 5].split() if is_poisoned else []

@@ -11,7 +11,11 @@ from ragged.primitive.lowering import BACKENDS
 
 @contextmanager
 def launches() -> Iterator[list[tuple[str, str]]]:
-    """Lists `(backend, kernel)` of each product that is lowered in here."""
+    """Lists `(backend, kernel)` of each product that is lowered in here.
+
+    The kernel of rows that are read through an index ends with " by index", and that of an epilogue with the number of
+    arrays that it stores, as in "grouped_matmul by index -> 3".
+    """
     found: list[tuple[str, str]] = []
     with pytest.MonkeyPatch.context() as patch:
         for name, backend in BACKENDS.items():
@@ -19,7 +23,9 @@ def launches() -> Iterator[list[tuple[str, str]]]:
                 module = backend.load()
 
                 def run(launch: Any, x: Any, name: str = name, run: Any = module.run) -> Any:
-                    found.append((name, launch.kernel))
+                    by_index = " by index" if x.gather is not None else ""
+                    stored = f" -> {launch.call.num_stored}" if launch.call.epilogue is not None else ""
+                    found.append((name, launch.kernel + by_index + stored))
                     return run(launch, x)
 
                 patch.setattr(module, "run", run)

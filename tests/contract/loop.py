@@ -104,14 +104,20 @@ def mismatch(got: Any, want: Sum, dtype: str, terms: int, roundings: int = 1, bi
     of a sum of this many `terms` with so many `bits`, and of `roundings` to `dtype`: a sum in bfloat16, a second
     rounding, or a row of another group is beyond it.
     """
-    assert got.dtype == dtype and got.shape == want.value.shape, (got.dtype, got.shape)
-    values, finite = np.asarray(got).astype(np.float64), np.isfinite(want.value)
     one = ROUNDING.get(dtype, 0.0)
     summed = (terms + 10) * (one if dtype == "float64" else 2.0**-bits if one else 0.0)
     with np.errstate(invalid="ignore"):
         bound = roundings * one * np.abs(want.value) + (1 + roundings * one) * summed * want.sizes
         bound += UNDERFLOW.get(dtype, 0.0) * (want.sizes > 0)
-        off = np.abs(values - want.value) > bound
-    wrong = np.argwhere(np.where(finite, off | ~np.isfinite(values), np.isfinite(values)))
-    told = [f"{[*map(int, at)]}: {values[tuple(at)]:.8g}, not {want.value[tuple(at)]:.8g}" for at in wrong[:3]]
+    return beyond(got, want.value, bound, dtype)
+
+
+def beyond(got: Any, want: np.ndarray, bound: np.ndarray, dtype: str) -> str:
+    """Where `got` differs from `want` by more than `bound`, or isn't finite exactly where `want` isn't; or ""."""
+    assert got.dtype == dtype and got.shape == want.shape, (got.dtype, got.shape)
+    values, finite = np.asarray(got).astype(np.float64), np.isfinite(want)
+    with np.errstate(invalid="ignore"):
+        is_near = np.abs(values - want) <= bound
+    wrong = np.argwhere(np.where(finite, ~is_near, np.isfinite(values)))
+    told = [f"{[*map(int, at)]}: {values[tuple(at)]:.8g}, not {want[tuple(at)]:.8g}" for at in wrong[:3]]
     return f"{len(wrong)} of {values.size} elements are wrong: at {'; '.join(told)}" if told else ""

@@ -56,14 +56,18 @@ class Program:
     shared: str = ""  # an operand that is one matrix
     existing: bool = False  # whether there is `existing_out`
     order: int = 1  # of derivatives
-    context: str = "jit"  # where it is called: see `runner`
+    context: str = "jit"  # where it is called: see `runner`; or "devices", each with its own element of the batch
+
+    inputs = ("lhs", "rhs", "existing")  # names of arrays that it may take
+    draws = "draws"  # the function that draws them
+    keeps_primal = False  # whether the result beside the cotangents is one of the results
 
     def __str__(self) -> str:
         shown = (value if name in _PLAIN else f"{name}={value}" for name, value in self._set())
         return "-".join(str(each).replace(" ", "+") for each in shown)
 
     def __repr__(self) -> str:
-        return f"Program({', '.join(f'{name}={value!r}' for name, value in self._set())})"
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self._set())})"
 
     def _set(self) -> list[tuple[str, Any]]:
         """The fields that aren't the default."""
@@ -146,9 +150,13 @@ class Program:
         """What the quantised operands stand for."""
         return {name: x.dequantize().data for name, x in self.operands(arrays, sizes).items() if name in self.casts}
 
-    def multiply(self, arrays: dict[str, Array], sizes: dict[str, Array], first: Any) -> Array:
+    def sides(self, arrays: dict[str, Array], sizes: dict[str, Array]) -> tuple[Any, Any]:
+        """What is passed as `lhs` and `rhs`."""
         shared = {self.shared: arrays[self.shared]} if self.shared else {}
-        lhs, rhs = (self.operands({**arrays, **{name: x[None] for name, x in shared.items()}}, sizes) | shared).values()
+        found = self.operands({**arrays, **{name: x[None] for name, x in shared.items()}}, sizes) | shared
+        return found["lhs"], found["rhs"]
+
+    def options(self, arrays: dict[str, Array], first: Any) -> dict[str, Any]:
         options: dict[str, Any] = {"backend": self._config(), "existing_out": arrays.get("existing")}
         if self.out_dtype:
             options["preferred_element_type"] = self.out_dtype
@@ -159,6 +167,10 @@ class Program:
             options["max_last"] = self.width
         if out.packed and self.terms["lhs" if out.packed == "m" else "rhs"].packed not in ("", out.packed):
             options["capacity"] = self.capacity  # no operand packs this letter
+        return options
+
+    def multiply(self, arrays: dict[str, Array], sizes: dict[str, Array], first: Any) -> Array:
+        (lhs, rhs), options = self.sides(arrays, sizes), self.options(arrays, first)
         if self.swapped:
             return ragged.matmul(rhs.mT, lhs.mT, **options).mT.data
         return ragged.matmul(lhs, rhs, **options).data
@@ -181,15 +193,16 @@ class Program:
         return all(wide)
 
     def compute(self, data: dict[str, Array], sizes: dict[str, Array], first: Array) -> Results:
-        """By name: "out"; "… values" of quantised operands; the cotangents "lhs", "rhs" and "existing"; "… inside":
-        those that are taken inside of the map; "tangent", and the cotangents of these cotangents, "… of
-        cotangents"."""
-        inputs = {name: data[name] for name in ("lhs", "rhs", "existing") if name in data}
+        """By name: "out"; "primal", the same beside the cotangents; "… values" of quantised operands; the cotangents
+        "lhs", "rhs" and "existing"; "… inside": those that are taken inside of the map; "tangent", and the cotangents
+        of these cotangents, "… of cotangents"."""
+        inputs = {name: data[name] for name in self.inputs if name in data}
         axes = {name: 0 if self.has_batch(name) else None for name in inputs}
         in_axes = axes, 0 if self.has_batch("sizes") else None, 0 if self.has_batch("first") else None
         given = {name: each for name, each in inputs.items() if self.is_differentiable(name)}
         one = jax.checkpoint(self.multiply) if self.context == "checkpoint" else self.multiply
-        mapped = jax.vmap(one, in_axes) if self.mapped else one
+        across = over_devices if self.context == "devices" else jax.vmap
+        mapped = across(one, in_axes) if self.mapped else one
 
         def product(given: dict[str, Array]) -> Array:
             return mapped(inputs | given, sizes, first)
@@ -205,8 +218,9 @@ class Program:
         found = {"out": product(given)}
         found |= {f"{name} values": each for name, each in values(inputs, sizes, first).items()} if self.casts else {}
         if given:
-            found |= cotangents(given, data["out"])
-        if given and self.mapped:
+            primal, pull = jax.vjp(product, given)
+            found |= pull(data["out"])[0] | ({"primal": primal} if self.keeps_primal else {})
+        if given and self.mapped and self.context != "devices":
             each = jax.vmap(inside, (*in_axes, 0))(inputs, sizes, first, data["out"])
             found |= {f"{name} inside": ct for name, ct in each.items()}
         if self.order == 2:
@@ -252,7 +266,7 @@ class Program:
                     if self.mapped:
                         add(f"{name} inside", product(name, *of, is_summed=False), name)
             if self.existing:
-                masks = [self._mask(draw.sizes, i) for i in range(self.batch)]
+                masks = [self.mask(draw.sizes, i) for i in range(self.batch)]
                 mask = np.stack(masks) if self.mapped else masks[0]
                 old, ct = (np.where(mask, data[name].astype(np.float64), 0) for name in ("existing", "out"))
                 add("out", found["out"][0].plus(Sum(old, np.abs(old))), "out")
@@ -269,7 +283,7 @@ class Program:
                 add("rhs of cotangents", product("rhs", "d lhs", "out"), "rhs")
         return found
 
-    def _mask(self, sizes: Arrays, element: int) -> np.ndarray:
+    def mask(self, sizes: Arrays, element: int) -> np.ndarray:
         """Where groups of the result are, also those without a product."""
         out = self.terms["out"]
         mask = np.zeros(out.shape, bool)
@@ -277,10 +291,23 @@ class Program:
             mask[at] = True
         return mask if out.ragged else np.ones(out.shape, bool)
 
-    def check(self, inputs: Iterable[Draw], bits: int = 24) -> None:
+    @property
+    def most_terms(self) -> int:
+        """How many products are added up, at most."""
+        return self.groups * self.batch * max(self.capacity, self.m, self.k, self.n)
+
+    def faults(self, draw: Draw, result: Mapping[str, np.ndarray], bits: int) -> dict[str, str]:
+        """Of each result of a draw: where it is wrong, or ""."""
+        wanted = self.wanted(draw, result)
+        assert wanted.keys() == result.keys() - {f"{name} values" for name in self.casts}
+        return {
+            name: loop.mismatch(result[name], want, dtype, self.most_terms, roundings, bits)
+            for name, (want, dtype, roundings) in wanted.items()
+        }
+
+    def check(self, inputs: Iterable[Draw], bits: int = 24) -> list[tuple[str, str]]:
         """That each draw gives what it should, and that the backend's own kernels compute it, in sums of so many
-        `bits`."""
-        terms = self.groups * self.batch * max(self.capacity, self.m, self.k, self.n)
+        `bits`. Returns these kernels, as `launches` lists them."""
         with ExitStack() as stack:
             if "float64" in self.dtypes.values():
                 stack.enter_context(jax.enable_x64(True))
@@ -295,14 +322,12 @@ class Program:
                     break
                 results = [jax.tree.map(np.asarray, each) for each in run(some)]
                 for i, (draw, result) in enumerate(zip(some, results, strict=True)):
-                    wanted = self.wanted(draw, result)
-                    assert wanted.keys() == result.keys() - {f"{name} values" for name in self.casts}
-                    for name, (want, dtype, roundings) in wanted.items():
-                        wrong = loop.mismatch(result[name], want, dtype, terms, roundings, bits)
+                    for name, wrong in self.faults(draw, result, bits).items():
                         assert not wrong, f"{name!r}: {wrong}\n{reproducer(self, number * at_once + i, draw)}"
             assert ran, "no product was lowered"
             expected = {"xla", "pallas_tpu"} if self.context == "export" else {self.backend}
             assert {backend for backend, _ in ran} == expected, f"these ran: {set(ran)}"
+        return ran
 
 
 def _with_nan_scales(x: GroupedTensor, quantize: Callable[[GroupedTensor], GroupedTensor]) -> GroupedTensor:
@@ -328,14 +353,34 @@ def _element(arrays: Arrays, element: int, rank: int = 1) -> Arrays:
     return {name: each[element] if each.ndim > rank else each for name, each in arrays.items()}
 
 
+def _mesh() -> jax.sharding.Mesh:
+    return jax.make_mesh((BATCH,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:BATCH])
+
+
+def over_devices(call: Callable[..., Array], in_axes: Any) -> Callable[..., Array]:
+    """As `jax.vmap`, but each element of the batch is on its own device."""
+
+    def is_none(axis: Any) -> bool:
+        return axis is None
+
+    def local(*args: Any) -> Array:
+        its = jax.tree.map(
+            lambda axis, x: x if axis is None else jax.tree.map(lambda x: x[0], x), in_axes, args, is_leaf=is_none
+        )
+        return call(*its)[None]
+
+    specs = jax.tree.map(lambda axis: P() if axis is None else P("d"), in_axes, is_leaf=is_none)
+    return jax.shard_map(local, mesh=_mesh(), in_specs=specs, out_specs=P("d"))
+
+
 def reproducer(program: Program, number: int, draw: Draw) -> str:
     """A script that fails in the same way."""
     return f"""
+from {type(program).__module__} import *
 from tests.contract.draws import draws
-from tests.contract.programs import Program
 
 program = {program!r}
-*_, draw = draws(program, {number + 1})
+*_, draw = {program.draws}(program, {number + 1})
 print(draw.sizes)  # {draw.sizes}
 results = program.compute(*draw)
 print(results, program.wanted(draw, results))
@@ -357,7 +402,7 @@ def runner(program: Program) -> tuple[Callable[[tuple[Draw, ...]], list[Results]
 
         return run, BATCH
 
-    if context in ("jit", "checkpoint"):
+    if context in ("jit", "checkpoint", "devices"):
         return one(jax.jit(compute))
     if context in ("eager", "disable_jit"):
         return one(compute)
@@ -368,14 +413,13 @@ def runner(program: Program) -> tuple[Callable[[tuple[Draw, ...]], list[Results]
     if context == "scan":
         return stacked(jax.jit(lambda some: jax.lax.map(lambda draw: compute(*draw), some)))
     if context.startswith("shard_map"):
-        mesh = jax.make_mesh((BATCH,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:BATCH])
 
         def local(some: Draw) -> Results:
             return jax.tree.map(lambda x: x[None], compute(*jax.tree.map(lambda x: x[0], some)))
 
         is_checked = context == "shard_map"
         return stacked(
-            jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=is_checked))
+            jax.jit(jax.shard_map(local, mesh=_mesh(), in_specs=P("d"), out_specs=P("d"), check_vma=is_checked))
         )
     assert context == "export"
     exported: list[Any] = []

@@ -1,0 +1,152 @@
+"""Products with biases, activations and gates, and of gathered rows, equal a loop over groups; so do derivatives.
+
+Each case is a program, which is compiled once and runs on many draws of sizes and contents.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests import gpu
+from tests.contract.epilogues import ACTIVATIONS, Epilogue, epilogue_draws
+
+FP8 = "float8_e4m3fn"
+Case = tuple[int, Epilogue]  # how many draws, of which program
+
+
+def by_default() -> Iterator[Case]:
+    both: dict[str, Any] = {"gate": True, "bias": "each one"}
+    yield 30, Epilogue("forward", "bfloat16", activation="silu", **both)
+    yield 30, Epilogue("forward", activation="sigmoid", bias="each", held=3)
+    yield 30, Epilogue("batched", "bfloat16", activation="relu", bias="one", save="out")
+    yield 30, Epilogue("inner_rows", activation="clamped", gate=True, bias="no each")
+    yield 30, Epilogue("forward", "bfloat16", bias="each", held=3, existing=True)
+    yield 30, Epilogue("batched", "bfloat16", bias="one", shared="rhs", bias_dtype="float32")
+    yield 20, Epilogue("forward", order=2, activation="tanh", **both)
+    yield 12, Epilogue("forward", "bfloat16", mapped="lhs sizes up bias", activation="sigmoid", **both)
+    yield 12, Epilogue("forward", mapped="rhs", context="devices", activation="softplus", bias="each")
+    yield 30, Epilogue("forward", "bfloat16", top_k=2)
+    yield 12, Epilogue("forward", top_k=2, mapped="sizes")
+    yield 20, Epilogue("forward", top_k=1, order=2)
+    yield 9, Epilogue("forward", "bfloat16", backend="pallas_tpu", activation="gelu_tanh", **both)
+    of_shards: dict[str, Any] = {"bias": "each", "held": 3, "save": "out"}
+    yield 9, Epilogue("forward", "bfloat16", backend="pallas_tpu", activation="sigmoid", **of_shards)
+    yield 9, Epilogue("batched", backend="pallas_tpu", columns="halves", n=128, activation="silu", **both)
+    yield 4, Epilogue("forward", "bfloat16", backend="triton_gpu", activation="clamped", held=3, **both)
+    # The tile of the second half begins in the middle of the matrices, and ends past the last one.
+    yield 3, Epilogue("forward", backend="triton_gpu", tiles=(16, 32, 16), columns="halves", k=8, n=8, gate=True)
+    yield 8, Epilogue("forward", "bfloat16", backend="triton_gpu", top_k=2)
+    casts: dict[str, Any] = {"lhs_cast": (FP8, "row"), "rhs_cast": (FP8, "mx"), "k": 72, "chip": gpu.FIRST_WITH_FP8}
+    yield 3, Epilogue("forward", backend="triton_gpu", activation="gelu", out_dtype="float32", **casts, **both)
+
+
+def rotated(*options: Any) -> Iterator[tuple[str, str, Any]]:
+    """Each option with a layout and a dtype."""
+    layouts, dtypes = itertools.cycle(("forward", "batched", "inner_rows")), itertools.cycle(("bfloat16", "float32"))
+    return zip(layouts, dtypes, options, strict=False)
+
+
+SMOOTH = [name for name in ACTIVATIONS if name not in ("relu", "relu squared", "clamped")]
+UNGATED = [name for name in ACTIVATIONS if name != "clamped"]
+
+
+def long() -> Iterator[Case]:
+    biases, saves = itertools.cycle(("each", "one", "no")), itertools.cycle(("pre", "out", "out"))
+    pairs = itertools.cycle(" ".join(pair) for pair in itertools.product(("each", "one", "no"), repeat=2))
+    columns = itertools.cycle(("halves", "interleaved", "", "", ""))
+    for layout, dtype, activation in rotated(*UNGATED):
+        yield 30, Epilogue(layout, dtype, activation=activation, bias=next(biases), save=next(saves))
+    for layout, dtype, activation in rotated(*ACTIVATIONS, *ACTIVATIONS):
+        its: dict[str, Any] = {"bias": next(pairs), "save": next(saves)}
+        its |= {"columns": next(columns)} if layout != "inner_rows" else {}  # one weight's groups are matrices
+        yield 30, Epilogue(layout, dtype, activation=activation, gate=True, **its)
+    for layout, _, activation in rotated(*SMOOTH):
+        its = {"gate": True, "bias": "each one"} if next(columns) else {"bias": "each"}
+        yield 20, Epilogue(layout, order=2, activation=activation, save=next(saves), **its)
+    operands = ("lhs", "rhs", "up", "bias", "up_bias", "lhs sizes", "sizes", "lhs rhs up bias up_bias", "lhs bias")
+    for mapped, context in itertools.product(operands, ("jit", "devices")):
+        its = {"activation": "clamped" if next(columns) else "silu", "held": 3 * (next(saves) == "out")}
+        yield 12, Epilogue("forward", mapped=mapped, context=context, gate=True, bias="each one", **its)
+    for bias, dtype in itertools.product(("each", "one"), ("float16", "bfloat16")):
+        yield 30, Epilogue("forward", dtype, activation="tanh", bias=bias, existing=True, held=3)
+        yield 30, Epilogue("forward", dtype, activation="silu", bias=bias, shared="rhs", bias_dtype="float32")
+        yield 30, Epilogue("batched", dtype, "", "float32", bias=bias, existing=True)
+    for context in ("eager", "constants", "checkpoint", "scan", "shard_map", "shard_map unchecked", "disable_jit"):
+        yield 3, Epilogue("forward", "bfloat16", context=context, activation="gelu", gate=True, bias="each one")
+        yield 3, Epilogue("forward", context=context, top_k=2, activation="tanh", bias="each", save="out")
+    for mapped, context in (("lhs", "jit"), ("rhs", "devices"), ("lhs sizes rhs", "jit"), ("sizes", "devices")):
+        yield 12, Epilogue("forward", top_k=2, mapped=mapped, context=context)
+    yield 20, Epilogue("forward", top_k=2, order=2, mapped="sizes")
+    for save in ("pre", "out"):
+        yield 20, Epilogue("forward", top_k=3, order=2, activation="silu", gate=True, bias="each one", save=save)
+        yield 30, Epilogue("forward", "bfloat16", top_k=2, held=3, activation="tanh", bias="each", save=save)
+    yield 30, Epilogue("forward", "bfloat16", top_k=2, existing=True, shared="rhs")
+
+
+def long_of_kernels() -> Iterator[Case]:
+    saves = itertools.cycle(("pre", "out", "out"))
+    pairs = itertools.cycle(" ".join(pair) for pair in itertools.product(("each", "one", "no"), repeat=2))
+    scalings: list[Any] = [("row", "column"), ("tensor", "group"), ((1, 64), (64, 64)), ("mx", "row")]
+    for backend, count in (("pallas_tpu", 30), ("triton_gpu", 3)):
+        is_gpu = backend == "triton_gpu"
+        tiles: dict[str, Any] = {"forward": (32, 32, 64), "batched": (32, 32, 64)}
+        tiles = tiles if is_gpu else {"forward": (32, 128, 128), "batched": (128, 128, 128)}
+        k, n = (80, 70) if is_gpu else (300, 200)
+        large: dict[str, Any] = {"m": 37, "k": k, "n": n, "capacity": 100}
+        for i, activation in enumerate(ACTIVATIONS):
+            its: dict[str, Any] = {"backend": backend, "activation": activation, "save": next(saves)}
+            layouts = ("forward", "batched") if i % 2 else ("batched", "forward")
+            if i % 3 and activation != "clamped":
+                yield count, Epilogue(layouts[0], bias="each", held=2 * (layouts[0] == "forward"), **its)
+            else:
+                yield count, Epilogue(layouts[0], "bfloat16", gate=True, bias=next(pairs), **its)
+            yield (
+                max(count // 3, 2),
+                Epilogue(layouts[1], tiles=tiles[layouts[1]], gate=True, bias=next(pairs), **large, **its),
+            )
+        its = {"backend": backend, "activation": "silu", "gate": True, "bias": "one each"}
+        yield count, Epilogue("forward", columns="halves", n=128, **its)
+        yield count, Epilogue("batched", columns="interleaved", n=64, **its)
+        yield count, Epilogue("batched", columns="halves", n=10, **its)
+        yield count, Epilogue("forward", columns="interleaved", shared="rhs", **its)
+        for mapped, context in (("lhs", "jit"), ("lhs sizes", "jit"), ("lhs rhs", "jit"), ("bias", "devices")):
+            yield count, Epilogue("forward", mapped=mapped, context=context, **its)
+        for activation in SMOOTH[1:3]:
+            yield count, Epilogue("forward", order=2, backend=backend, activation=activation, bias="each")
+        yield count, Epilogue("forward", backend=backend, existing=True, activation="tanh", bias="each")
+        for i, (lhs, rhs) in enumerate(scalings):
+            casts: dict[str, Any] = {"lhs_cast": (FP8, lhs), "rhs_cast": (FP8, rhs), "k": 256, "n": 136}
+            casts |= {"out_dtype": "float32", "activation": "gelu", "chip": gpu.FIRST_WITH_FP8 if is_gpu else ""}
+            its = {"gate": True, "bias": "each one"} if i % 2 else {"bias": "each"}
+            yield count, Epilogue(("batched", "forward")[i % 2], backend=backend, **its, **casts)
+        yield count, Epilogue("forward", backend=backend, top_k=2, activation="silu", bias="each one", gate=True)
+        yield count, Epilogue("forward", backend=backend, top_k=1, order=2)
+        yield count, Epilogue("forward", backend=backend, top_k=2, mapped="lhs sizes")
+    # Tiles of which registers hold a quarter beside the sums; loaded by TMA, or by pointers.
+    its = {"backend": "triton_gpu", "chip": "NVIDIA H200", "tiles": (128, 32, 64), "groups": 3, "capacity": 150}
+    its |= {"out_dtype": "float32", "activation": "silu", "bias": "each one"}
+    for k, n, dtype, gate in ((64, 72, "bfloat16", True), (37, 72, "float16", False), (37, 70, "float16", True)):
+        yield 2, Epilogue("forward", dtype, gate=gate, k=k, n=n, **its)
+
+
+def _cases(cases: Iterator[Case]) -> list[Any]:
+    return [pytest.param(*case, id=str(case[1])) for case in cases]
+
+
+def _check(count: int, program: Epilogue) -> None:
+    if program.backend == "triton_gpu":
+        gpu.needs_triton()
+    program.check(epilogue_draws(program, count))
+
+
+@pytest.mark.parametrize("count, program", _cases(by_default()))
+def test_epilogues(count: int, program: Epilogue) -> None:
+    _check(count, program)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("count, program", _cases(itertools.chain(long(), long_of_kernels())))
+def test_more_epilogues(count: int, program: Epilogue) -> None:
+    _check(count, program)

@@ -1,0 +1,274 @@
+"""Activations that are functions: how they are traced, compared and refused, and what kernels compute of them."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array, lax
+
+import ragged
+from ragged import GroupedTensor
+from ragged.backends.gpu.functions import FORMULAS
+from ragged.backends.tpu.launch import PRIMITIVES
+from ragged.core.errors import Site
+from ragged.product.function import ACTIVATIONS, Function, function_of
+from ragged.tuning import GpuConfig, TpuConfig
+from tests import gpu
+from tests.contract.launches import launches
+
+SITE = Site("test")
+Pair = tuple[Callable[..., Any], Callable[[Any], Any]]  # of JAX and of NumPy, in float64
+
+SMALL = np.geomspace(1e-6, 1, 50)
+ENDS = [np.inf, -np.inf, np.nan, 0.0, 100.0, -100.0, 1e30, -1e30]
+NUMBERS = np.float32(np.concatenate([np.linspace(-9, 9, 361), SMALL, -SMALL, ENDS])).astype(float)
+
+
+def sigmoid(z: Any) -> Any:
+    return 1 / (1 + np.exp(-z))
+
+
+# By the name of the primitive that each of them has, of those that GPU kernels have a formula for.
+FUNCTIONS: dict[str, Pair] = {
+    "abs": (jnp.abs, np.abs),
+    "add": (lambda z: z + 3, lambda z: z + 3),
+    "add_any": (lambda z: jax.vjp(lambda z: z * z * z, z)[1](jnp.ones_like(z))[0], lambda z: 3 * z * z),
+    "and": (lambda z: jnp.where((z > -1) & (z < 1), z, 2), lambda z: np.where((z > -1) & (z < 1), z, 2)),
+    "ceil": (lax.ceil, np.ceil),
+    "clamp": (lambda z: lax.clamp(-2.0, z, 3.0), lambda z: np.clip(z, -2, 3)),
+    "convert_element_type": (
+        lambda z: (z > 0).astype(jnp.float32) + z.astype(jnp.bfloat16).astype(jnp.float32),
+        lambda z: (z > 0) + np.asarray(z.astype(jnp.bfloat16), float),
+    ),
+    "cos": (lax.cos, np.cos),
+    "div": (lambda z: 3 / z, lambda z: 3 / z),
+    "eq": (lambda z: jnp.where(z == 9, 1, z), lambda z: np.where(z == 9, 1, z)),
+    "erf": (lax.erf, np.vectorize(math.erf, [float])),
+    "erfc": (lax.erfc, np.vectorize(math.erfc, [float])),
+    "exp": (lax.exp, np.exp),
+    "exp2": (lax.exp2, np.exp2),
+    "expm1": (lax.expm1, np.expm1),
+    "floor": (lax.floor, np.floor),
+    "ge": (lambda z: jnp.where(z >= 9, 1, z), lambda z: np.where(z >= 9, 1, z)),
+    "gt": (lambda z: jnp.where(z > 2, 1, z), lambda z: np.where(z > 2, 1, z)),
+    "integer_pow": (lambda z: lax.integer_pow(z, 0) + z**3 - z**-2, lambda z: 1 + z**3 - z**-2.0),
+    "is_finite": (lambda z: jnp.where(jnp.isfinite(z), z, 0), lambda z: np.where(np.isfinite(z), z, 0)),
+    "le": (lambda z: jnp.where(z <= -9, 1, z), lambda z: np.where(z <= -9, 1, z)),
+    "log": (lax.log, np.log),
+    "log1p": (lax.log1p, np.log1p),
+    "logistic": (lax.logistic, sigmoid),
+    "lt": (lambda z: jnp.where(z < 2, 1, z), lambda z: np.where(z < 2, 1, z)),
+    "max": (lambda z: jnp.maximum(z, -1), lambda z: np.maximum(z, -1)),
+    "min": (lambda z: jnp.minimum(z, 1), lambda z: np.minimum(z, 1)),
+    "mul": (lambda z: z * -3, lambda z: z * -3),
+    "ne": (lambda z: jnp.where(z != 9, 1, z), lambda z: np.where(z != 9, 1, z)),
+    "neg": (lax.neg, np.negative),
+    "not": (lambda z: jnp.where(~(z > 1), z, 2), lambda z: np.where(z > 1, 2, z)),
+    "or": (lambda z: jnp.where((z < -1) | (z > 1), z, 2), lambda z: np.where((z < -1) | (z > 1), z, 2)),
+    "rsqrt": (lax.rsqrt, lambda z: 1 / np.sqrt(z)),
+    "select_n": (lambda z: lax.select(z > 1, z, -z), lambda z: np.where(z > 1, z, -z)),
+    "sign": (lax.sign, np.sign),
+    "sin": (lax.sin, np.sin),
+    "sqrt": (lax.sqrt, np.sqrt),
+    "square": (lax.square, np.square),
+    "stop_gradient": (lax.stop_gradient, lambda z: z),
+    "sub": (lambda z: 3 - z, lambda z: 3 - z),
+    "tanh": (lax.tanh, np.tanh),
+    "xor": (lambda z: jnp.where((z < 1) ^ (z > -1), z, 2), lambda z: np.where((z < 1) ^ (z > -1), z, 2)),
+}
+COMPOSED: dict[str, Pair] = {
+    "relu": (ACTIVATIONS["relu"], lambda z: np.maximum(z, 0)),
+    "silu": (ACTIVATIONS["silu"], lambda z: z * sigmoid(z)),
+    "gelu": (ACTIVATIONS["gelu"], lambda z: z / 2 * np.vectorize(math.erfc, [float])(-z / np.sqrt(2))),
+    "gelu_tanh": (
+        ACTIVATIONS["gelu_tanh"],
+        lambda z: z * sigmoid(2 * np.sqrt(2 / np.pi) * (z + 0.044715 * z**3)),
+    ),
+    "softplus": (jax.nn.softplus, lambda z: np.logaddexp(z, 0)),
+    "elu": (jax.nn.elu, lambda z: np.where(z > 0, z, np.expm1(np.minimum(z, 0)))),
+    "leaky relu": (partial(jax.nn.leaky_relu, negative_slope=0.1), lambda z: np.where(z >= 0, z, 0.1 * z)),
+}
+BACKENDS = {"xla": "xla", "pallas_tpu": TpuConfig(interpret=True), "triton_gpu": GpuConfig(interpret=True)}
+
+
+@pytest.mark.parametrize(
+    "backend", ["triton_gpu", *(pytest.param(name, marks=pytest.mark.long) for name in ("xla", "pallas_tpu"))]
+)
+def test_values(backend: str) -> None:
+    """Of each primitive, and of activations: within rounding, however small they are; of infinity and NaN, too.
+
+    A program has all functions: a function of two numbers, of which the first says which function it is.
+    """
+    if backend == "triton_gpu":
+        gpu.needs_triton()
+    pairs = [*(FUNCTIONS | COMPOSED).values()]
+
+    def chosen(which: Array, z: Array) -> Array:
+        out = z
+        for i, (function, _) in enumerate(pairs):
+            out = jnp.where(which == i, function(z), out)
+        return out
+
+    # The pre-activations are the number of a row, and the bias of a column.
+    n, rows = len(NUMBERS), jnp.zeros((len(pairs), 8)).at[:, 0].set(jnp.arange(len(pairs), dtype=jnp.float32))
+    x = GroupedTensor(rows, jnp.array([len(pairs)], jnp.int32))
+    gate, up = jnp.ones((1, 8, n)), jnp.zeros((1, 8, n))
+    bias = None, jnp.asarray(NUMBERS, jnp.float32)
+    with launches() as ran:
+        got = jax.jit(partial(ragged.gated_matmul, activation=chosen, backend=BACKENDS[backend]))(
+            x, gate, up, bias=bias
+        )
+    assert backend == "xla" or ran == [(backend, "grouped_matmul -> 1")]
+    with np.errstate(all="ignore"):
+        for name, (_, function), row in zip((FUNCTIONS | COMPOSED), pairs, got.data, strict=True):
+            # For a TPU, `erfc` is `1 - erf`. The exponent of a large number loses bits, and so does its sine.
+            is_off = name in ("erfc", "cos", "sin") or (name == "gelu" and backend == "pallas_tpu")
+            most = 5 if name in COMPOSED else 9
+            at = ~(np.abs(NUMBERS) > most) | ((np.abs(NUMBERS) > 99) & (name not in ("cos", "sin")))
+            atol = 2.4e-7 * most if is_off else 1e-30
+            want = np.asarray(function(NUMBERS)).astype(np.float32)
+            np.testing.assert_allclose(row[at], want[at], rtol=4e-6, atol=atol, err_msg=name)
+
+
+def traced(function: Any, arity: int = 1) -> Function:
+    found = function_of(SITE, function, arity, jnp.float32)
+    assert found is not None
+    return found
+
+
+def test_every_formula_is_tested() -> None:
+    """And TPU kernels have each of these primitives, too."""
+    assert {*FUNCTIONS} == {*FORMULAS} <= PRIMITIVES
+    for name, (function, _) in FUNCTIONS.items():
+        assert name in {each.primitive.name for each in traced(function).operations}
+
+
+def test_functions_are_equal_by_their_operations() -> None:
+    """A function that is made anew is traced, but not compiled anew. Another constant, or derivative, is another."""
+
+    def scaled(slope: Any) -> Function:
+        return traced(lambda z: jax.nn.softplus(z) * slope)
+
+    def clipped(gate: Array, up: Array, limit: float = 7.0) -> Array:
+        return jnp.minimum(gate, limit) * up
+
+    assert scaled(2.0) == scaled(2.0) == scaled(jnp.float32(2)) != scaled(2.5)
+    assert hash(scaled(2.0)) == hash(scaled(2.0)) and scaled(2.0).key == scaled(2.0).key
+    assert traced(partial(clipped, limit=7.0), 2) == traced(clipped, 2) != traced(partial(clipped, limit=6.0), 2)
+    assert traced("silu") == traced(jax.nn.silu) != traced("silu", 2)
+
+    straight = jax.custom_jvp(lambda z: jnp.tanh(z))
+    straight.defjvp(lambda primals, tangents: (jnp.tanh(primals[0]), tangents[0]))
+    assert traced(straight) != traced(jnp.tanh)
+
+    def by(which: int) -> Any:
+        """The product, with a derivative by one of its operands alone."""
+        product = jax.custom_jvp(lambda gate, up: gate * up)
+        product.defjvp(lambda primals, tangents: (primals[0] * primals[1], primals[1 - which] * tangents[which]))
+        return product
+
+    assert traced(by(0), 2) == traced(by(0), 2) != traced(by(1), 2)
+
+
+X, W = GroupedTensor(jnp.ones((8, 4)), jnp.array([3, 2], jnp.int32)), jnp.ones((2, 4, 6))
+
+
+def test_a_function_in_a_loop_is_compiled_once() -> None:
+    """Eager calls with a lambda that is made anew, and its gradients."""
+    compiled = []
+
+    def note(event: str, duration_secs: float, **_: Any) -> None:
+        compiled.append(event)
+
+    def step(limit: float) -> None:
+        def loss(w: Array) -> Array:
+            return ragged.matmul(X, w, activation=lambda z: jnp.minimum(jax.nn.softplus(z), limit)).data.sum()
+
+        jax.grad(loss)(W)
+
+    step(1.5)
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        step(1.5)
+        assert not [each for each in compiled if "backend_compile" in each]
+        step(2.5)
+        assert [each for each in compiled if "backend_compile" in each]
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+
+
+OFFSET = 1.0
+
+
+def test_numbers_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers that a function reads are those of the call, not those of an earlier one."""
+    limit, scale = 1.0, SimpleNamespace(of=2.0)
+
+    def clipped(z: Array) -> Array:
+        return jnp.minimum(z, limit)
+
+    def scaled(z: Array) -> Array:
+        return z * scale.of
+
+    def shifted(z: Array) -> Array:
+        return (lambda y: y + OFFSET)(z)  # a global that only an inner function reads
+
+    found = []
+    for limit, scale.of in ((1.0, 2.0), (2.0, 5.0), (1.0, 2.0)):
+        monkeypatch.setitem(globals(), "OFFSET", limit)
+        outs = (ragged.matmul(X, W, activation=each) for each in (clipped, scaled, shifted))
+        found.append([float(out.data[0, 0]) for out in outs])
+    assert found == [[1, 8, 5], [2, 20, 6], [1, 8, 5]]
+
+
+def test_in_an_eager_shard_map() -> None:
+    """A function with constants to fold, traced while a `shard_map` runs."""
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def product(x: Array) -> Array:
+        return ragged.matmul(X.with_data(x), W, activation=lambda z: jnp.clip(z, -1, jnp.sqrt(9.0))).data
+
+    got = jax.shard_map(product, mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P("d"))(jnp.ones((16, 4)))
+    np.testing.assert_array_equal(got[:, 0], np.tile([3] * 5 + [0] * 3, 2))
+
+
+def test_what_no_kernel_has() -> None:
+    """A function without formulas in a kernel is composed of the product and XLA, and `explain` says so."""
+    gpu.needs_triton()
+    for device in ("TPU v5 lite", "NVIDIA H200"):
+        text = str(ragged.explain(X, W, activation=lax.lgamma, device=device))
+        assert "has no formula for `lgamma` of float32, in the activation lgamma" in text
+        text = str(ragged.explain(X, W, activation=jax.nn.softplus, device=device))
+        assert "with softplus" in text and "no formula" not in text
+
+    def choice(z: Array) -> Array:  # of three, by an integer
+        return lax.select_n(jnp.full(z.shape, 2, jnp.int32), z, z + 10, z + 20)
+
+    with launches() as ran:
+        out = ragged.matmul(X, W, activation=choice, backend=BACKENDS["triton_gpu"]).data
+    assert ran == [("triton_gpu", "grouped_matmul")]
+    assert out[:, 0].tolist() == [24] * 5 + [0] * 3
+
+
+@pytest.mark.parametrize(
+    "activation, error, text",
+    [
+        (lambda z: z[:, ::-1], ValueError, "primitive `rev`"),
+        (lambda z: z * z.shape[0], ValueError, "depend on the shape"),
+        (np.tanh, ValueError, "can't be traced"),
+        (lambda z: z * jnp.arange(3.0)[None], ValueError, "primitive `iota`"),
+        (lambda z: z * jnp.ones(3)[None], ValueError, "primitive `broadcast_in_dim`"),
+        (lambda z: z * np.ones((1, 3), np.float32), TypeError, r"closes over an array, f32\[1,3\]"),
+    ],
+    ids=["reversed", "shape", "numpy", "iota", "row", "array"],
+)
+def test_bad_functions(activation: Any, error: type[Exception], text: str) -> None:
+    """They are no elementwise functions of numbers, and raise at the call. `docs/errors.md` has more of them."""
+    with pytest.raises(error, match=text):
+        ragged.matmul(X, W, activation=activation)
