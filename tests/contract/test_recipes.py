@@ -276,7 +276,7 @@ def by_default() -> Iterator[Case]:
     yield 30, Quantised("blockwise", Program("wgrad", **SMALL))
     yield 30, Quantised("delayed", Program("forward_left", **SMALL))
     yield 20, Quantised("rounded", Program("batched", shared="rhs", **SMALL))
-    yield 20, Quantised("mxfp8", Program("forward", held=3, existing=True, **KERNEL))
+    yield 4, Quantised("mxfp8", Program("forward", held=3, existing=True, **KERNEL))
 
 
 def long() -> Iterator[Case]:
@@ -363,8 +363,8 @@ def test_gathered_rows(names: list[str]) -> None:
 @pytest.mark.parametrize(
     "gate, up, backend",
     [
-        ("mixed", "rowwise", "xla"),
         ("delayed", "delayed", "pallas_tpu"),
+        pytest.param("mixed", "rowwise", "xla", marks=pytest.mark.long),
         pytest.param("rowwise", "tensorwise", "pallas_tpu", marks=pytest.mark.long),
         pytest.param("blockwise", "blockwise", "pallas_tpu", marks=pytest.mark.long),
         pytest.param("mxfp8", "mxfp8", "xla", marks=pytest.mark.long),
@@ -401,6 +401,6 @@ def test_gated_products(gate: str, up: str, backend: str) -> None:
 
     with launches() as ran:
         compiled, rng = jax.jit(run), np.random.default_rng(1)
-        for number, (data, sizes, _, past) in enumerate(both[0].inputs(12)):
+        for number, (data, sizes, _, past) in enumerate(both[0].inputs(4 if backend == "pallas_tpu" else 12)):
             _same(*compiled(data, sizes, (past, both[1]._past(rng))), f"draw {number}, {sizes}")
     assert {name for name, _ in ran} == {backend}

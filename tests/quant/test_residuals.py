@@ -87,7 +87,9 @@ def test_a_loop() -> None:
 TWICE = "a derivative of a product with `recipe` can't be differentiated: only quantised operands were saved."
 
 
-@pytest.mark.parametrize("recipe", ["int8", "delayed", "nvfp4"])
+@pytest.mark.parametrize(
+    "recipe", ["int8", *(pytest.param(name, marks=pytest.mark.long) for name in ("delayed", "nvfp4"))]
+)
 def test_a_derivative_of_what_is_kept(recipe: Any) -> None:
     """By either operand or the cotangent, in a loop, compiled, next to weights that are quantised already."""
     one = Cast(jnp.int8, "row"), Cast(jnp.int8, "row")
