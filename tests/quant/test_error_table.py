@@ -22,7 +22,7 @@ def test_definition() -> None:
     x = x.with_data(x.data.at[8:17].multiply(jnp.exp2(-jnp.arange(9.0) * 2)[:, None]))
     w, dy = jax.random.normal(jax.random.key(1), (3, 64, 16)), jax.random.normal(jax.random.key(2), (20, 16))
     past = jnp.array([[1.0], [0.0], [0.0]])  # `x` has larger values, which saturate
-    delayed = Recipe(*[(Recipe.preset("delayed").forward)] * 3, past, name="past")
+    delayed = Recipe(*[Recipe.preset("delayed").forward] * 3, history=past, name="past")
     table = error_table(x, w, ["tensorwise", delayed], dy=dy)
     q = quantize(x, E4M3, "tensor"), quantize(w, E4M3, "tensor")
     gradient = quantize(x.with_data(dy), E5M2, "tensor")

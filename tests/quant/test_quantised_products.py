@@ -32,7 +32,9 @@ INTERPRETED: dict[str, Any] = {"pallas_tpu": TpuConfig(interpret=True), "triton_
         ("forward", False),
         *(
             pytest.param(layout, i % 2 > 0, marks=pytest.mark.long)
-            for i, layout in enumerate(("batched", "wgrad", "forward_left", "inner_rows", "inner_columns", "outer", "ragged"))
+            for i, layout in enumerate(
+                ("batched", "wgrad", "forward_left", "inner_rows", "inner_columns", "outer", "ragged")
+            )
         ),
     ],
 )
