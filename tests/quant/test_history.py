@@ -1,5 +1,6 @@
 """The history of delayed scaling is state: sealed or not, shared by any products, ignored by optimisers."""
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -184,3 +185,20 @@ def test_second_derivatives_by_the_recipe() -> None:
 
     history = jax.jit(jax.grad(penalty))(Recipe.preset("delayed", length=2, save="operands").unsealed()).history
     np.testing.assert_allclose(history[:2, 0], [np.abs(X.data).max(), np.abs(W).max()], rtol=1e-6)
+
+
+@pytest.mark.long
+def test_the_example_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipes' history moves on, and the loss falls as it does in bfloat16."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
+    import fp8_recipes  # pyright: ignore[reportMissingImports]
+
+    monkeypatch.delitem(sys.modules, "fp8_recipes")
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        text, held_out, vocabulary = fp8_recipes.read_text()
+        data, losses = jnp.asarray(text, jnp.int32), {}
+        for name in ("bfloat16", "delayed"):
+            model = fp8_recipes.train(name, 20, data, vocabulary)
+            losses[name] = fp8_recipes.held_out_loss(model, held_out)[0]
+    assert losses["bfloat16"] < 4.4
+    assert losses["delayed"] == pytest.approx(losses["bfloat16"], rel=0.02)

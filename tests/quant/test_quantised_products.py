@@ -49,16 +49,13 @@ def test_explain() -> None:
     """`explain` says what runs, and that XLA multiplies 4 bits also where another backend is asked for."""
     text = str(ragged.explain(quantize(X, E4M3, "row"), quantize(W, E4M3, "column")))
     assert "derivatives: by lhs none, by rhs none" in text and "on tpu: grouped_matmul of pallas_tpu" in text
-    assert "forward: ragged rows × uniform -> ragged rows, bf16[64,64]" in text
-    text = str(ragged.explain(X.astype(jnp.float16), W, recipe="rowwise"))
-    assert "quantised by rowwise" in text and "on tpu: grouped_matmul of pallas_tpu" in text  # of fp8, not of float16
-    assert "on tpu: grouped_matmul of pallas_tpu" in str(ragged.explain(X, W[0], recipe="rowwise"))
+    for w in (W, W[0]):  # a kernel of fp8, not of float16
+        assert "on tpu: grouped_matmul of pallas_tpu" in str(ragged.explain(X.astype(jnp.float16), w, recipe="rowwise"))
     asked = ragged.explain(X, W, recipe="nvfp4", backend=INTERPRETED["pallas_tpu"])
     assert {plan.backend for plan in asked.plans} == {"xla"}
     text = str(ragged.explain(X, W, recipe="nvfp4"))
     assert "on tpu: grouped_matmul of xla (pallas_tpu has no kernels for lhs in float4_e2m1fn)" in text
     assert "on cuda: grouped_matmul of xla (GPUs of compute capability 8.0 (the default if" in text
-    assert "lhs f4_e2m1fn × rhs f4_e2m1fn" in text and "lhs 1 m × 16 k, rhs 16 k × 1 n" in text
 
 
 UNITS = "triton_gpu multiplies float4_e2m1fn only on GPUs of compute capability 10.0 and 10.3, if both operands have"
