@@ -217,7 +217,8 @@ class Epilogue(Program):
         return found
 
     def multiply(self, arrays: dict[str, Array], sizes: dict[str, Array], first: Any) -> Array:
-        options = self.options(arrays, first) | {"activation": ACTIVATIONS[self.activation].passed, "save": self.save}
+        options = self.options("out", first) | self.result_options(arrays)
+        options |= {"activation": ACTIVATIONS[self.activation].passed, "save": self.save}
         route = ragged.route(sizes["ids"], self.groups) if self.top_k else None
         given = arrays | ({"lhs": jnp.zeros((1, 1, 1))} if route else {})
         lhs, rhs = self.sides(given, {} if route else sizes)

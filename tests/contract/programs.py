@@ -156,24 +156,28 @@ class Program:
         found = self.operands({**arrays, **{name: x[None] for name, x in shared.items()}}, sizes) | shared
         return found["lhs"], found["rhs"]
 
-    def options(self, arrays: dict[str, Array], first: Any) -> dict[str, Any]:
-        options: dict[str, Any] = {"backend": self._config(), "existing_out": arrays.get("existing")}
-        if self.out_dtype:
-            options["preferred_element_type"] = self.out_dtype
-        if self.held:
-            options |= {"group_offset": first} | ({"num_actual_groups": self.held} if self.layout == "wgrad" else {})
-        out = self.terms["out"]
-        if len(out.ragged) == 2:
-            options["max_last"] = self.width
-        if out.packed and self.terms["lhs" if out.packed == "m" else "rhs"].packed not in ("", out.packed):
-            options["capacity"] = self.capacity  # no operand packs this letter
-        return options
-
     def multiply(self, arrays: dict[str, Array], sizes: dict[str, Array], first: Any) -> Array:
-        (lhs, rhs), options = self.sides(arrays, sizes), self.options(arrays, first)
+        (lhs, rhs), options = self.sides(arrays, sizes), self.options("out", first) | self.result_options(arrays)
         if self.swapped:
             return ragged.matmul(rhs.mT, lhs.mT, **options).mT.data
         return ragged.matmul(lhs, rhs, **options).data
+
+    def options(self, name: str, first: Any) -> dict[str, Any]:
+        """Of the product that has this term as its result, and the two others as operands."""
+        out, others = self.terms[name], [self.terms[other] for other in TERMS if other != name]
+        options: dict[str, Any] = {"backend": self._config()}
+        if self.held:
+            options |= {"group_offset": first} | ({} if out.ragged else {"num_actual_groups": self.held})
+        if len(out.ragged) == 2:
+            options["max_last"] = self.width
+        if out.packed and all(other.packed != out.packed for other in others):
+            options["capacity"] = self.capacity  # no operand packs this letter
+        return options
+
+    def result_options(self, arrays: dict[str, Array]) -> dict[str, Any]:
+        """The result's dtype, and what it is added to."""
+        dtype = {"preferred_element_type": self.out_dtype} if self.out_dtype else {}
+        return dtype | {"existing_out": arrays.get("existing")}
 
     def _config(self) -> Any:
         if self.backend == "xla":
@@ -316,7 +320,7 @@ class Program:
             if self.context == "disable_jit":
                 stack.enter_context(jax.disable_jit())
             ran = stack.enter_context(launches())
-            run, at_once = runner(self)
+            run, at_once = runner(self.context, self.compute)
             for number, some in enumerate(itertools.batched(inputs, at_once)):
                 if len(some) < at_once:
                     break
@@ -334,6 +338,8 @@ def _with_nan_scales(x: GroupedTensor, quantize: Callable[[GroupedTensor], Group
     """`x` quantised, with NaN as the scales of no element: those that are the same for much larger values."""
     q, larger = quantize(x), quantize(x.with_data(4096 * x.data))
     assert q.scales is not None and larger.scales is not None
+    if q.tensor_scale is not None:  # it takes the whole factor
+        return q
     scales: Any = jnp.where(q.scales == larger.scales, jnp.asarray(jnp.nan, q.scales.dtype), q.scales)
     more: dict[str, Any] = {"tensor_scale": q.tensor_scale, "transposed": q.transposed}
     return GroupedTensor(q.data, q.first_dims, q.last_dims, scales, q.scaling, **more)
@@ -388,9 +394,8 @@ program.check([draw])
 """
 
 
-def runner(program: Program) -> tuple[Callable[[tuple[Draw, ...]], list[Results]], int]:
+def runner(context: str, compute: Callable[..., Any]) -> tuple[Callable[[tuple[Any, ...]], list[Any]], int]:
     """What computes the results of some draws, and of how many at a time."""
-    compute, context = program.compute, program.context
 
     def one(call: Callable[..., Results]) -> tuple[Callable[[tuple[Draw, ...]], list[Results]], int]:
         return lambda draws: [call(*draw) for draw in draws], 1
@@ -402,6 +407,8 @@ def runner(program: Program) -> tuple[Callable[[tuple[Draw, ...]], list[Results]
 
         return run, BATCH
 
+    if context == "vmap":
+        return stacked(jax.jit(jax.vmap(lambda draw: compute(*draw))))
     if context in ("jit", "checkpoint", "devices"):
         return one(jax.jit(compute))
     if context in ("eager", "disable_jit"):

@@ -1,0 +1,241 @@
+"""`ragged.quantize` equals its definition, block by block, for any sizes, whatever lies outside of the groups.
+
+For each block, `scale = amax / largest` of its finite elements, and `data = round(x / scale)`. A program quantises one
+tensor in several ways; it is compiled once and runs on many draws.
+"""
+
+import itertools
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ragged import GroupedTensor, Scaling, quantize
+from tests.contract.draws import size_table
+from tests.contract.loop import Arrays, Place, Term, places
+from tests.contract.programs import runner
+
+GROUPS, CAPACITY, WIDTH = 5, 60, 40
+KINDS = {  # the ragged letters, the packed one, the shape of the buffer
+    "uniform": ("", "", (GROUPS, 6, WIDTH)),
+    "rows": ("m", "m", (CAPACITY, WIDTH)),
+    "columns": ("n", "n", (WIDTH, CAPACITY)),
+    "both": ("mn", "m", (CAPACITY, WIDTH)),
+    "both, columns packed": ("mn", "n", (WIDTH, CAPACITY)),
+    "no groups": ("m", "m", (CAPACITY, WIDTH)),
+    "no rows": ("m", "m", (0, WIDTH)),
+}
+FORMATS = {  # bits of the mantissa, exponent of the least normal number, the largest one
+    "float8_e4m3fn": (3, -6, 448.0),
+    "float8_e5m2": (2, -14, 57344.0),
+    "float4_e2m1fn": (1, 0, 6.0),
+    "int8": (0, 0, 127.0),
+    "int4": (0, 0, 7.0),
+}
+F32, E4M3, E8M0 = "float32", "float8_e4m3fn", "float8_e8m0fnu"
+Block = tuple[int | None, int | None]
+SCALINGS: list[tuple[Any, Block | None, str]] = [  # as it is passed, the block, the dtype of the scales
+    ("row", (1, None), F32),
+    ("nvfp4", (1, 16), E4M3),
+    ((8, 1), (8, 1), F32),
+    ("tensor", None, F32),
+    ("mx", (1, 32), E8M0),
+    ((None, 3), (None, 3), F32),
+    ("group", (None, None), F32),
+    (Scaling((4, 16), E4M3), (4, 16), E4M3),
+    ("column", (None, 1), F32),
+    ((1, 4), (1, 4), F32),
+    (Scaling((4, None), E8M0), (4, None), E8M0),
+    (Scaling(None, E4M3), None, E4M3),
+]
+
+
+class Cast(NamedTuple):
+    dtype: str
+    scaling: Any
+    block: Block | None
+    scales: str
+    power_of_two: bool
+
+    def shape(self, packed: int | None, buffer: tuple[int, ...], groups: int) -> tuple[int, ...]:
+        """Of the scales: as many along a packed axis as there can be."""
+        if self.block in (None, (None, None)):
+            return () if self.block is None else (groups,)
+        counts = [1 if b is None else -(-n // b) for n, b in zip(buffer[-2:], self.block or (), strict=True)]
+        if packed is not None:
+            extent = self.block[packed] if self.block else None
+            counts[packed] = groups if extent is None else (buffer[packed] + (extent - 1) * groups) // extent
+        return (*buffer[:-2], *counts)
+
+
+def casts(first: int, step: int = 1) -> list[Cast]:
+    """Scalings, each with one of the dtypes; half of them with scales that are powers of two."""
+    dtypes = itertools.cycle([*FORMATS])
+    every = [Cast(next(dtypes), *scaling, (i + first) % 4 > 1) for i, scaling in enumerate(SCALINGS, first % 5)]
+    return every[first % step :: step]
+
+
+def contents(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, number: int) -> np.ndarray:
+    """Rows and columns of very different magnitudes, some of them zero; in some draws all are tiny, huge or zero."""
+    x = rng.standard_normal(shape)
+    for axis in (-1, -2):
+        factors = np.exp2(rng.integers(-5, 6, shape[axis])) * (rng.random(shape[axis]) > 0.1)
+        x *= factors if axis == -1 else factors[:, None]
+    limit = 0 if dtype == "float16" else 90
+    return (x * (0.0 if number % 16 == 9 else 2.0 ** (limit * (number % 3 - 1)))).astype(jnp.dtype(dtype))
+
+
+CASES = [  # kind, whether it is seen through `mT`, dtype, number of scalings, where it is called
+    ("rows", False, "float32", 6, "jit"),
+    ("both, columns packed", True, "float32", 6, "jit"),
+    ("uniform", True, "bfloat16", 3, "jit"),
+]
+LONG = [
+    ("uniform", False, "float32", 12, "jit"),
+    ("uniform", True, "float16", 12, "jit"),
+    ("rows", False, "bfloat16", 12, "jit"),
+    ("columns", False, "float32", 12, "jit"),
+    ("both", False, "float32", 12, "jit"),
+    ("both, columns packed", True, "float32", 12, "jit"),
+    ("rows", False, "float64", 12, "jit"),
+    ("no groups", False, "float32", 12, "jit"),
+    ("no rows", False, "float32", 12, "jit"),
+    ("rows", False, "float32", 12, "vmap"),
+    ("both", False, "float32", 12, "scan"),
+    ("rows", False, "float32", 3, "export"),
+    ("columns", False, "float32", 3, "eager"),
+]
+
+
+@pytest.mark.parametrize(
+    "number, case", [*enumerate(CASES), *(pytest.param(*each, marks=pytest.mark.long) for each in enumerate(LONG))]
+)
+def test_definition(number: int, case: tuple[str, bool, str, int, str]) -> None:
+    """Scales in the documented places, values within half a unit in the last place, zeros in the tail."""
+    kind, transposed, dtype, count, context = case
+    ragged, packed, shape = KINDS[kind]
+    groups, axis = 0 if kind == "no groups" else GROUPS, "mn".index(packed) if packed else None
+    rng, ways = np.random.default_rng(0), casts(number, len(SCALINGS) // count)
+    rows = {z: rng.permutation(size_table(groups, CAPACITY, 16, rng)) for z in ragged}
+
+    def run(data: Any, sizes: Arrays) -> list[Any]:
+        x, found = GroupedTensor(data, sizes.get("m"), sizes.get("n"), transposed=transposed), []
+        for way in ways:
+            q = quantize(x, way.dtype, way.scaling, power_of_two=way.power_of_two)
+            assert (q.dtype, q.scales.dtype) == (way.dtype, way.scales)  # pyright: ignore[reportOptionalMemberAccess]
+            assert q.mT.scaling == Scaling.of(way.scaling).mT and q.mT.mT.scaling == q.scaling
+            found.append((q.data, q.scales, q.tensor_scale, q.dequantize().data))
+        return found
+
+    def inputs(number: int) -> tuple[np.ndarray, Arrays]:
+        x = contents(rng, shape, dtype, number)
+        if number % 4 == 3:  # elements that aren't finite
+            x = np.where(rng.random(shape) < 0.01, rng.choice([np.nan, np.inf, -np.inf], shape), x).astype(x.dtype)
+        sizes = {z: table[number] for z, table in rows.items()}
+        outside = np.ones(shape, bool)
+        for place in places({"": Term("mn", ragged, packed, shape)}, sizes, groups)[""]:
+            outside[place] = False
+        x[outside] = (np.nan, 1e4)[number % 2]
+        return x, sizes
+
+    with jax.enable_x64(True) if dtype == "float64" else nullcontext():
+        call, at_once = runner(context, run)
+        draws = map(inputs, range(min(map(len, rows.values()), default=30) // at_once * at_once))
+        for some in itertools.batched(draws, at_once):
+            for (x, sizes), found in zip(some, call(some), strict=True):
+                at: list[Any] = places({"": Term("mn", ragged, packed, shape)}, sizes, groups)[""]
+                outside = np.ones(shape, bool)
+                for place in at:
+                    outside[place] = False
+                for way, got in zip(ways, found, strict=True):
+                    told = f"{way}, {sizes}"
+                    arrays = [np.asarray(1 if each is None else each).astype(np.float64) for each in got]
+                    assert arrays[1].shape == way.shape(axis, shape, groups), told
+                    check(way, axis, x.astype(np.float64), at, arrays, told)
+                    assert not arrays[0][outside].any() and not arrays[3][outside].any(), told
+
+
+def check(way: Cast, packed: int | None, x: np.ndarray, at: list[Place], got: list[np.ndarray], told: str) -> None:
+    """That `(data, scales, tensor_scale, dequantised)` is what the definition says of each group's blocks."""
+    mantissa, least, largest = FORMATS[way.dtype]
+    data, scales, level, dequantised = got
+    is_power, two_levels = way.power_of_two or way.scales == E8M0, way.scales == E4M3
+    block, begin = way.block or (None, None), 0
+    maxima, spoiled = zip(*(maxima_of(x[place], block) for place in at), strict=True) if at else ((), ())
+    top = max((each.max(initial=0) for each in maxima), default=0.0)
+    if way.block is None:
+        maxima = [np.full((1, 1), top)] * len(at)
+        spoiled = [np.full((1, 1), any(each.any() for each in spoiled))] * len(at)
+    if two_levels:
+        close(level, scale_of(top, largest * (256 if way.power_of_two else 448), is_power), is_power, told)
+    for group, (place, amax, bad) in enumerate(zip(at, maxima, spoiled, strict=True)):
+        # The scales of this group's blocks: those of one group follow those of the group before it.
+        index = [np.arange(n) for n in amax.shape]
+        if packed is not None:
+            count = amax.shape[packed]
+            index[packed] += group if block[packed] is None else begin
+            begin += count
+        if way.block is None:
+            stored = scales.reshape(1, 1)
+        elif way.block == (None, None):
+            stored = scales[group].reshape(1, 1)
+        else:
+            stored = (scales if packed is not None else scales[group])[np.ix_(*index)]
+        lost = bad & (way.dtype in ("int8", "int4", "float4_e2m1fn"))  # these hold no NaN
+        assert np.array_equal(np.isnan(stored), lost), told
+        if not two_levels:
+            close(stored[~lost], scale_of(amax, largest, is_power)[~lost], is_power, told)
+        else:
+            most = 256.0 if way.power_of_two else 448.0
+            want = np.clip(scale_of(amax / level, largest, is_power), 2.0**-6, most)
+            unit = 0 if is_power else 2.0 ** (np.floor(np.log2(want)) - 3)
+            assert (np.abs(stored - want)[~lost] <= (unit * (0.5 + 1e-5) * np.ones_like(want))[~lost]).all(), told
+        every = spread(stored, block, x[place].shape) * level
+        with np.errstate(invalid="ignore"):
+            quotient, held = x[place] / every, data[place]
+        fine = np.isfinite(quotient)
+        # A scale in float8_e4m3fn may be rounded down, by a part of 16; the largest elements then saturate.
+        size, slack = np.abs(quotient[fine]), 1 + (2.0**-4 if two_levels and not is_power else 0) + 2.0**-21
+        assert (size <= largest * slack).all(), told
+        exponent = np.floor(np.log2(np.clip(size, 2.0**least, largest)))
+        unit = np.where(way.dtype.startswith("int"), 1.0, 2.0 ** (exponent - mantissa))
+        limit = unit / 2 + size * 2.0**-21 + np.maximum(size - largest, 0)
+        assert (np.abs(held[fine] - quotient[fine]) <= limit).all(), told
+        if way.dtype.startswith("float8"):
+            bad_x = x[place][~fine]
+            kept = np.where(np.isinf(bad_x) & (way.dtype == "float8_e5m2"), bad_x, np.nan)
+            assert np.array_equal(held[~fine], kept, equal_nan=True), told
+        with np.errstate(invalid="ignore"):
+            want = np.where(spread(lost, block, x[place].shape), np.nan, held * every)
+        np.testing.assert_allclose(dequantised[place], want, rtol=2.0**-22, err_msg=told)
+
+
+def maxima_of(x: np.ndarray, block: tuple[int | None, int | None]) -> tuple[np.ndarray, np.ndarray]:
+    """Of each block: the largest absolute value of its finite elements, and whether all are finite. `[rows, columns]`
+    of blocks."""
+    extents = [max(n, 1) if b is None else b for n, b in zip(x.shape, block, strict=True)]
+    counts = [1 if b is None else -(-n // b) for n, b in zip(x.shape, block, strict=True)]
+    padded = np.zeros([n * b for n, b in zip(counts, extents, strict=True)])
+    padded[: x.shape[0], : x.shape[1]] = x
+    blocks = padded.reshape(counts[0], extents[0], counts[1], extents[1])
+    finite = np.isfinite(blocks)
+    sizes = np.minimum(np.abs(np.where(finite, blocks, 0)), np.finfo(np.float32).max)
+    return sizes.max(axis=(1, 3), initial=0), ~finite.all(axis=(1, 3))
+
+
+def spread(x: np.ndarray, block: tuple[int | None, int | None], shape: tuple[int, ...]) -> np.ndarray:
+    """The value of each element's block."""
+    index = [np.arange(n) // (max(n, 1) if b is None else b) for n, b in zip(shape, block, strict=True)]
+    return x[np.ix_(*index)]
+
+
+def scale_of(amax: Any, largest: float, is_power: bool) -> np.ndarray:
+    scale = np.where(np.asarray(amax) > 0, amax, largest) / largest
+    return 2 ** np.ceil(np.log2(scale)) if is_power else scale
+
+
+def close(got: np.ndarray, want: np.ndarray, is_power: bool, told: str) -> None:
+    np.testing.assert_allclose(got, want, rtol=0 if is_power else 2.0**-22, err_msg=told)

@@ -1,0 +1,170 @@
+"""What computes products of quantised operands, and of recipes: on which chip, over devices, with which blocks.
+
+Values: `tests/contract/test_products.py` and `tests/contract/test_recipes.py`.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ragged
+from ragged import GroupedTensor, Scaling, matmul, quantize
+from ragged.tuning import GpuConfig, TpuConfig
+from tests import gpu
+from tests.contract.draws import draws
+from tests.contract.programs import Program
+
+F4, E4M3, E8M0 = "float4_e2m1fn", "float8_e4m3fn", "float8_e8m0fnu"
+X = GroupedTensor(jax.random.normal(jax.random.key(0), (64, 256)), jnp.array([20, 0, 30], jnp.int32))
+W = jax.random.normal(jax.random.key(1), (3, 256, 64))
+INTERPRETED: dict[str, Any] = {"pallas_tpu": TpuConfig(interpret=True), "triton_gpu": GpuConfig(interpret=True)}
+
+
+@pytest.mark.parametrize(
+    "layout, is_alone",
+    [
+        ("forward", False),
+        *(
+            pytest.param(layout, i % 2 > 0, marks=pytest.mark.long)
+            for i, layout in enumerate(
+                ("batched", "wgrad", "forward_left", "inner_rows", "inner_columns", "outer", "ragged")
+            )
+        ),
+    ],
+)
+def test_four_bits(layout: str, is_alone: bool) -> None:
+    """Of both operands or one, along what is contracted: equal the product of what they dequantise to."""
+    rhs = None if is_alone else (F4, Scaling((16, 1), E4M3))
+    program = Program(layout, lhs_cast=(F4, "nvfp4"), rhs_cast=rhs, k=40, out_dtype="float32")
+    program.check(draws(program, 20))
+
+
+def test_explain() -> None:
+    """`explain` says what runs, and that XLA multiplies 4 bits also where another backend is asked for."""
+    text = str(ragged.explain(quantize(X, E4M3, "row"), quantize(W, E4M3, "column")))
+    assert "derivatives: by lhs none, by rhs none" in text and "on tpu: grouped_matmul of pallas_tpu" in text
+    for w in (W, W[0]):  # a kernel of fp8, not of float16
+        assert "on tpu: grouped_matmul of pallas_tpu" in str(ragged.explain(X.astype(jnp.float16), w, recipe="rowwise"))
+    asked = ragged.explain(X, W, recipe="nvfp4", backend=INTERPRETED["pallas_tpu"])
+    assert {plan.backend for plan in asked.plans} == {"xla"}
+    text = str(ragged.explain(X, W, recipe="nvfp4"))
+    assert "on tpu: grouped_matmul of xla (pallas_tpu has no kernels for lhs in float4_e2m1fn)" in text
+    assert "on cuda: grouped_matmul of xla (GPUs of compute capability 8.0 (the default if" in text
+
+
+UNITS = "triton_gpu multiplies float4_e2m1fn only on GPUs of compute capability 10.0 and 10.3, if both operands have"
+NO_UNITS: list[Any] = [
+    (None, None),
+    (E4M3, "mx"),
+    (E4M3, "nvfp4"),
+    (F4, (1, 16)),
+    (F4, Scaling((1, 16), E8M0)),
+    (F4, Scaling((1, 32), E4M3)),
+]
+
+
+def test_four_bits_on_gpus() -> None:
+    """Blackwell's kernel, of two such operands contracted evenly; else XLA, and `explain` says why."""
+
+    def check(chip: str, a: GroupedTensor, b: GroupedTensor, reason: str) -> None:
+        with gpu.on(chip):
+            plan = next(plan for plan in ragged.explain(a, b).plans if plan.platform == "cuda")
+        assert plan.backend == ("xla" if reason else "triton_gpu") and reason in plan.runs, (chip, b)
+
+    def made(x: Any, *cast: Any) -> GroupedTensor:
+        return jax.eval_shape(lambda x: quantize(x, *cast), x)
+
+    x, w = made(X, F4, "nvfp4"), made(W.mT, F4, "nvfp4").mT
+    slow = "compute capability 9.0 can't convert float4_e2m1fn; 10.0 and later can"
+    chips = {"NVIDIA B200": "", "NVIDIA B300": "", "NVIDIA H200": slow, "NVIDIA GeForce RTX 5090 12.0": UNITS}
+    for chip, reason in chips.items():
+        check(chip, x, w, reason)
+    for cast in NO_UNITS:
+        check("NVIDIA B200", x, made(W.mT, *cast).mT, UNITS)
+    ragged_k = GroupedTensor(X.data[:, :64], X.first_dims, jnp.array([9, 20, 30], jnp.int32))
+    both = made(ragged_k, F4, "nvfp4")
+    check("NVIDIA B200", both, both.mT, UNITS)
+
+
+def test_a_fixed_operand_may_be_quantised_inside() -> None:
+    """The hint that the error of a differentiated `quantize` names."""
+
+    def loss(w: Array) -> Array:
+        return jnp.sum(matmul(X, quantize(jax.lax.stop_gradient(w), E4M3, "row")).data) + w.sum()
+
+    np.testing.assert_array_equal(jax.jit(jax.grad(loss))(W), np.ones(W.shape))
+
+
+SIZES = (37, 0, 5, 64, 33, 1, 70)  # no group but the first two begins at a multiple of 32
+
+
+def tokens(seed: int) -> GroupedTensor:
+    """250 rows of very different magnitudes, with one scale for 32 of them."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((250, 48)) * np.exp(2 * rng.standard_normal((250, 1)))
+    return quantize(GroupedTensor(x.astype(np.float32), np.array(SIZES, np.int32)), E4M3, (32, 1))
+
+
+@pytest.mark.parametrize("backend", ["pallas_tpu", "triton_gpu"])
+def test_tiles_are_counted_as_they_run(backend: str) -> None:
+    """`explain` counts the tiles of groups that a kernel reads moved apart: each begins with a block of scales."""
+    with gpu.on("NVIDIA H200") if backend == "triton_gpu" else jax.default_matmul_precision("highest"):
+        plans = ragged.explain(tokens(0).mT, tokens(1), backend=INTERPRETED[backend]).plans
+    (plan,) = [plan for plan in plans if plan.product == "forward" and plan.platform == "cpu"]
+    assert plan.backend == backend and plan.is_exact and plan.visits
+    whole = -(-np.array(SIZES) // 32) * 32
+    if backend == "triton_gpu":
+        assert list(plan.tiles) == [
+            (group, int(first + at), 32)
+            for group, (first, size) in enumerate(zip(np.cumsum(SIZES) - SIZES, whole, strict=True))
+            for at in range(0, size, 32)
+        ]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("way", ["tokens", "nvfp4"])
+def test_over_devices(way: str, kind: AxisType) -> None:
+    """A device has its part of a block, scaled as the whole, and the tensor's scale, whatever it has of the blocks'."""
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind, kind))
+    x = X.with_data(X.data[:, :192])
+    if way == "tokens":
+        lhs, rhs, specs = tokens(0).mT, tokens(1), [(P(None, "b"), P("b"))]  # 125 rows each
+    else:
+        lhs, rhs = quantize(x, F4, "nvfp4"), quantize(W[:, :192].mT, F4, "nvfp4").mT
+        specs = [(P("a"), P()), (P(None, "b"), P(None, "b")), (P(None, ("a", "b")), P(None, ("a", "b")))]
+
+    def product(x: Array, y: Array) -> Array:
+        return matmul(lhs.with_data(x), rhs.with_data(y), preferred_element_type=jnp.float32).data
+
+    want = matmul(lhs.dequantize(), rhs.dequantize(), precision="highest").data
+    for of_lhs, of_rhs in specs:
+        with jax.set_mesh(mesh):
+            data = [jax.device_put(x.data, NamedSharding(mesh, spec)) for x, spec in ((lhs, of_lhs), (rhs, of_rhs))]
+            got = jax.jit(product)(*data)
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.long
+def test_experts_over_a_mesh() -> None:
+    """Quantised weights sharded by group, with their scales."""
+    mesh, sizes = (
+        jax.make_mesh((4,), ("e",), axis_types=(AxisType.Auto,)),
+        np.array([9, 0, 7, 1, 20, 3, 0, 8], np.int32),
+    )
+    x = quantize(GroupedTensor(X.data[:, :40], sizes), E4M3, "row")
+    w = quantize(jax.random.normal(jax.random.key(2), (8, 40, 24)), E4M3, (8, 8))
+    specs: Any = GroupedTensor(P("e"), scales=P("e"), scaling=w.scaling)  # pyright: ignore[reportArgumentType]
+
+    def local(x: GroupedTensor, w: GroupedTensor) -> Array:
+        first = jax.lax.axis_index("e").astype(jnp.int32) * 2
+        return jax.lax.psum(matmul(x, w, group_offset=first, preferred_element_type=jnp.float32).data, "e")
+
+    got = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(P(), specs), out_specs=P()))(x, w)
+    np.testing.assert_allclose(got, matmul(x, w, preferred_element_type=jnp.float32).data, rtol=1e-5, atol=1e-5)
