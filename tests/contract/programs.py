@@ -22,6 +22,7 @@ from tests.contract import loop
 from tests.contract.draws import Draw
 from tests.contract.launches import launches
 from tests.contract.loop import TERMS, Arrays, Sum, Term
+from tests.contract.meshes import Over
 
 BATCH = 3  # elements of a map, steps of a scan, devices
 Results = dict[str, Array]
@@ -78,6 +79,11 @@ class Program:
     @property
     def batch(self) -> int:
         return BATCH if self.mapped else 1
+
+    @cached_property
+    def over(self) -> Over | None:
+        """The mesh over which it runs, if the context says one."""
+        return Over.of(self.context)
 
     @cached_property
     def casts(self) -> dict[str, Any]:
@@ -159,9 +165,10 @@ class Program:
             options["max_last"] = self.width
         if out.packed and self.terms["lhs" if out.packed == "m" else "rhs"].packed not in ("", out.packed):
             options["capacity"] = self.capacity  # no operand packs this letter
+        matmul = self.over.matmul(self) if self.over else ragged.matmul
         if self.swapped:
-            return ragged.matmul(rhs.mT, lhs.mT, **options).mT.data
-        return ragged.matmul(lhs, rhs, **options).data
+            return matmul(rhs.mT, lhs.mT, **options).mT.data
+        return matmul(lhs, rhs, **options).data
 
     def _config(self) -> Any:
         if self.backend == "xla":
@@ -357,6 +364,9 @@ def runner(program: Program) -> tuple[Callable[[tuple[Draw, ...]], list[Results]
 
         return run, BATCH
 
+    if over := program.over:
+        compiled = over.compute(program)
+        return one(lambda *draw: compiled(*over.put(program, Draw(*draw))))
     if context in ("jit", "checkpoint"):
         return one(jax.jit(compute))
     if context in ("eager", "disable_jit"):
