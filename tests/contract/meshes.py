@@ -64,7 +64,9 @@ class Over:
         if kind not in (*KINDS, "sharded_matmul"):
             return None
         shape, *others = rest
-        mesh = mesh_of("auto" if kind not in KINDS else kind, **dict(zip("abc", map(int, shape.split("x")), strict=False)))
+        mesh = mesh_of(
+            "auto" if kind not in KINDS else kind, **dict(zip("abc", map(int, shape.split("x")), strict=False))
+        )
         at = others.index("->") if "->" in others else len(others)
 
         def axes(words: list[str]) -> dict[str, tuple[str, ...]]:
@@ -77,8 +79,12 @@ class Over:
         term = program.term_of(name)
         letters = "g" * (len(program.terms[term].shape) - 2) + TERMS[term]
         letters = "b" + letters if is_batched and program.has_batch(name) else letters
-        is_asked = name == "out" and self.out is not None
-        return self._spec(letters, self.out or {} if is_asked else self.letters)
+        if name == "out" and self.out is not None:
+            return self._spec(letters, self.out)
+        if term == "out":  # a letter that one term packs and another one has left-aligned isn't split
+            packed = {z: {each.packed == z for each in program.terms.values() if z in each.ragged} for z in letters}
+            letters = "".join("." if len(packed[z]) > 1 else z for z in letters)
+        return self._spec(letters, self.letters)
 
     def _spec(self, letters: str, axes: Mapping[str, tuple[str, ...]]) -> P:
         taken: set[str] = set()  # the first letter that wants an axis has it
@@ -103,6 +109,10 @@ class Over:
         data = {name: placed(x, self.spec(program, name)) for name, x in draw.data.items()}
         sizes = {z: placed(x, of_batch("sizes")) for z, x in draw.sizes.items()}
         return Draw(data, sizes, placed(draw.first, of_batch("first")))
+
+    def like(self, ct: Array, out: Array) -> Array:
+        """A cotangent of a result whose type says how it is split."""
+        return jax.sharding.reshard(ct, jax.typeof(out).sharding) if self.kind == "explicit" else ct
 
     def _divides(self, x: Any, spec: P) -> bool:
         ways = NamedSharding(self.mesh, spec).shard_shape

@@ -211,15 +211,16 @@ class Program:
         values = jax.vmap(self.values, in_axes) if self.mapped else self.values
         found = {"out": product(given)}
         found |= {f"{name} values": each for name, each in values(inputs, sizes, first).items()} if self.casts else {}
+        ct = self.over.like(data["out"], found["out"]) if self.over else data["out"]
         if given:
-            found |= cotangents(given, data["out"])
+            found |= cotangents(given, ct)
         if given and self.mapped:
-            each = jax.vmap(inside, (*in_axes, 0))(inputs, sizes, first, data["out"])
+            each = jax.vmap(inside, (*in_axes, 0))(inputs, sizes, first, ct)
             found |= {f"{name} inside": ct for name, ct in each.items()}
         if self.order == 2:
             tangents = {name: data[f"d {name}"] for name in given}
             found["tangent"] = jax.jvp(product, (given,), (tangents,))[1]
-            of_given, of_out = jax.vjp(cotangents, given, data["out"])[1](tangents)
+            of_given, of_out = jax.vjp(cotangents, given, ct)[1](tangents)
             found |= {f"{name} of cotangents": ct for name, ct in (of_given | {"out": of_out}).items()}
         return found
 
