@@ -1,5 +1,6 @@
 """The reference of a mixture of experts: NumPy, float64, one token after another, with the derivatives by hand."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -49,8 +50,10 @@ def mixture(
     shared: Weights | None = None,
     shared_gate: np.ndarray | None = None,
     weigh_inputs: bool = False,
+    slope: Callable[[np.ndarray], np.ndarray] = np.cos,
 ) -> Mixture:
-    """`y[t]` is the sum of `weights[t, j] * expert[ids[t, j]](x[t])`; the gradients are of the sum of the sines of `y`.
+    """`y[t]` is the sum of `weights[t, j] * expert[ids[t, j]](x[t])`; the gradients are of the sum of the sines of `y`,
+    or of what else has this `slope`.
 
     An id that is no expert's has no row, nor has what isn't in `keep`. `sent`: what experts get in place of `x`.
     `weigh_inputs`: weights multiply what experts get.
@@ -88,23 +91,24 @@ def mixture(
                 y[t] += factor * out
                 terms.append((j, pull))
         gate = 1.0 if shared_gate is None else float(sigmoid(x[t] @ shared_gate))
+        pull_shared = None
         if shared is not None:
             out, pull_shared = expert(shared, 0, x[t], gate, dshared)
             y[t] += gate * out
-        dy = np.cos(y[t])
+        dy = slope(y[t])
         for j, pull in terms:
             dtoken, by_factor = pull(dy)
             if weigh_inputs:
                 by_factor, dtoken = float(dtoken @ rows[t]), weights[t, j] * dtoken
             dweights[t, j] += by_factor
             dx[t] += dtoken
-        if shared is not None:
+        if pull_shared is not None:
             dtoken, by_factor = pull_shared(dy)
             dx[t] += dtoken
             if shared_gate is not None:
-                slope = by_factor * gate * (1 - gate)
-                dgate += slope * x[t]
-                dx[t] += slope * shared_gate
+                by_gate = by_factor * gate * (1 - gate)
+                dgate += by_gate * x[t]
+                dx[t] += by_gate * shared_gate
     return Mixture(y, dx, dweights, dexperts, dshared, dgate)
 
 
@@ -114,7 +118,7 @@ def kept(ids: np.ndarray, experts: int, ways: int, each: int, devices: int, chun
     keep, tokens = np.zeros(ids.shape, bool), len(ids) // devices
     for device in range(devices):
         ends = [device * tokens + tokens * i // chunks for i in range(chunks + 1)]
-        for begin, end in zip(ends[:-1], ends[1:], strict=True):
+        for begin, end in itertools.pairwise(ends):
             seen = [0] * ways
             for t in range(begin, end):
                 for j, e in enumerate(ids[t]):

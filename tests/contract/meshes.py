@@ -49,8 +49,8 @@ class Over:
     """A mesh over which a program runs: what `Program.context` says, such as `"auto 2x2 m=a k=b"`.
 
     That is a mesh of two axes of two devices, `a` and `b`, of type `Auto`, which split the letters `m` and `k`: "g" are
-    the groups of a uniform term, "b" the batch. With "-> m=b", the result's `out_sharding` is that; with "-> unreduced=a"
-    it isn't summed over `a`. "sharded_matmul" in place of the type: by that function.
+    the groups of a uniform term, "b" the batch. With "-> m=b", the result's `out_sharding` is that; with
+    "-> unreduced=a" it isn't summed over `a`. "sharded_matmul" in place of the type: by that function.
     """
 
     kind: str
@@ -121,7 +121,7 @@ class Over:
         except ValueError:
             return False
 
-    def compute(self, program: Any, names: tuple[str, ...] = ()) -> Callable[..., Any]:
+    def compute(self, program: Any, names: tuple[str, ...] = ()) -> Any:
         """A compiled function of a draw that is `put` here: all results, or those of these names."""
 
         def run(data: dict[str, Array], sizes: Any, first: Any) -> Any:

@@ -98,7 +98,7 @@ class Layer:
             return {"y": y, "rows": rows.data[None], "sizes": ex.sizes[None], "dropped": ex.dropped[None]}
 
         specs: Any = {name: P("expert") if name in ("up", "down") else tokens for name in given}
-        out_specs = {name: tokens for name in ("y", "rows", "sizes", "dropped")}
+        out_specs = dict.fromkeys(("y", "rows", "sizes", "dropped"), tokens)
         if self.transport == "none":
             specs |= {name: P("data") for name in ("x", "ids", "weights")}
             out_specs = {"y": P("data")}

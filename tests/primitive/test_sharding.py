@@ -358,42 +358,39 @@ CALLS: dict[str, tuple[Callable[[Array], Any], P]] = {
 }
 
 
-def every_call(x: Array) -> tuple[dict[str, Any], Array]:
-    """The results of all calls, and the gradient of what is smooth."""
+def every_call(x: Array) -> dict[str, Any]:
+    return {name: call(x) for name, (call, _) in CALLS.items()}
+
+
+def every_gradient(x: Array) -> Array:
+    """Of all that is smooth."""
 
     def loss(x: Array) -> Array:
         smooth = [call(x) for name, (call, _) in CALLS.items() if name not in ("quantize", "dequantize", "route")]
         floats = [leaf for leaf in jax.tree.leaves(smooth) if jnp.issubdtype(leaf.dtype, jnp.floating)]
         return sum((jnp.sum(jnp.sin(leaf)) for leaf in floats), jnp.float32(0))
 
-    return {name: call(x) for name, (call, _) in CALLS.items()}, jax.grad(loss)(x)
+    return jax.grad(loss)(x)
 
 
-def test_explicit_axes() -> None:
+OTHERS = [(every_call, P("a", "b")), (every_call, P()), (every_gradient, P("a", None))]
+
+
+@pytest.mark.parametrize(
+    "call, given",
+    [(every_call, P("a", None)), *(pytest.param(*each, marks=pytest.mark.long) for each in OTHERS)],
+    ids=range(4),
+)
+def test_explicit_axes(call: Callable[[Array], Any], given: P) -> None:
     """The numbers of one device, gradients too, and a type that follows from the operands'."""
-    want, run = jax.jit(every_call)(BUFFER), jax.jit(every_call)
+    want = jax.jit(call)(BUFFER)
     with jax.set_mesh(two_by_two("explicit")):
-        for given in (P("a", None), P("a", "b"), P()):
-            got = run(jax.device_put(BUFFER, given))
-            if given == P("a", None):
-                for name, (_, spec) in CALLS.items():
-                    first = jax.tree.leaves(got[0][name])[0]
-                    assert jax.typeof(first).sharding.spec == spec, name
-            for (path, g), w in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
-                g, w = (np.asarray(z).astype(np.float64) for z in (g, w))
-                np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-5, err_msg=jax.tree_util.keystr(path))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", CALLS)
-def test_explicit_axes_without_jit(name: str) -> None:
-    call, spec = CALLS[name]
-    want = call(BUFFER)
-    with jax.set_mesh(two_by_two("explicit")):
-        got = call(jax.device_put(BUFFER, P("a", None)))
-    assert jax.typeof(jax.tree.leaves(got)[0]).sharding.spec == spec
-    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(*(np.asarray(z).astype(np.float64) for z in (g, w)), rtol=1e-5, atol=1e-6)
+        got = jax.jit(call)(jax.device_put(BUFFER, given))
+    for name, (_, spec) in CALLS.items() if call is every_call and given == P("a", None) else ():
+        assert jax.typeof(jax.tree.leaves(got[name])[0]).sharding.spec == spec, name
+    for (path, g), w in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        g, w = (np.asarray(z).astype(np.float64) for z in (g, w))
+        np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-5, err_msg=jax.tree_util.keystr(path))
 
 
 def test_what_needs_sizes_or_values_refuses_explicit_axes() -> None:
