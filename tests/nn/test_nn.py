@@ -89,9 +89,9 @@ class Program:
     def layer(self) -> MoE:
         of_router, of_experts, shared, has_gate = MODELS[self.model]
         key, dtype = jax.random.key(0), dict[str, Any](dtype=jnp.dtype(self.dtype))
-        of_experts = of_experts | dtype | {"save": self.save}
+        how: dict[str, Any] = {**of_experts, **dtype, "save": self.save}
         d, hidden = self.extents
-        of_shared: dict[str, Any] = {**of_experts, "activation": "silu"}
+        of_shared: dict[str, Any] = {**how, "activation": "silu"}
         router = Router(d, EXPERTS, key=key, **of_router, **dtype)
         if router.selection_bias is not None:
             router = router.with_selection_bias(jnp.linspace(0.5, -0.5, EXPERTS))
@@ -103,7 +103,7 @@ class Program:
             over |= {"transport": self.transport, "chunks": self.chunks}
         return MoE(
             router,
-            Experts(d, hidden, EXPERTS, key=key, **of_experts),
+            Experts(d, hidden, EXPERTS, key=key, **how),
             Experts(d, shared, key=key, **of_shared) if shared else None,
             shared_gate=jnp.zeros(d, self.dtype) if has_gate else None,
             weigh_inputs=self.model == "llama4",
@@ -147,12 +147,11 @@ class Program:
             y, stats = layer(GroupedTensor(x, jnp.stack([count // 2, jnp.int32(0), count - count // 2])))
             return y.data, stats
 
-        rows = P(tuple(name for name in ("data", "expert") if name in (layer.axis, *layer.data_axes)))
+        names = [name for name in ("data", "expert") if name in (layer.axis, *layer.data_axes)]
         if self.kind == "manual":
+            rows, more = P(tuple(names)), [layer.tensor_axis] if layer.tensor_axis else []
             specs: Any = {"in_specs": (layer.specs(), rows, rows), "out_specs": (rows, P())}
-            run = jax.shard_map(
-                run, axis_names={*rows[0], *([layer.tensor_axis] if layer.tensor_axis else [])}, **specs
-            )
+            run = jax.shard_map(run, axis_names={*names, *more}, **specs)
 
         def loss(both: tuple[MoE, Array]) -> Any:
             y, stats = run(*both, is_token)
@@ -222,8 +221,8 @@ class Program:
         if self.dtype == "float32":
             largest = np.abs(want).max(initial=0)
             np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-5 * max(largest, 1), err_msg=name)
-        else:  # four roundings of half a unit each: what has seen a sum in bfloat16 is off by more
-            roundings = 8 if name in ("x", "router") else 4  # parts nearly cancel in what reaches the router's logits
+        else:  # a few roundings of half a unit each: what has seen a sum in bfloat16 is off by more
+            roundings = 4 if name == "y" else 5
             assert np.linalg.norm(got - want) <= roundings * 2**-9 / np.sqrt(3) * np.linalg.norm(want), name
 
 
@@ -443,6 +442,7 @@ def test_sizes_end_at_the_buffer() -> None:
 
     def losses(layer: MoE, x: Array) -> Any:
         y, stats = layer(x)
+        assert stats.load_balance is not None and stats.z is not None
         return jnp.sum(y) + stats.load_balance + stats.z, (y, stats)
 
     (total, (y, stats)), grads = eqx.filter_value_and_grad(losses, has_aux=True)(layer, jnp.ones((0, D)))
@@ -554,7 +554,7 @@ def test_grouped_linear_with_a_recipe() -> None:
     x = GroupedTensor(tokens(), jnp.array([10, 14], jnp.int32))
     assert layer.bias is not None
     bias: Any = ragged.per_group(layer.bias)
-    want = ragged.matmul(x, layer.weight, recipe="rowwise") + bias
+    want: Any = ragged.matmul(x, layer.weight, recipe="rowwise") + bias
     np.testing.assert_array_equal(layer(x).data, want.data)
-    exact = ragged.matmul(x, layer.weight) + bias
+    exact: Any = ragged.matmul(x, layer.weight) + bias
     assert jnp.max(jnp.abs(exact.data - want.data)) > 1e-3
