@@ -22,6 +22,7 @@ from tests.contract import loop
 from tests.contract.draws import Draw
 from tests.contract.launches import launches
 from tests.contract.loop import TERMS, Arrays, Sum, Term
+from tests.contract.meshes import Over
 
 BATCH = 3  # elements of a map, steps of a scan, devices
 Results = dict[str, Array]
@@ -82,6 +83,11 @@ class Program:
     @property
     def batch(self) -> int:
         return BATCH if self.mapped else 1
+
+    @cached_property
+    def over(self) -> Over | None:
+        """The mesh over which it runs, if the context says one."""
+        return Over.of(self.context)
 
     @cached_property
     def casts(self) -> dict[str, Any]:
@@ -158,9 +164,10 @@ class Program:
 
     def multiply(self, arrays: dict[str, Array], sizes: dict[str, Array], first: Any) -> Array:
         (lhs, rhs), options = self.sides(arrays, sizes), self.options("out", first) | self.result_options(arrays)
+        matmul = self.over.matmul(self) if self.over else ragged.matmul
         if self.swapped:
-            return ragged.matmul(rhs.mT, lhs.mT, **options).mT.data
-        return ragged.matmul(lhs, rhs, **options).data
+            return matmul(rhs.mT, lhs.mT, **options).mT.data
+        return matmul(lhs, rhs, **options).data
 
     def options(self, name: str, first: Any) -> dict[str, Any]:
         """Of the product that has this term as its result, and the two others as operands."""
@@ -221,16 +228,17 @@ class Program:
         values = jax.vmap(self.values, in_axes) if self.mapped else self.values
         found = {"out": product(given)}
         found |= {f"{name} values": each for name, each in values(inputs, sizes, first).items()} if self.casts else {}
+        ct = self.over.like(data["out"], found["out"]) if self.over else data["out"]
         if given:
             primal, pull = jax.vjp(product, given)
-            found |= pull(data["out"])[0] | ({"primal": primal} if self.keeps_primal else {})
+            found |= pull(ct)[0] | ({"primal": primal} if self.keeps_primal else {})
         if given and self.mapped and self.context != "devices":
-            each = jax.vmap(inside, (*in_axes, 0))(inputs, sizes, first, data["out"])
+            each = jax.vmap(inside, (*in_axes, 0))(inputs, sizes, first, ct)
             found |= {f"{name} inside": ct for name, ct in each.items()}
         if self.order == 2:
             tangents = {name: data[f"d {name}"] for name in given}
             found["tangent"] = jax.jvp(product, (given,), (tangents,))[1]
-            of_given, of_out = jax.vjp(cotangents, given, data["out"])[1](tangents)
+            of_given, of_out = jax.vjp(cotangents, given, ct)[1](tangents)
             found |= {f"{name} of cotangents": ct for name, ct in (of_given | {"out": of_out}).items()}
         return found
 
@@ -300,6 +308,13 @@ class Program:
         """How many products are added up, at most."""
         return self.groups * self.batch * max(self.capacity, self.m, self.k, self.n)
 
+    def runner(self) -> tuple[Callable[[tuple[Draw, ...]], list[Results]], int]:
+        """What computes the results of some draws, and of how many at a time."""
+        if over := self.over:
+            compiled = over.compute(self)
+            return lambda draws: [compiled(*over.put(self, draw)) for draw in draws], 1
+        return runner(self.context, self.compute)
+
     def faults(self, draw: Draw, result: Mapping[str, np.ndarray], bits: int) -> dict[str, str]:
         """Of each result of a draw: where it is wrong, or ""."""
         wanted = self.wanted(draw, result)
@@ -320,7 +335,7 @@ class Program:
             if self.context == "disable_jit":
                 stack.enter_context(jax.disable_jit())
             ran = stack.enter_context(launches())
-            run, at_once = runner(self.context, self.compute)
+            run, at_once = self.runner()
             for number, some in enumerate(itertools.batched(inputs, at_once)):
                 if len(some) < at_once:
                     break

@@ -18,7 +18,7 @@ import ragged
 from ragged import GroupedTensor
 from ragged.parallel import Estimate, estimate
 from tests import tpu
-from tests.docs import test_docs
+from tests.contract.meshes import DOCS, mesh_of
 
 N, TOKENS, TOP_K, EXPERTS, D, HIDDEN = 8, 16, 2, 16, 256, 24  # tokens of a device
 SHAPE: dict[str, Any] = {"tokens": TOKENS, "d": D, "hidden": HIDDEN, "experts": EXPERTS, "top_k": TOP_K, "devices": N}
@@ -35,7 +35,7 @@ def layer(part: str, mesh: Any = None, **options: Any) -> Callable[..., Array]:
         ex = ragged.exchange(ragged.route(ids, EXPERTS), **options)
         return ex.dispatch(x).data if part == "dispatch" else ex.map(expert, x, weights)
 
-    mesh = mesh or jax.make_mesh((N,), ("expert",), axis_types=(AxisType.Auto,))
+    mesh = mesh or mesh_of("auto", expert=N)
     return jax.shard_map(local, mesh=mesh, in_specs=(P("expert"),) * 6, out_specs=P("expert"))
 
 
@@ -96,13 +96,17 @@ def programs(**options: Any) -> list[tuple[Callable[..., Any], tuple[str, ...]]]
     return found if "chunks" in options else [*found, (with_gradient(dispatch), ("dispatch", "dispatch gradient"))]
 
 
-@pytest.mark.sampled(default=False)
+@pytest.mark.long
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"capacity": 70}, {"chunks": 3, "capacity": 100}, {"chunks": 2, "wire": "mxfp8"}, {"wire": "rowwise"}],
+    "transport, options",
+    [
+        ("dense", {"capacity": 70}),
+        ("dense", {"chunks": 2, "wire": "mxfp8"}),
+        ("ring", {"chunks": 3, "capacity": 100}),
+        ("ring", {"wire": "rowwise"}),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("transport", ["dense", "ring"])
 def test_compiled_programs(transport: str, options: dict[str, Any]) -> None:
     """Over eight devices, in float32: the CPU's collectives have no narrower floats."""
     options = options | {"transport": transport}
@@ -131,10 +135,20 @@ def test_compiled_for_tpus(transport: str) -> None:
         assert got == want
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("options", [{"capacity": 40}, {"chunks": 3, "wire": "mxfp8"}], ids=str)
+FEW, CHUNKS = {"capacity": 40}, {"chunks": 3, "wire": "mxfp8"}
+
+
 @pytest.mark.parametrize(
-    "transport, platform", [("dense", "cpu"), ("ring", "cpu"), ("ragged", "tpu"), ("ragged", "cuda")]
+    "transport, platform, options",
+    [
+        ("dense", "cpu", FEW),
+        ("ring", "cpu", CHUNKS),
+        ("ragged", "tpu", FEW),
+        pytest.param("dense", "cpu", CHUNKS, marks=pytest.mark.long),
+        pytest.param("ring", "cpu", FEW, marks=pytest.mark.long),
+        pytest.param("ragged", "cuda", CHUNKS, marks=pytest.mark.long),
+    ],
+    ids=str,
 )
 def test_lowered_programs(transport: str, platform: str, options: dict[str, Any]) -> None:
     """In bfloat16, and of `"ragged"`: how large its buffers are."""
@@ -223,9 +237,9 @@ def finished(dispatch: float, products: float, combine: float, chunks: int) -> f
     return link
 
 
-@pytest.mark.parametrize("link", [1e3, 1e5, 1e9])
-@pytest.mark.parametrize("chunks", [1, 2, 4, 16])
+@pytest.mark.parametrize("chunks, link", [(1, 1e5), (2, 1e9), (4, 1e3), (16, 1e5)])
 def test_seconds(chunks: int, link: float) -> None:
+    """Those of the best order of exchanges and products."""
     plan = estimate(**SHAPE, chunks=chunks, link=link, flops=1e9)
     for way, phases in (("forward", ("sizes", *FORWARD)), ("gradient", GRADIENT)):
         assert plan.exchange[way] == pytest.approx(sum(plan.sent[phase] for phase in phases) / link)
@@ -271,43 +285,30 @@ def test_prints_a_table() -> None:
 
 def test_the_documented_plan(capsys: pytest.CaptureFixture[str]) -> None:
     """The page has the output of its code, and figures of that layer."""
-    page = (test_docs.ROOT / "docs" / "sharding.md").read_text()
-    (code,) = (block for block in test_docs.blocks(page) if "parallel.estimate" in block)
+    page = DOCS.read_text()
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "parallel.estimate" in block)
     names: dict[str, Any] = {"ragged": ragged}
     exec(code, names)
     printed = capsys.readouterr().out.strip()
     plan, _, table = printed.partition("\n|")
     assert f"```text\n{plan}\n```" in page and f"---|\n|{table}\n" in page and table.count("\n") == 6
-    dropless, ring = (estimate(**names["layer"] | {"devices": 64, **x}) for x in (DROPLESS, {"transport": "ring"}))
-    test_docs.claims(
-        "docs/sharding.md", "each buffer of 64 devices takes 30.1 GB", "sends 11.1 GB, twelve times as much"
+    dropless, ring = (
+        estimate(**names["layer"] | {"devices": 64, **each})
+        for each in ({"capacity": None, "chunks": 1}, {"transport": "ring"})
     )
+    for sentence in ("each buffer of 64 devices takes 30.1 GB", "sends 11.1 GB, twelve times as much"):
+        assert sentence in " ".join(page.split())
     assert dropless.buffer == pytest.approx(30.1e9, rel=0.01)
     assert ring.sent["dispatch"] + ring.sent["combine"] == pytest.approx(11.1e9, rel=0.01)
 
 
-DROPLESS = {"capacity": None, "chunks": 1}
-
-
-@pytest.mark.parametrize(
-    "options, error, text",
-    [
-        ({"tokens": 0}, ValueError, "`tokens` is 0.\nGot tokens=0, .*\nIt must be a positive int."),
-        ({"chunks": 2.5}, ValueError, "`chunks` is 2.5.\nGot"),
-        ({"link": 0}, ValueError, "`link` is 0.\nGot .*\nIt must be a positive number per second."),
-        ({"flops": "fast"}, ValueError, "`flops` is 'fast'.\nGot"),
-        ({"devices": 3}, ValueError, "16 experts can't be divided among 3 devices.\nGot"),
-        ({"chunks": 17}, ValueError, "`chunks` is 17.\nGot .*\nPass at most the 16 tokens of a device."),
-        ({"transport": "pigeon"}, ValueError, "`transport` is 'pigeon'.\nGot .*\nPass one of dense, ragged, ring."),
-        ({"capacity": 15, "chunks": 2}, ValueError, "`capacity` is 15.\nGot .*\nPass at least 16, one row per chunk"),
-        ({"dtype": "int8"}, TypeError, "`dtype` is 'int8'.\nGot"),
+def test_bad_wires_and_dtypes() -> None:
+    """Other wrong arguments are on the page `docs/errors.md`."""
+    given: list[tuple[dict[str, Any], Any, str]] = [
         ({"dtype": None}, TypeError, "`dtype` is None.\nGot"),
-        ({"dtype": "half a float"}, TypeError, "`dtype` is 'half a float'.\nGot"),
         ({"wire": "pigeon"}, ValueError, "'pigeon' is not a recipe.\nGot .*\nPass a `ragged.Recipe` or one of"),
         ({"wire": "delayed"}, ValueError, "`wire` has the scaling tensor.\nGot"),
-    ],
-    ids=range(13),
-)
-def test_bad_input(options: dict[str, Any], error: Any, text: str) -> None:
-    with pytest.raises(error, match=text):
-        estimate(**SHAPE | options)
+    ]
+    for options, error, text in given:
+        with pytest.raises(error, match=text):
+            estimate(**SHAPE | options)

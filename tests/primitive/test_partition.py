@@ -1,10 +1,10 @@
-"""Products of sharded operands, over `Auto` and over `Explicit` axes: numbers, and collectives of the program."""
+"""Products of sharded operands have the numbers of one device, whatever splits them, and the documented collectives.
 
-import re
-from collections import Counter
-from collections.abc import Callable
+The reference is the loop of `tests/contract`. Each case is a program over a mesh, which `Program.context` describes.
+"""
+
+from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,430 +17,300 @@ from jax.sharding import PartitionSpec as P
 
 import ragged
 from ragged import GroupedTensor
-from ragged.tensor.base import with_fields
-from tests import cases, oracle
+from tests.contract import loop
+from tests.contract.draws import draws
+from tests.contract.meshes import KINDS, collectives, mesh_of, moved, table
+from tests.contract.programs import Program
 
-pytestmark = pytest.mark.sampled(default=False)  # by default, others stand for these
-
-KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
-COLLECTIVES = "all-reduce", "all-gather", "all-to-all", "ragged-all-to-all", "reduce-scatter", "collective-permute"
-DOCS = Path(__file__).parent.parent.parent / "docs" / "sharding.md"
-
-
-def mesh_of(kind: str, **axes: int) -> jax.sharding.Mesh:
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(KINDS[kind],) * len(axes))
+__all__ = ["KINDS", "mesh_of", "moved", "table"]
+FP8 = "float8_e4m3fn"
 
 
-def moved(program: Any) -> list[tuple[str, str]]:
-    """The collectives of a compiled program, and the types of what each makes, or of what it takes and makes."""
-    calls = rf"^ *(?:ROOT )?%\S+ = (.*?) ({'|'.join(COLLECTIVES)})(?:-start)?\("
-    return [(name, types) for types, name in re.findall(calls, program.as_text(), re.M)]
+def over(layout: str, context: str, dtype: str = "float32", **options: Any) -> Program:
+    """A product of extents that two, three and four devices divide, unless `options` has others."""
+    extents = {"m": 8, "k": 12, "n": 24, "groups": 4, "width": 24, "capacity": 60}
+    return Program(layout, dtype, context=context, **{**extents, **options})
 
 
-def collectives(program: Any) -> str:
-    """Those of a compiled program, as in "2 all-gather, all-reduce"; "" for none."""
-    found = Counter(name for name, _ in moved(program))
-    return ", ".join(f"{n} {name}" if n > 1 else name for name, n in sorted(found.items()))
+def by_default() -> Iterator[Program]:
+    yield over("forward", "auto 2x2x2 m=a k=c n=b", "bfloat16", existing=True)
+    yield over("wgrad", "explicit 2x4 m=a k=b", "bfloat16")
+    # The matrices are those from an offset on, of which each device has some. No offset leaves int32.
+    yield over("forward", "explicit 2x2 m=a g=b", groups=6, held=4, existing=True)
+    yield over("ragged", "auto 2x2 m=b k=a")
+    # Three devices have four columns each: half a block, or a block and a half.
+    casts: dict[str, Any] = {"lhs_cast": (FP8, (1, 8)), "rhs_cast": (FP8, (8, 1)), "out_dtype": "float32"}
+    yield over("forward", "explicit 3x2 k=a n=b", **casts, k=24, n=8, groups=3)
+    # Blocks of rows begin with each group.
+    yield over("inner_columns", "explicit 2x2 m=a k=b", lhs_cast=(FP8, (1, 8)), rhs_cast=(FP8, (4, 1)))
+    # Rows that devices don't divide: they stay whole, or are padded together with their scales.
+    yield over("forward", "auto 8 m=a")
+    yield over("forward", "sharded_matmul 4x2 m=a n=b", capacity=61, lhs_cast=(FP8, "row"), out_dtype="float32")
+    yield over("forward", "sharded_matmul 4x2 m=a n=b", capacity=59)
+    # Each device has part of a sum, or no sum is made yet.
+    yield over("forward", "explicit 2x2 m=b k=a -> m=ba", "bfloat16")
+    yield over("forward", "auto 2x2 b=a m=b", mapped="lhs sizes")
 
 
-def made(layout: str) -> cases.Case:
-    """A case in which four devices divide every extent, left-aligned ones too."""
-    case = cases.make(layout, g=4, kind="zipf", capacity=64, uniform=(16, 32, 48))
-
-    def padded(x: Any) -> Any:
-        free = None if x.packed_axis is None else -3 - x.packed_axis
-        if free is None or not (more := -x.shape[free] % 4):
-            return x
-        pads = [(0, more if axis == free else 0) for axis in (-2, -1)]
-        return x.with_data(jnp.pad(jnp.asarray(x.data), pads, constant_values=jnp.nan))
-
-    case.lhs, case.rhs = padded(case.lhs), padded(case.rhs)
-    return case
-
-
-def specs(case: cases.Case, **axes: Any) -> tuple[P, P]:
-    """Of the operands' buffers, from the mesh axes of each letter."""
-
-    def spec(x: GroupedTensor, letters: str) -> P:
-        return P(*(axes.get(z) for z in "g" * (x.ndim - 2) + letters))
-
-    return spec(case.lhs, "mk"), spec(case.rhs, "kn")
-
-
-def put(x: GroupedTensor, mesh: Any, spec: P) -> GroupedTensor:
-    return x.with_data(jax.device_put(jnp.asarray(x.data), NamedSharding(mesh, spec)))
-
-
-def check(case: cases.Case, out: GroupedTensor) -> None:
-    got = case.unpack(np.asarray(out.data).astype(np.float64))
-    oracle.assert_close(got, oracle.matmul(case.lhs_groups, case.rhs_groups), *cases.TOLERANCE["float32"])
-    case.assert_tail_zero(out)
-
-
-def derivatives(case: cases.Case) -> list[Callable[[Array, Array, Array], Array]]:
-    """The cotangents of the operands' buffers, each as a function of these and of the result's."""
-
-    def product(lhs: Array, rhs: Array) -> Array:
-        return ragged.matmul(case.lhs.with_data(lhs), case.rhs.with_data(rhs)).data
-
-    return [
-        lambda lhs, rhs, dout: jax.vjp(lambda lhs: product(lhs, rhs), lhs)[1](dout)[0],
-        lambda lhs, rhs, dout: jax.vjp(lambda rhs: product(lhs, rhs), rhs)[1](dout)[0],
-    ]
-
-
-def table() -> dict[tuple[str, str], list[str]]:
-    """The documented one: collectives by layout and letter; of the product, and of its derivatives."""
-    rows = re.findall(r"^\| `(\w+)` \| `(\w)` \| (.*) \|$", DOCS.read_text(), re.M)
-    return {(layout, z): [cell.strip().replace("none", "") for cell in rest.split("|")] for layout, z, rest in rows}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout, letter", table())
-def test_one_letter(layout: str, letter: str, kind: str) -> None:
-    """Each letter that can be sharded, and the table in the documentation."""
-    case, mesh = made(layout), mesh_of(kind, a=4)
-    lhs, rhs = (put(x, mesh, s) for x, s in zip((case.lhs, case.rhs), specs(case, **{letter: "a"}), strict=True))
-    want = table()[layout, letter]
-    product = jax.jit(ragged.matmul)
-    out = product(lhs, rhs)
-    check(case, out)
-    assert collectives(product.lower(lhs, rhs).compile()) == want[0]
-    dout = jax.device_put(jnp.cos(np.asarray(out.data)), out.data.sharding)
-    plain = jnp.asarray(case.lhs.data), jnp.asarray(case.rhs.data), jnp.asarray(np.asarray(dout))
-    for x, derivative, expected in zip((lhs, rhs), derivatives(case), want[1:], strict=True):
-        # Over `Auto` axes a result is sharded as it is used: a gradient, as its operand is.
-        options: Any = {"out_shardings": x.data.sharding} if kind == "auto" else {}
-        sharded = jax.jit(derivative, **options)
-        got = sharded(lhs.data, rhs.data, dout)
-        assert got.sharding.is_equivalent_to(x.data.sharding, got.ndim)
-        # One device's is tested against NumPy elsewhere.
-        np.testing.assert_allclose(got, jax.jit(derivative)(*plain), rtol=1e-5, atol=2e-5)
-        assert collectives(sharded.lower(lhs.data, rhs.data, dout).compile()) == expected
-
-
-SEVERAL: list[tuple[str, dict[str, Any], str]] = [  # layout, axes of letters, collectives
-    ("forward", {"m": "a", "k": "c", "n": "b"}, "all-reduce"),
-    ("forward", {"m": ("a", "b"), "n": "c"}, ""),
-    ("forward", {"m": "a", "g": "b", "n": "c"}, "all-reduce"),
-    ("forward", {"g": ("a", "b"), "k": "c"}, "all-reduce"),
-    ("forward_left", {"m": "a", "k": "b", "n": "c"}, "all-reduce"),
-    ("wgrad", {"m": "b", "k": ("a", "c")}, "all-reduce"),
-    ("batched", {"g": "a", "m": "b", "k": "c"}, "all-reduce"),
-    ("outer", {"m": "a", "k": "b"}, "all-reduce"),
-    ("inner_rows", {"m": ("a", "b"), "n": "c"}, ""),
-    ("inner_columns", {"m": "a", "k": "b"}, "all-reduce"),
-    ("ragged", {"m": "a", "n": "b"}, ""),
+SEVERAL = [  # layout, what splits it, collectives of the product
+    ("forward", "2x2x2 m=a k=c n=b", "all-reduce"),
+    ("forward", "2x2x2 m=ab n=c", ""),
+    ("forward", "2x2x2 m=a g=b n=c", "all-reduce"),
+    ("forward", "2x2x2 g=ab k=c", "all-reduce"),
+    ("forward_left", "2x2x2 m=a k=b n=c", "all-reduce"),
+    ("wgrad", "2x2x2 m=b k=ac", "all-reduce"),
+    ("batched", "2x2x2 g=a m=b k=c", "all-reduce"),
+    ("outer", "2x2x2 m=a k=b", "all-reduce"),
+    ("inner_rows", "2x2x2 m=ab n=c", ""),
+    ("inner_columns", "2x2x2 m=a k=b", "all-reduce"),
+    ("ragged", "2x2x2 m=a n=b", ""),
     # Both operands want "a": weights stay, rows are gathered, and each device has the sum of its rows.
-    ("forward", {"m": "a", "g": "a"}, "all-gather, reduce-scatter"),
-    ("forward", {"m": "a", "g": "a", "n": "b"}, "all-gather, reduce-scatter"),
+    ("forward", "2x2x2 m=a g=a", "all-gather, reduce-scatter"),
+    ("forward", "2x2x2 m=a g=a n=b", "all-gather, reduce-scatter"),
+]
+OUT = [  # what splits the operands and what is asked of the result; collectives
+    ("k=a -> m=a", "reduce-scatter"),
+    ("k=a -> n=a", "reduce-scatter"),
+    ("m=b k=a -> m=ba", "reduce-scatter"),
+    ("k=a -> unreduced=a", "all-reduce"),  # by the test, later
+    ("g=a -> m=a", "reduce-scatter"),
+    ("m=a -> m=a n=b", ""),
+    ("m=a -> m=b", "collective-permute"),
+    ("m=a -> m=", "all-gather"),
 ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout, axes, expected", SEVERAL, ids=str)
-def test_several_letters(layout: str, axes: dict[str, Any], expected: str, kind: str) -> None:
-    """Two and three mesh axes, two of them on one letter, one of them wanted by two letters."""
-    case, mesh = made(layout), mesh_of(kind, a=2, b=2, c=2)
-    lhs, rhs = (put(x, mesh, s) for x, s in zip((case.lhs, case.rhs), specs(case, **axes), strict=True))
-    product = jax.jit(ragged.matmul)
-    check(case, product(lhs, rhs))
-    assert collectives(product.lower(lhs, rhs).compile()) == expected
+def long() -> Iterator[Program]:
+    for i, (layout, context, _) in enumerate(SEVERAL):
+        kind = [*KINDS][i % 2]
+        yield over(layout, f"{kind} {context}", "bfloat16", existing=i % 3 == 0)
+        yield over(layout, f"{[*KINDS][1 - i % 2]} {context}", order=2, packed_last="lhs")
+    for i, (context, _) in enumerate(OUT):
+        yield over("forward", f"explicit 2x2 {context}", "float32" if "unreduced" in context or i % 2 else "bfloat16")
+    for kind in KINDS:
+        yield over("forward", f"{kind} 2x2 m=a k=b", "bfloat16", existing=True)
+        yield over("forward", f"{kind} 2 g=a", groups=5, held=2)
+        yield over("forward_left", f"{kind} 2x2 g=a k=b", groups=6, held=4, existing=True)
+        yield over("wgrad", f"{kind} 2x2 g=a m=b", groups=6, held=4, existing=True)
+        yield over("forward", f"{kind} 2x2 m=a n=b", shared="rhs")
+        yield over("batched", f"{kind} 2x2 g=a n=b", shared="rhs")
+        yield over("forward", f"{kind} 4 k=a", "int8", out_dtype="float32", k=4000, groups=2)
+        for context, mapped in (("b=a k=b", "lhs sizes"), ("m=a n=b", "lhs"), ("b=a n=b", "lhs rhs sizes")):
+            yield over("forward", f"{kind} 3x2 {context}", "bfloat16", mapped=mapped)
+        for lhs, rhs in (((1, 8), (8, 1)), ("group", (16, 1)), ("row", "column"), ("mx", "mx"), (None, (8, 8))):
+            casts: dict[str, Any] = {"lhs_cast": lhs and (FP8, lhs), "rhs_cast": (FP8, rhs), "out_dtype": "float32"}
+            yield over("forward", f"{kind} 2x2 m=a k=b", k=48, **casts)
+            yield over("wgrad", f"{kind} 2x2 k=a n=b", **casts)
+    for context in ("auto 8 k=a", "auto 8 n=a", "auto 3x2 m=b g=a", "auto 8 m=a k=a n=a"):
+        yield over("forward", context)
+        yield over("wgrad", context)
+    for layout, letters in (("batched", "m=a n=b"), ("outer", "m=a k=b"), ("inner_rows", "m=a n=b"), ("wgrad", "k=a")):
+        yield over(layout, f"sharded_matmul 2x2 {letters}", capacity=61 if layout == "wgrad" else 60)
+        if layout != "outer":  # its result would pack columns
+            yield over(layout, f"sharded_matmul 2x2 {letters}", swapped=True)
+    yield over("forward", "sharded_matmul 4x2 m=a n=b", capacity=3)
 
 
-# --- what else a product can have -------------------------------------------------------------------------------------
+def _check(program: Program) -> None:
+    program.check(draws(program, 12))
 
 
-def over(kind: str, function: Callable[..., Any], args: list[Any], axes: list[P], **mesh: int) -> Any:
-    """`function` of sharded arrays, compiled, and of the same on one device: its results of both."""
-    on = mesh_of(kind, **mesh)
-    sharded = [jax.device_put(x, NamedSharding(on, spec)) for x, spec in zip(args, axes, strict=True)]
-    return jax.jit(function)(*sharded), jax.jit(function)(*args)
+@pytest.mark.parametrize("program", [*by_default()], ids=str)
+def test_products_over_meshes(program: Program) -> None:
+    _check(program)
 
 
-def same(got: Any, want: Any, tolerance: float = 1e-5) -> None:
-    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        g, w = (np.asarray(x).astype(np.float64) for x in (g, w))
-        assert np.abs(w).max() > 0
-        np.testing.assert_allclose(g, w, rtol=tolerance, atol=tolerance * np.abs(w).max())
+@pytest.mark.long
+@pytest.mark.parametrize("program", [*long()], ids=str)
+def test_more_products_over_meshes(program: Program) -> None:
+    _check(program)
 
 
-rng = np.random.default_rng(0)
-X, W, DOUT = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((32, 16), (4, 16, 24), (32, 24)))
+def with_collectives() -> Iterator[Any]:
+    """Programs; and the collectives of the product, or of it and of its two derivatives."""
+    for kind in KINDS:
+        for (layout, letter), expected in table().items():
+            yield over(layout, f"{kind} 4 {letter}=a", m=16, k=32, n=48, capacity=64, width=48), expected
+        for layout, context, expected in SEVERAL:
+            yield over(layout, f"{kind} {context}", m=16, k=32, n=48, capacity=64, width=48), [expected]
+    for context, expected in OUT:
+        yield over("forward", f"explicit 2x2 {context}", k=16, capacity=32), [expected]
+    yield over("forward", "sharded_matmul 2x2 k=a"), ["all-reduce"]
+
+
+@pytest.mark.parametrize(
+    "program, expected",
+    [
+        pytest.param(*case, id=str(case[0]), marks=pytest.mark.long if i not in (4, 7) else ())
+        for i, case in enumerate(with_collectives())
+    ],
+)
+def test_collectives(program: Program, expected: list[str]) -> None:
+    """Each letter that can be split, as the page `docs/sharding.md` says, and several of them. The numbers are right
+    in these programs too, which compute nothing else."""
+    for name, found in zip(("out", "lhs", "rhs"), expected, strict=False):
+        assert program.over is not None
+        run, some = program.over.compute(program, (name,)), list(draws(program, 3))
+        assert collectives(run.lower(*program.over.put(program, some[0])).compile()) == found, name
+        for draw in some:
+            want, dtype, roundings = program.wanted(draw, {})[name]
+            got = run(*program.over.put(program, draw))[name]
+            assert not loop.mismatch(got, want, dtype, 4 * 64, roundings), name
+
+
 SIZES = jnp.array([5, 0, 11, 9], jnp.int32)  # of 32 rows
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_existing_out_is_added_once(kind: str) -> None:
-    """To a sum over devices, in the accumulator's dtype; its tail is not added."""
-
-    def product(x: Array, w: Array, old: Array) -> Array:
-        return ragged.grouped_matmul(x, w, SIZES, existing_out=old)
-
-    args, axes = [X, W, DOUT.astype(jnp.bfloat16)], [P("a", "b"), P(None, "b", None), P("a", None)]
-    got, want = over(kind, product, args, axes, a=2, b=2)
-    assert got.dtype == jnp.bfloat16 and not np.asarray(got)[25:].any()
-    same(got, want, 2**-8)
+def arrays(*shapes: tuple[int, ...]) -> list[Array]:
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_group_offset_of_sharded_groups(kind: str) -> None:
-    """The matrices are those from an offset on, and each device has some; also where none exist."""
-    for offset in (-3, 1, 2, 2**31 - 1, -(2**31)):
-        got, want = over(
-            kind,
-            lambda x, w, offset=offset: ragged.grouped_matmul(x, w, SIZES, group_offset=jnp.int32(offset)),
-            [X, W[:2]],
-            [P(), P("a")],
-            a=2,
-        )
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_sums_over_devices_are_rounded_once(kind: str) -> None:
-    """1 + 2**-9 - 1 over three devices of four is not lost in bfloat16."""
-    x = jnp.tile(jnp.array([[1, 2**-9, -1, 0]], jnp.bfloat16), (4, 1))
-    got, _ = over(
-        kind,
-        lambda x, w: ragged.grouped_matmul(x, w, jnp.array([4], jnp.int32)),
-        [x, jnp.ones((1, 4, 2), jnp.bfloat16)],
-        [P(None, "a"), P(None, "a")],
-        a=4,
-    )
-    assert (np.asarray(got).astype(np.float64) == 2**-9).all()
-
-
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
 def test_recipes(recipe: str, kind: str) -> None:
-    """Value and gradients; a cut through a block of scales makes the blocks smaller."""
-    x, w, dout = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((32, 192), (4, 192, 64), (32, 64)))
+    """Values and gradients are those of one device, also where a cut makes blocks of scales smaller."""
 
     def step(x: Array, w: Array, dout: Array) -> Any:
         out, pull = jax.vjp(lambda x, w: ragged.matmul(GroupedTensor(x, SIZES), w, recipe=recipe).data, x, w)
         return out, *pull(dout)
 
-    axes = [P("a", "b"), P(None, "b", None), P("a", None)]
-    same(*over(kind, step, [x, w, dout], axes, a=2, b=2), tolerance=2e-5)
+    args, mesh, specs = (
+        arrays((32, 192), (4, 192, 64), (32, 64)),
+        mesh_of(kind, a=2, b=2),
+        (P("a", "b"), P(None, "b"), P("a")),
+    )
+    sharded = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(args, specs, strict=True)]
+    got, want = jax.jit(step)(*sharded), jax.jit(step)(*args)
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_allclose(g, w, rtol=2e-5, atol=2e-5 * np.abs(w).max())
+    if kind == "explicit":
+        for g, x in zip(got[1:], sharded, strict=False):
+            assert g.sharding.is_equivalent_to(x.sharding, g.ndim)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", KINDS)
-def test_scales_of_blocks_that_are_cut(kind: str) -> None:
-    """Blocks of 128 along 192 of which a device has 96; scales of groups that are packed."""
-    x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((32, 192), (4, 192, 24)))
-    w *= jnp.repeat(jnp.array([1.0, 100.0]), 96)[None, :, None]
-    qx, qw = ragged.quantize(GroupedTensor(x, SIZES), jnp.int8, "group"), ragged.quantize(w, jnp.int8, (128, 1))
-
-    def product(x: Array, x_scales: Array, w: Array, w_scales: Array) -> Array:
-        lhs, rhs = (
-            with_fields(q.with_data(data), scales=scales) for q, data, scales in ((qx, x, x_scales), (qw, w, w_scales))
-        )
-        return ragged.matmul(lhs, rhs, preferred_element_type=jnp.float32).data
-
-    args = [qx.data, qx.scales, qw.data, qw.scales]
-    same(*over(kind, product, args, [P("a", "b"), P(), P(None, "b"), P()], a=2, b=2))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_maps(kind: str) -> None:
-    """A `vmap` whose axis is sharded, or whose elements are; sizes of their own; gradients of what they share."""
-    x = jnp.stack([X, -X, 2 * X, X + 1])
-    sizes = jnp.stack([SIZES, SIZES[::-1], jnp.zeros(4, jnp.int32), SIZES])
-
-    def step(x: Array, w: Array, sizes: Array) -> Any:
-        out, pull = jax.vjp(lambda x, w: jax.vmap(ragged.grouped_matmul, (0, None, 0))(x, w, sizes), x, w)
-        return out, *pull(jnp.cos(out))
-
-    both = [P("a", None, "b"), P(None, "b", None)]
-    for axes in ([P("a"), P()], [P(None, "a", None), P(None, None, "b")], both):
-        mapped = P(axes[0][0])  # JAX wants one sharding of the mapped axis
-        same(*over(kind, step, [x, W, sizes], [*axes, mapped], a=2, b=2), tolerance=3e-5)
-
-
-@pytest.mark.long
-def test_derivatives_of_second_order() -> None:
-    """Forward over reverse, of operands that are sharded."""
-
-    def loss(x: Array, w: Array) -> Array:
-        return jnp.sum(jnp.sin(ragged.grouped_matmul(x, w, SIZES)))
-
-    def second(x: Array, w: Array) -> Any:
-        return jax.jvp(jax.grad(loss, (0, 1)), (x, w), (jnp.cos(x), jnp.sin(w)))
-
-    for kind in KINDS:
-        same(*over(kind, second, [X, W], [P("a"), P(None, None, "b")], a=2, b=2), tolerance=1e-4)
-
-
-OUT: list[tuple[P, P, Any, str]] = [  # of x and w; asked of the result; collectives
-    (P(None, "a"), P(None, "a"), P("a", None), "reduce-scatter"),
-    (P(None, "a"), P(None, "a"), P(None, "a"), "reduce-scatter"),
-    (P("b", "a"), P(None, "a"), P(("b", "a"), None), "reduce-scatter"),
-    (P(None, "a"), P(None, "a"), P(None, None, unreduced=frozenset("a")), ""),
-    (P(), P("a"), P("a", None), "reduce-scatter"),
-    (P("a"), P(), P("a", "b"), ""),
-    (P("a"), P(), P("b", None), "collective-permute"),
-    (P("a"), P(), P(None, None), "all-gather"),
-]
-
-
-@pytest.mark.parametrize("x, w, asked, expected", OUT, ids=str)
-def test_out_sharding(x: P, w: P, asked: P, expected: str) -> None:
-    """What is summed is summed in parts, or not yet."""
-    mesh = mesh_of("explicit", a=2, b=2)
-
-    def product(x: Array, w: Array) -> Array:
-        return ragged.matmul(GroupedTensor(x, SIZES), w, out_sharding=asked).data
-
-    with jax.set_mesh(mesh):
-        args = jax.device_put(X, x), jax.device_put(W, w)
-        got = jax.jit(product)(*args)
-        spec = jax.typeof(got).sharding.spec
-        assert spec.partitions == asked.partitions and spec.unreduced == asked.unreduced
-        assert collectives(jax.jit(product).lower(*args).compile()) == expected
-        whole = jax.jit(lambda y: jax.sharding.reshard(y, P(None, None)))(got)
-        dx, dw = jax.jit(
-            jax.grad(lambda x, w: jnp.sum(jax.sharding.reshard(product(x, w), P(None, None)) * DOUT), (0, 1))
-        )(*args)
-    want, pull = jax.vjp(lambda x, w: ragged.grouped_matmul(x, w, SIZES), X, W)
-    same((whole, dx, dw), (want, *pull(DOUT)))
-
-
-@pytest.mark.parametrize(
-    "asked, error, text",
-    [
-        ("a", TypeError, "`out_sharding` is 'a'.\nGot lhs=.*\nPass a `PartitionSpec` or a `NamedSharding`."),
-        (P("z"), ValueError, r"has no explicit axis 'z'.\nGot .*\nIts explicit axes are \('a', 'b'\)."),
-        (P(None, None, "a"), ValueError, r"for a result of shape \(32, 24\).\nGot .*\nGive each axis"),
-        (P(None, ("a", "b", "c")), ValueError, "has no explicit axis 'c'"),
-        (P("a", ("b", "a")), ValueError, "which names a mesh axis twice.\nGot .*\nName each mesh axis at most once."),
-        (P(P.UNCONSTRAINED, "a"), ValueError, "`out_sharding` is .*\nGot .*\nGive each dim mesh axes or None"),
-        (
-            P(None, None, unreduced=frozenset("b")),
-            ValueError,
-            "is unreduced over 'b', but the product isn't summed over it.\n",
-        ),
-        (NamedSharding(mesh_of("explicit", a=4, b=2), P("a")), ValueError, "has the mesh {'a': 4, 'b': 2}"),
-    ],
-    ids=str,
-)
-def test_bad_out_shardings(asked: Any, error: Any, text: str) -> None:
-    with jax.set_mesh(mesh_of("explicit", a=2, b=2)), pytest.raises(error, match=text):
-        ragged.matmul(GroupedTensor(jax.device_put(X, P("a")), SIZES), W, out_sharding=asked)
-
-
-def test_out_sharding_that_does_not_divide() -> None:
-    text = r"which splits an axis of extent 24 into 16 shards.\nGot .*\nThe number of shards must divide the extent."
-    mesh = jax.sharding.AbstractMesh((16,), ("a",), axis_types=(AxisType.Explicit,))
-    x = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=NamedSharding(mesh, P("a")))
-    with pytest.raises(ValueError, match=text):
-        jax.eval_shape(lambda x: ragged.matmul(GroupedTensor(x, SIZES), W, out_sharding=P(None, "a")), x)
-
-
-def test_out_sharding_without_explicit_axes() -> None:
-    with pytest.raises(ValueError, match=r"no operand is sharded over an `Explicit` axis"):
-        ragged.grouped_matmul(X, W, SIZES, out_sharding=P("a"))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradients_are_summed_over_devices_in_float32(kind: str) -> None:
-    """257 on one device and -256 on another are 1, in bfloat16 too."""
-    dout = jnp.array([256, 1, -256] + [0] * 13, jnp.bfloat16)[:, None]
-
-    def gradient(x: Array, w: Array, dout: Array) -> Array:
-        return jax.vjp(lambda w: ragged.grouped_matmul(x, w, jnp.array([16], jnp.int32)), w)[1](dout)[0]
-
-    ones = jnp.ones((16, 1), jnp.bfloat16), jnp.ones((1, 1, 1), jnp.bfloat16)
-    got, want = over(kind, gradient, [*ones, dout], [P("a"), P(), P("a")], a=8)
-    assert np.asarray(got).item() == np.asarray(want).item() == 1
-
-
-WHERE = [(P("a"), P("a")), (P(None, "b"), P()), (P(), P(None, "b")), (P("a"), P(None, None, "a"))]
-
-
-@pytest.mark.parametrize("recipe", [None, "rowwise"])
-@pytest.mark.parametrize("x, w", WHERE, ids=str)
-def test_cotangents_are_sharded_as_their_operands(x: P, w: P, recipe: str | None) -> None:
-    """Whatever the product that they come from has; those of `existing_out` too."""
-
-    def step(x: Array, w: Array, old: Array) -> Any:
-        product = partial(ragged.matmul, recipe=recipe)
-        out, pull = jax.vjp(lambda x, w, old: product(GroupedTensor(x, SIZES), w, existing_out=old).data, x, w, old)
-        return out, *pull(jnp.cos(out))
-
-    for old in (P("a"), P(None, "b"), P()):
-        got, want = over("explicit", step, [X, W, DOUT], [x, w, old], a=2, b=2)
-        same(got, want, 1e-4)
-        for each, spec in zip(got[1:], (x, w, old), strict=True):
-            expected = [*spec] + [None] * (each.ndim - len(spec))
-            assert [*jax.typeof(each).sharding.spec] == expected
+# --- where else products are called -----------------------------------------------------------------------------------
 
 
 def test_an_axis_that_xla_splits() -> None:
     """Rows over four devices, then seen as two times two."""
-    x = jnp.ones((32, 16))
+    x, w = arrays((32, 16), (4, 16, 24))
 
     def product(x: Array) -> Array:
-        return jax.vmap(lambda x: ragged.grouped_matmul(x, W, SIZES // 2))(x.reshape(2, 16, 16))
+        return jax.vmap(lambda x: ragged.grouped_matmul(x, w, SIZES // 2))(x.reshape(2, 16, 16))
 
-    same(*over("auto", product, [x], [P("a")], a=4))
+    got = jax.jit(product)(jax.device_put(x, NamedSharding(mesh_of("auto", a=4), P("a"))))
+    ids = np.repeat(np.arange(4), np.asarray(SIZES) // 2)
+    for i in range(2):
+        rows = np.asarray(x, np.float64)[16 * i : 16 * i + len(ids)]
+        want = np.einsum("mk,mkn->mn", rows, np.asarray(w, np.float64)[ids])
+        np.testing.assert_allclose(got[i][: len(ids)], want, rtol=1e-5, atol=1e-5)
+        assert not np.asarray(got[i][len(ids) :]).any()
 
 
-def test_eager_over_explicit_axes() -> None:
+def test_eager_over_an_explicit_axis() -> None:
     """Without `jit` and without a mesh in context, beside operands that are nowhere in particular."""
-    x = GroupedTensor(jax.device_put(X, NamedSharding(mesh_of("explicit", a=2), P("a"))), SIZES)
-    for call in (lambda x: ragged.matmul(x, W), lambda x: x + 1, lambda x: x.softmax()):
-        got, want = call(x), call(GroupedTensor(X, SIZES))
-        assert jax.typeof(got.data).sharding.spec == P("a", None)
-        np.testing.assert_allclose(got.data, want.data, rtol=1e-5, atol=1e-5)
+    data, w = arrays((32, 4), (4, 4, 6))
+    x = GroupedTensor(jax.device_put(data, NamedSharding(mesh_of("explicit", a=2), P("a"))), SIZES)
+    y = ragged.matmul(x, w)
+    assert jax.typeof(y.data).sharding.spec == P("a", None)
+    ids = np.repeat(np.arange(4), SIZES)
+    want = np.einsum("mk,mkn->mn", np.asarray(data)[: len(ids)], np.asarray(w)[ids])
+    np.testing.assert_allclose(y.data, np.pad(want, ((0, 32 - len(ids)), (0, 0))), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu", "cuda"])
 def test_lowered_over_an_abstract_mesh(platform: str) -> None:
     """Whoever has only a program's text can't partition it: XLA does."""
     mesh = jax.sharding.AbstractMesh((2,), ("a",), axis_types=(AxisType.Auto,))
-    avals = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P("a"))) for x in (X, W, SIZES)]
+    shapes = [((32, 16), jnp.float32), ((4, 16, 24), jnp.float32), ((4,), jnp.int32)]
+    avals = [jax.ShapeDtypeStruct(*each, sharding=NamedSharding(mesh, P("a"))) for each in shapes]
     text = jax.jit(ragged.grouped_matmul).trace(*avals).lower(lowering_platforms=(platform,)).as_text()
     assert "CustomSPMDPartitioning" not in text
 
 
-@pytest.mark.parametrize("kinds", ["manual and auto", "explicit and auto"])
-def test_loops_of_different_lengths(kinds: str) -> None:
-    """Devices whose loops differ in length don't wait for each other inside of them."""
-    types = tuple(KINDS[kind] for kind in (("auto", "auto") if kinds[0] == "m" else ("explicit", "auto")))
-    mesh = jax.make_mesh((2, 2), ("b", "c"), axis_types=types)
-    sizes = jnp.array([[12, 0, 0, 0], [0, 0, 0, 0]], jnp.int32)
-    x, w = X[:24], jax.device_put(W, NamedSharding(mesh, P(None, None, "c")))
-
-    def local(x: Array, w: Array, sizes: Array) -> Array:
-        return ragged.grouped_matmul(x, w, sizes[0])
-
-    if kinds[0] == "m":
-        specs: Any = {"in_specs": (P("b"), P(), P("b")), "out_specs": P("b"), "axis_names": {"b"}}
-        got = jax.jit(jax.shard_map(local, mesh=mesh, **specs))(x, w, sizes)
-        want = jnp.concatenate([local(part, W, each[None]) for part, each in zip((x[:12], x[12:]), sizes, strict=True)])
-    else:
-        with jax.set_mesh(mesh):
-            got = jax.jit(local)(jax.device_put(x, P("b")), w, sizes)
-        want = local(x, W, sizes)
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
-
-
 def test_a_warning_for_tpus_over_auto_axes() -> None:
     """Nothing is slow in silence."""
-    args = [jax.device_put(x, NamedSharding(mesh_of("auto", a=2), P("a"))) for x in (X, W)]
+    sharding = NamedSharding(mesh_of("auto", a=2), P("a"))
+    args = [jax.device_put(x, sharding) for x in arrays((32, 16), (4, 16, 24))]
     traced = jax.jit(lambda x, w: ragged.grouped_matmul(x, w, SIZES)).trace(*args)
     with pytest.warns(UserWarning, match="over `Auto` mesh axes, XLA for TPUs .*\nMake the mesh's axes `Explicit`, or"):
         traced.lower(lowering_platforms=("tpu",))
 
 
+@pytest.mark.parametrize("kind", ["manual and auto", pytest.param("explicit and auto", marks=pytest.mark.long)])
+def test_loops_of_different_lengths(kind: str) -> None:
+    """Devices whose loops differ in length don't wait for each other inside of them."""
+    first = AxisType.Explicit if kind[0] == "e" else AxisType.Auto
+    mesh = jax.make_mesh((2, 2), ("b", "c"), axis_types=(first, AxisType.Auto))
+    sizes = jnp.array([[12, 0, 0, 0], [0, 0, 0, 0]], jnp.int32)
+    x, w = arrays((24, 16), (4, 16, 24))
+
+    def local(x: Array, w: Array, sizes: Array) -> Array:
+        return ragged.grouped_matmul(x, w, sizes[0])
+
+    sharded = jax.device_put(w, NamedSharding(mesh, P(None, None, "c")))
+    if kind[0] == "m":
+        specs: Any = {"in_specs": (P("b"), P(), P("b")), "out_specs": P("b"), "axis_names": {"b"}}
+        got = jax.jit(jax.shard_map(local, mesh=mesh, **specs))(x, sharded, sizes)
+    else:
+        with jax.set_mesh(mesh):
+            got = jax.jit(local)(jax.device_put(x, P("b")), sharded, sizes)
+    want = np.asarray(x[:12], np.float64) @ np.asarray(w[0], np.float64)
+    np.testing.assert_allclose(got, np.pad(want, ((0, 12), (0, 0))), rtol=1e-5, atol=1e-5)
+
+
+def test_the_callback_sees_each_part() -> None:
+    """`sharded_matmul` calls it with the groups of a part of the result; it may change the dtype, and has gradients."""
+    seen: list[Any] = []
+
+    def callback(part: GroupedTensor) -> GroupedTensor:
+        seen.append((part.shape, part.kind))
+        return (part * ragged.per_group(jnp.arange(1.0, 5.0))).map(jnp.tanh).astype(jnp.bfloat16)
+
+    def step(x: Array, w: Array, dout: Array) -> Any:
+        mesh = mesh_of("auto", a=4)
+        product = partial(ragged.sharded_matmul, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"))
+        out, pull = jax.vjp(lambda x, w: product(GroupedTensor(x, SIZES), w, out_shard_callback=callback).data, x, w)
+        return out, *pull(dout.astype(out.dtype))
+
+    x, w, dout = arrays((32, 16), (4, 16, 24), (32, 24))
+    out, dx, dw = jax.jit(step)(x, w, dout)
+    assert seen == [((8, 24), "ragged rows")] and out.dtype == jnp.bfloat16
+    ids = np.repeat(np.arange(4), SIZES)
+    rows, matrices = np.asarray(x, np.float64)[: len(ids)], np.asarray(w, np.float64)[ids]
+    want = np.tanh((1 + ids)[:, None] * np.einsum("mk,mkn->mn", rows, matrices))
+    by_pre = np.asarray(dout.astype(jnp.bfloat16), np.float64)[: len(ids)] * (1 - want**2) * (1 + ids)[:, None]
+    by_row = np.einsum("mk,mn->mkn", rows, by_pre)
+    sums = np.stack([by_row[ids == group].sum(0) for group in range(4)])
+    pairs = (out[: len(ids)], want), (dx[: len(ids)], np.einsum("mn,mkn->mk", by_pre, matrices)), (dw, sums)
+    for (got, expected), tolerance in zip(pairs, (2**-8, 2**-6, 2**-6), strict=True):
+        np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=tolerance, atol=tolerance)
+    for each in (out, dx):
+        assert not np.asarray(each[len(ids) :]).any()
+
+
+@pytest.mark.long
+def test_the_result_is_where_it_is_asked_to_be() -> None:
+    """`sharded_matmul` puts it there, also where neither the operands nor the sum put it."""
+    mesh, (x, w) = mesh_of("auto", a=2, b=2), arrays((32, 16), (4, 16, 24))
+    for out_specs, expected in ((P("b"), ""), (P(None, "a"), "reduce-scatter"), (P(), "all-reduce")):
+        options: Any = {"mesh": mesh, "in_specs": (P(None, "a"), P(None, "a")), "out_specs": out_specs}
+        product = jax.jit(
+            lambda x, w, options=options: ragged.sharded_matmul(GroupedTensor(x, SIZES), w, **options).data
+        )
+        assert product(x, w).sharding.is_equivalent_to(NamedSharding(mesh, out_specs), 2)
+        assert expected in collectives(product.lower(x, w).compile())
+
+
 def test_out_sharding_beside_a_shared_matrix() -> None:
     """The groups' rows are multiplied as those of one; the result is where it is asked to be all the same."""
-    mesh = mesh_of("explicit", a=2, b=2)
-    with jax.set_mesh(mesh):
-        w = jax.device_put(W, P("a"))
-        for asked in (P("b", None, None), P(None, "a", None), P(None, None, "b")):
-            got = jax.jit(lambda w, asked=asked: ragged.matmul(w, DOUT[:24], out_sharding=asked).data)(w)
-            assert jax.typeof(got).sharding.spec == asked
-            np.testing.assert_allclose(got, ragged.matmul(W, DOUT[:24]).data, rtol=1e-4, atol=1e-4)
+    data, shared = arrays((4, 16, 24), (24, 24))
+    with jax.set_mesh(mesh_of("explicit", a=2, b=2)):
+        w = jax.device_put(data, P("a"))
+        asked = P("b", None, None), P(None, "a", None), P(None, None, "b")
+        run = jax.jit(lambda w: [ragged.matmul(w, shared, out_sharding=each).data for each in asked])
+        for got, spec in zip(run(w), asked, strict=True):
+            assert jax.typeof(got).sharding.spec == spec
+            np.testing.assert_allclose(got, np.asarray(data) @ np.asarray(shared), rtol=1e-4, atol=1e-4)
