@@ -19,7 +19,7 @@ from tests import gpu
 
 @contextmanager
 def executed() -> Iterator[Counter[str]]:
-    """Counts "dots", "flops" of those, and "idle": tiles of Triton's results without a dot; or "steps" of a Pallas grid,
+    """Counts "dots", their "flops", and "idle": tiles of Triton's results without a dot; or "steps" of a Pallas grid,
     of which those that aren't dots are idle."""
     counts: Counter[str] = Counter()
     for each in BACKENDS.values():  # whose modules must not import what is patched below

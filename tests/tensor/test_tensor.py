@@ -56,7 +56,9 @@ def test_what_it_is(kind: str) -> None:
 
     half = x.astype(jnp.bfloat16)
     assert half.dtype == jnp.bfloat16 and jax.tree.structure(half) == jax.tree.structure(x)
-    assert all(np.array_equal(*each) for each in zip(e.unpack(half.data), e.unpack(x.data.astype(jnp.bfloat16))))
+    assert all(
+        np.array_equal(*each) for each in zip(e.unpack(half.data), e.unpack(x.data.astype(jnp.bfloat16)), strict=True)
+    )
     for wrong in (4, -5):
         with pytest.raises(IndexError, match="there are 4 groups"):
             x[wrong]

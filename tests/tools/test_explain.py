@@ -197,7 +197,8 @@ from tests.contract.machines import MACHINES, on
 (rows,), f32 = jax.export.symbolic_shape("rows", constraints=["rows >= 513"]), jnp.float32
 sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
 w = jax.ShapeDtypeStruct((4, 64, 32), f32)
-for machine, product in itertools.product(("CPU", "H200", "v5e"), (ragged.grouped_matmul, ragged.transposed_grouped_matmul)):
+both = ragged.grouped_matmul, ragged.transposed_grouped_matmul
+for machine, product in itertools.product(("CPU", "H200", "v5e"), both):
     is_forward = product is ragged.grouped_matmul
     avals = [jax.ShapeDtypeStruct(s, f32) for s in ([(rows, 64), w.shape] if is_forward else [(64, rows), (rows, 32)])]
     with launches() as found, on(machine):
