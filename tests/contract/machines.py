@@ -66,12 +66,12 @@ def shapes(
             (True, True): (rows, width),
         }[flags]
         data = jax.ShapeDtypeStruct(shape, dtype or jnp.float32)
-        return GroupedTensor(data, *(dims if flag else None for flag in flags))
+        return GroupedTensor(data, dims if flags[0] else None, dims if flags[1] else None)
 
     return tensor("m", "k"), tensor("k", "n")
 
 
-def options_of(layout: str, rows: int = 256, width: int = 64) -> dict[str, int]:
+def options_of(layout: str, rows: int = 256, width: int = 64) -> dict[str, Any]:
     """The extents of a result that its operands don't have."""
     return {"outer": {"max_last": width}, "ragged": {"max_last": width}, "inner_columns": {"capacity": rows}}.get(
         layout, {}

@@ -42,7 +42,7 @@ class Spec:
         return re.findall(r"\w+", self.text)
 
     @property
-    def options(self) -> dict[str, int]:
+    def options(self) -> dict[str, Any]:
         """The extents of the result that its operands don't have."""
         (packed, *other), operands = self.ragged[2] or " ", [*zip(self.terms, self.ragged, strict=True)][:2]
         found = {"max_last": self.widths[other[0]]} if other else {}
@@ -51,7 +51,7 @@ class Spec:
 
     def shape(self, index: int) -> tuple[int, ...]:
         packed = self.ragged[index][:1]
-        extents = {**dict.fromkeys("abcdefhABCMKN", 2), "g": G, "e": 4} | self.extents
+        extents = {**dict.fromkeys("abcdefhAMKN", 2), "g": G, "e": 4, **self.extents}
         return tuple(
             self.widths[z] if z in self.ragged[index] and z != packed else extents[z] for z in self.terms[index]
         )
@@ -114,7 +114,7 @@ def check(spec: Spec, count: int, backend: Any = None) -> None:
     tables = {z: size_table(G, spec.extents[z], 4, rng) for z in letters}
     table = [{z: each[(i + 7 * j) % len(each)] for j, (z, each) in enumerate(tables.items())} for i in range(400)]
     data = [values(rng, spec.shape(i), "float32") for i in range(3)]
-    options = spec.options | ({"backend": backend} if backend else {})
+    options: dict[str, Any] = spec.options | ({"backend": backend} if backend else {})
 
     @jax.jit
     def run(x: Array, y: Array, ct: Array, sizes: dict[str, Array]) -> Any:
@@ -194,7 +194,7 @@ def random_spec(seed: int) -> Spec:
     out = f"g{out}" if has_group else out
     terms, letters = ([lhs, rhs], [of_lhs, of_rhs]) if rng.integers(2) else ([rhs, lhs], [of_rhs, of_lhs])
     extents = {z: int(rng.integers(9, 20)) if z in raggeds else int(rng.integers(1, 4)) for z in "mkn"}
-    return Spec(f"{','.join(terms)}->{out}", (*letters, of_out), extents, dict.fromkeys("mkn", 4))
+    return Spec(f"{','.join(terms)}->{out}", (letters[0], letters[1], of_out), extents, dict.fromkeys("mkn", 4))
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)

@@ -37,7 +37,7 @@ def id_table(shape: tuple[int, ...]) -> list[np.ndarray]:
 def rows_of(ids: np.ndarray) -> list[tuple[int, int, int]]:
     """Group, token and slot of each row that goes to a group, in the order in which they must stand."""
     slots = ids.reshape(len(ids), -1).astype(np.int64)
-    return [(g, *map(int, at)) for g in range(G) for at in np.argwhere(slots == g)]
+    return [(g, int(token), int(slot)) for g in range(G) for token, slot in np.argwhere(slots == g)]
 
 
 def compute(ids: Array, data: dict[str, Array]) -> dict[str, Array]:

@@ -101,8 +101,8 @@ def test_sizes_of_any_kind() -> None:
         run = jax.jit(everything)
         want = run(x)
         for convert in (lambda dims: dims.astype(jnp.uint32), np.asarray):
-            dims = (None if each is None else convert(each) for each in (x.first_dims, x.last_dims))
-            y = GroupedTensor(np.asarray(x.data), *dims, transposed=x.transposed)
+            first, last = (None if each is None else convert(each) for each in (x.first_dims, x.last_dims))
+            y = GroupedTensor(np.asarray(x.data), first, last, transposed=x.transposed)
             assert repr(y) == repr(x) == repr(y.validate())
             assert all(map(np.array_equal, jax.tree.leaves(run(y)), jax.tree.leaves(want)))
     with jax.enable_x64(True):

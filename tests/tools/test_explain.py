@@ -169,14 +169,14 @@ def test_a_map_is_one_kernel(machine: str, layout: str, mapped: str) -> None:
     data = jax.ShapeDtypeStruct((3, *lhs.shape), lhs.dtype)
 
     def element(lhs: Array, rhs: Array, sizes: Any) -> Any:
-        operands = (GroupedTensor(x, *map(sizes.get, term)) for x, term in ((lhs, "mk"), (rhs, "kn")))
-        return ragged.matmul(*operands, **options_of(layout)).data
+        x, y = (GroupedTensor(x, *map(sizes.get, term)) for x, term in ((lhs, "mk"), (rhs, "kn")))
+        return ragged.matmul(x, y, **options_of(layout)).data
 
     def run(lhs: Array, rhs: Array, sizes: Any) -> Any:
         axes = (0, None, None) if mapped == "lhs" else (None, None, 0)
         known = sizes if mapped == "sizes" else {z: each[0] for z, each in sizes.items()}
         given = lhs if mapped == "lhs" else lhs[0]
-        out, pull = jax.vjp(lambda *x: jax.vmap(element, axes)(*x, known), given, rhs)
+        out, pull = jax.vjp(lambda x, y: jax.vmap(element, axes)(x, y, known), given, rhs)
         return out, pull(out)
 
     found, text = lowered(machine, run, data, rhs.data, sizes)

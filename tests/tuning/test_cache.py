@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
@@ -100,7 +101,7 @@ def test_what_a_key_tells_apart() -> None:
         {"existing_out": jnp.ones((96, 8))},
         {"activation": "silu"},
     )
-    others = [keys_of(*of(**each))[1] for each in ({"rows": 300}, {"k": 24}, {"groups": 9}, {"dtype": jnp.bfloat16})]
+    others = [keys_of(*each)[1] for each in (of(rows=300), of(k=24), of(groups=9), of(dtype=jnp.bfloat16))]
     others += [highest, *(keys_of(*of(), **each)[1] for each in options)]
     for scaling in ("row", "group", (1, 32), "mx"):
         others.append(keys_of(ragged.quantize(X, jnp.float8_e4m3fn, scaling), W)[1])
@@ -376,7 +377,7 @@ def test_writers_at_once_lose_nothing(file: Path) -> None:
 
 def test_records_as_json() -> None:
     """Through a file; numbers of NumPy are plain ints in a record."""
-    sixteen = jnp.asarray(16).__array__()[()]
+    sixteen: Any = np.int64(16)
     for config in (
         XlaConfig(m=(16, 32)),
         XlaConfig(m=(sixteen,), batched_rows=sixteen * 0),
