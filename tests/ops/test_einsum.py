@@ -112,7 +112,10 @@ def check(spec: Spec, count: int, backend: Any = None) -> None:
     rng = np.random.default_rng(0)
     letters = sorted({*"".join(spec.ragged)})
     tables = {z: size_table(G, spec.extents[z], 4, rng) for z in letters}
-    table = [{z: each[(i + 7 * j) % len(each)] for j, (z, each) in enumerate(tables.items())} for i in range(400)]
+    # The last rows of a table are sizes that make no sense.
+    table = [
+        {z: each[-(2 * i + 7 * j + 1) % len(each)] for j, (z, each) in enumerate(tables.items())} for i in range(60)
+    ]
     data = [values(rng, spec.shape(i), "float32") for i in range(3)]
     options: dict[str, Any] = spec.options | ({"backend": backend} if backend else {})
 
@@ -200,7 +203,7 @@ def random_spec(seed: int) -> Spec:
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_einsum(spec: Spec) -> None:
     """Extents that don't fit, whatever a cut letter is merged with; sizes whose products wrap around."""
-    check(spec, 60)
+    check(spec, 30)
 
 
 @pytest.mark.long
@@ -307,11 +310,11 @@ def moves(function: Callable[..., Any], *args: Any) -> dict[str, int]:
     [
         # Letters side by side: no more than the same product of operands that were merged before.
         ("t h d, g d e -> t h e", (2, 8), (3, 8, 4), ((24, 8), (3, 8, 4)), 0),
-        ("t d, g d h e -> t h e", (8,), (3, 8, 2, 4), ((12, 8), (3, 8, 8)), 0),
-        ("t h d, g h d e -> t e", (2, 4), (3, 2, 4, 4), ((12, 8), (3, 8, 4)), 0),
+        pytest.param("t d, g d h e -> t h e", (8,), (3, 8, 2, 4), ((12, 8), (3, 8, 8)), 0, marks=pytest.mark.long),
+        pytest.param("t h d, g h d e -> t e", (2, 4), (3, 2, 4, 4), ((12, 8), (3, 8, 4)), 0, marks=pytest.mark.long),
         # Each of these forces what it says: weights, whose letters are the other way round; and a batch letter, which
         # is in front of all three terms in a product.
-        ("t h d, g d h e -> t e", (2, 4), (3, 4, 2, 4), ((12, 8), (3, 8, 4)), 1),
+        pytest.param("t h d, g d h e -> t e", (2, 4), (3, 4, 2, 4), ((12, 8), (3, 8, 4)), 1, marks=pytest.mark.long),
         ("t h d, g d h e -> t h e", (2, 8), (3, 8, 2, 4), ((12, 8), (3, 8, 4)), 3),
     ],
 )
@@ -405,8 +408,8 @@ def test_options() -> None:
 
 
 @pytest.mark.parametrize(
-    "scaling", [("row", "column"), ("group", "group"), *(pytest.param(s, marks=pytest.mark.long) for s in (
-        ("tensor", "tensor"), ((1, 5), (None, 1))
+    "scaling", [("group", "group"), *(pytest.param(s, marks=pytest.mark.long) for s in (
+        ("row", "column"), ("tensor", "tensor"), ((1, 5), (None, 1))
     ))],
     ids=str,
 )  # fmt: skip
@@ -417,7 +420,7 @@ def test_quantised(scaling: Any) -> None:
         w = ragged.quantize(
             floats(*shape),
             jnp.float8_e4m3fn,
-            scaling[1] if len(shape) == 3 else "row" if scaling[0] == "row" else scaling[1],
+            "row" if len(shape) == 4 and scaling[0] == "row" else scaling[1],
         )
         got = ragged.einsum(spec, x, w, preferred_element_type=jnp.float32).data
         stands_for = np.asarray(w.dequantize().data)

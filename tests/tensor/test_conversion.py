@@ -12,7 +12,7 @@ import ragged
 from ragged import GroupedTensor
 from tests.contract.draws import size_table, values
 from tests.contract.loop import Place, Term, places
-from tests.tensor.examples import KINDS, Example, assert_groups, example, floats, ints
+from tests.tensor.examples import KINDS, Example, example, floats, ints
 
 G, LONGEST, FILL = 5, 9, 7.0
 # The buffers of two tensors that are joined: how they are packed, and the axis of padded rows.
@@ -179,16 +179,18 @@ def test_what_does_not_fit_is_not_joined() -> None:
 def test_from_list(which: str, shapes: list[tuple[int, int]], shape: tuple[int, int]) -> None:
     """The groups, packed, with zeros around them; under `jit` too, as the shapes are static."""
     groups = [values(np.random.default_rng(0), s, "float32") for s in shapes]
-    for capacity in (None, 12):
-        x = GroupedTensor.from_list(groups, ragged=which, capacity=capacity)
-        assert_groups(x, groups)
-        if capacity is not None:
-            shape = (2, 12) if which == "last" else (12, shape[1])
-        assert x.shape == shape and not x.transposed
-        assert x.ragged == (which != "last", which != "first")
-        assert np.all(np.asarray(x.data)[~np.asarray(x.mask)] == 0)
-    y = jax.jit(lambda gs: GroupedTensor.from_list(gs, ragged=which, capacity=12))(groups)
-    assert np.array_equal(x.data, y.data)
+    along, data = int(which == "last"), np.zeros((2, 12) if which == "last" else (12, shape[1]), np.float32)
+    for group, end in zip(groups, np.cumsum([s[along] for s in shapes]), strict=True):
+        (data.T if along else data)[end - group.shape[along] : end, : group.shape[1 - along]] = (
+            group.T if along else group
+        )
+    make = jax.jit(lambda gs: [GroupedTensor.from_list(gs, ragged=which, capacity=c) for c in (None, 12)])
+    for x, capacity in zip(make(groups), (8, 12), strict=True):
+        assert not x.transposed and x.ragged == (which != "last", which != "first")
+        assert np.array_equal(x.data, data[:, :capacity] if along else data[:capacity])
+        for dims, axis in ((x.first_dims, 0), (x.last_dims, 1)):
+            assert dims is None or dims.tolist() == [s[axis] for s in shapes]
+    assert make(groups)[0].shape == shape
     with pytest.raises(ValueError, match=r"`capacity` is 3, but the groups need 8"):
         GroupedTensor.from_list(groups, ragged=which, capacity=3)
 
@@ -201,13 +203,19 @@ def test_lists_that_make_no_tensor() -> None:
 
 def test_extents_of_zero() -> None:
     """No groups, no rows, no columns."""
-    none = GroupedTensor(floats(3, 2), ints())
-    assert (ragged.concat([none, none]).num_groups, ragged.concat([none, none]).shape) == (0, (6, 2))
-    some = GroupedTensor(floats(3, 2), ints(1, 1))
-    assert np.array_equal(ragged.concat([none, some]).data[:, 0], [1, 1, 0, 0, 0, 0])
-    assert np.array_equal(GroupedTensor(floats(0, 2), ints(0, 0)).to_padded(2, 5), np.full((2, 2, 2), 5))
-    assert np.array_equal(GroupedTensor.from_padded(floats(2, 0, 2), ints(0, 0), capacity=3).data, np.zeros((3, 2)))
-    assert GroupedTensor.from_padded(floats(2, 3, 0), ints(1, 2)).shape == (6, 0)
+
+    @jax.jit
+    def run() -> Any:
+        none, some = GroupedTensor(floats(3, 2), ints()), GroupedTensor(floats(3, 2), ints(1, 1))
+        padded = GroupedTensor(floats(0, 2), ints(0, 0)).to_padded(2, 5)
+        packed = GroupedTensor.from_padded(floats(2, 0, 2), ints(0, 0), capacity=3)
+        return ragged.concat([none, none]), ragged.concat([none, some]).data, padded, packed.data
+
+    none, some, padded, packed = run()
+    assert (none.num_groups, none.shape) == (0, (6, 2))
+    assert some[:, 0].tolist() == [1, 1, 0, 0, 0, 0]
+    assert padded.tolist() == [[[5.0] * 2] * 2] * 2 and packed.tolist() == [[0.0] * 2] * 3
+    assert jax.eval_shape(lambda: GroupedTensor.from_padded(floats(2, 3, 0), ints(1, 2)).data).shape == (6, 0)
     sizes = np.array([-2, 9], np.int32)  # NumPy's, cut to what there is
     x = GroupedTensor.from_padded(np.arange(12, dtype=np.float32).reshape(2, 3, 2), sizes)
     assert (x.first_dims.tolist(), x.shape, x.data[0].tolist()) == ([0, 3], (6, 2), [6, 7])

