@@ -273,13 +273,16 @@ def test_sums_in_float32() -> None:
         wide, ct = jnp.ones((3, 300), jnp.bfloat16), jnp.ones((1, 300), jnp.bfloat16)
         d_weights = jax.vjp(lambda weights: combine(wide, weights), weights)[1](ct)[0]
         back = {dtype: route.combine(route.dispatch(jnp.ones((1, 1), dtype))) for dtype in ("float16", "int32")}
-        return route.combine(GroupedTensor(y, route.first_dims)), combine(y, weights), d_weights, back
+        # (1 + 2⁻⁷)² - (1 + 2⁻⁶) is 2⁻¹⁴, unless its first term is rounded.
+        terms = jnp.array([[1 + 2**-7], [1 + 2**-6], [0]], jnp.bfloat16)
+        tangent = jax.jvp(lambda w: combine(terms, w), (weights,), (jnp.array([[1 + 2**-7, -1, 0]], jnp.float32),))[1]
+        return route.combine(GroupedTensor(y, route.first_dims)), combine(y, weights), d_weights, back, tangent
 
-    plain, weighted, d_weights, back = run(
+    plain, weighted, d_weights, back, tangent = run(
         jnp.array([[256.0], [1.0], [1.0]], jnp.bfloat16), np.ones((1, 3), np.float32)
     )
     assert plain.tolist() == weighted.tolist() == [[258.0]] and d_weights.tolist() == [[300.0] * 3]
-    assert plain.dtype == weighted.dtype == jnp.bfloat16
+    assert plain.dtype == weighted.dtype == tangent.dtype == jnp.bfloat16 and tangent.tolist() == [[2**-14]]
     assert {dtype: (x.dtype.name, x.tolist()) for dtype, x in back.items()} == {z: (z, [[3]]) for z in back}
 
 
