@@ -6,6 +6,7 @@ The functions are checked twice: by jaxtyping and beartype as they run, and by p
 # pyright: reportArgumentType=false, reportCallIssue=false
 # Wrong calls are made on purpose.
 
+import itertools
 from collections.abc import Callable
 from typing import Any, assert_type
 
@@ -72,18 +73,17 @@ def why(call: Callable[[], Any]) -> tuple[str, str]:
     return str(error), str(found)
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_kinds_are_told_apart(name: str) -> None:
+def test_kinds_are_told_apart() -> None:
     """Each annotation takes tensors of its kind, transposed and by their dtype, and no others."""
-    annotation = getattr(ragged, name)
-    for kind, x in KINDS.items():
+    for name, (kind, x) in itertools.product(KINDS, KINDS.items()):
+        annotation = getattr(ragged, name)
         assert fits(x, annotation[GroupedTensor, "g"]) == (kind == name)
         assert fits(x.mT.mT, annotation[Float[GroupedTensor, "..."], 4]) == (kind == name)
         assert not fits(x, annotation[Int[GroupedTensor, "..."], "g"])
         assert not fits(x, annotation[Float[GroupedTensor, "..."], 3])
         assert not fits(x.data, annotation[Float[GroupedTensor, "..."], "g"])
     assert fits(BOTH.mT, ragged.Both[Float[GroupedTensor, "longest cols"], "g"])
-    assert not fits(None, annotation[GroupedTensor, "g"])
+    assert not fits(None, ragged.Both[GroupedTensor, "g"])
 
 
 def test_axes_are_bound_across_arguments() -> None:
@@ -122,39 +122,28 @@ def test_results_are_checked() -> None:
     assert "the size of dimension g is 3" in why(lambda: returns(ROWS, GroupedTensor(UNIFORM.data[:3])))[1]
 
 
-MESSAGES: dict[str, tuple[Any, str]] = {
-    "an array": (ROWS.data, "this is f32[16,8], not a GroupedTensor."),
-    "nothing": (None, "this is None, not a GroupedTensor."),
-    "another kind": (ROWS.mT, "this tensor's kind is ragged columns, not ragged rows."),
-    "no groups": (
-        eqx.filter_grad(lambda x: x.data.sum())(ROWS),
-        "this is a cotangent or tangent, whose groups are unknown.",
-    ),
-    "float0 groups": (
-        jax.grad(lambda x: x.data.sum(), allow_int=True)(ROWS),
-        "this is a cotangent or tangent, whose groups are unknown.",
-    ),
-    "a stack": (
-        STACK,
-        "this is a stack of tensors, with a leading axis: annotate the function that is mapped over it.",
-    ),
-    "no leaves": (GroupedTensor(None), "this tensor's leaves are not arrays."),
-    "axes to map over": (GroupedTensor(0, 0), "this tensor's leaves are not arrays."),
-    "dtype": (ROWS.astype(jnp.int32), "don't fit 'g tokens d': this array has dtype int32, not any of ("),
-}
+COTANGENT = "this is a cotangent or tangent, whose groups are unknown."
+MESSAGES: list[tuple[Any, str]] = [
+    (ROWS.data, "this is f32[16,8], not a GroupedTensor."),
+    (None, "this is None, not a GroupedTensor."),
+    (ROWS.mT, "this tensor's kind is ragged columns, not ragged rows."),
+    (eqx.filter_grad(lambda x: x.data.sum())(ROWS), COTANGENT),
+    (jax.grad(lambda x: x.data.sum(), allow_int=True)(ROWS), COTANGENT),
+    (STACK, "this is a stack of tensors, with a leading axis: annotate the function that is mapped over it."),
+    (GroupedTensor(None), "this tensor's leaves are not arrays."),
+    (GroupedTensor(0, 0), "this tensor's leaves are not arrays."),
+    (ROWS.astype(jnp.int32), "don't fit 'g tokens d': this array has dtype int32, not any of ("),
+]
 
 
-@pytest.mark.parametrize("case", MESSAGES)
-def test_messages(case: str) -> None:
+def test_messages() -> None:
     """What is no tensor of ragged rows with groups is told apart."""
-    x, text = MESSAGES[case]
-    message, reason = why(lambda: forward(x, UNIFORM.data))
-    assert "typechecking parameter 'x'" in message
-    assert "violates type hint <class 'ragged.Rows[Float[GroupedTensor, 'tokens d'], 'g']'>, as " in reason
-    assert text in reason
+    for x, text in MESSAGES:
+        message, reason = why(lambda x=x: forward(x, UNIFORM.data))
+        assert "typechecking parameter 'x'" in message
+        assert "violates type hint <class 'ragged.Rows[Float[GroupedTensor, 'tokens d'], 'g']'>, as " in reason
+        assert text in reason
 
-
-def test_the_message_of_a_rank() -> None:
     @checked
     def f(x: Rows[Float[GroupedTensor, "tokens heads d"], "g"]) -> None: ...
 
@@ -277,42 +266,23 @@ def test_without_jaxtyping_s_decorator() -> None:
 
 
 rows: Any = Rows
-SUBSCRIPTS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "no axis": (
-        lambda: rows[Float[GroupedTensor, "m k"]],
-        TypeError,
-        "`Rows[Float[GroupedTensor, 'm k']]`: the subscripts must be an annotation, the group axis and "
-        'optionally "logical".\n'
-        'Write it as in `ragged.Rows[Float[GroupedTensor, "m k"], "g"]`.',
-    ),
-    "no such dtype": (
-        lambda: Uniform[Float[GroupedTensor, "g m k"], "g", "stored"],
-        TypeError,
-        "`Uniform[Float[GroupedTensor, 'g m k'], 'g', 'stored']`: the subscripts must be an annotation, the group "
-        'axis and optionally "logical".\nWrite it as in `ragged.Uniform[Float[GroupedTensor, "g k n"], "g"]`.',
-    ),
-    "an array": (
-        lambda: Rows[Float[Array, "m k"], "g"],
-        TypeError,
-        "`Rows[Float[Array, 'm k'], 'g']`: Float[Array, 'm k'] doesn't annotate a `GroupedTensor`.\n",
-    ),
-    "an array or a tensor": (
-        lambda: Rows[Float[Array, "m k"] | Float[GroupedTensor, "m k"], "g"],
-        TypeError,
-        "Float[Array, 'm k'] doesn't annotate a `GroupedTensor`.",
-    ),
-    "a string": (lambda: rows["m k", "g"], TypeError, "'m k' doesn't annotate a `GroupedTensor`."),
-    "twice": (lambda: rows[GroupedTensor, "g"][GroupedTensor, "g"], TypeError, "the subscripts must be an annotation"),
-    "several axes": (lambda: Rows[GroupedTensor, "g h"], ValueError, "'g h' isn't one axis."),
-    "no axes": (lambda: Rows[GroupedTensor, ""], ValueError, "'' isn't one axis."),
-    "no axis's name": (lambda: rows[GroupedTensor, None], ValueError, "None isn't one axis."),
-    "any axes": (lambda: Rows[GroupedTensor, "..."], ValueError, "'...' isn't one axis."),
-    "a call": (lambda: rows(ROWS.data, SIZES), TypeError, "`Rows`: an annotation can't be called."),
-    "no subscripts": (lambda: isinstance(ROWS, rows), TypeError, "`Rows`: an annotation needs its axes."),
-}
+AXES: tuple[Any, ...] = ("g h", "", None, "...")
 
 
-@pytest.mark.parametrize("case", SUBSCRIPTS)
-def test_subscripts(case: str) -> None:
+def test_subscripts() -> None:
     """Errors of annotations, where they are written."""
-    check_error(*SUBSCRIPTS[case])
+    subscripts = 'the subscripts must be an annotation, the group axis and optionally "logical".\n'
+    not_a_tensor = "doesn't annotate a `GroupedTensor`."
+    wrong: list[tuple[Callable[[], Any], type[Exception], str]] = [
+        (lambda: rows[Float[GroupedTensor, "m k"]], TypeError, f"`Rows[Float[GroupedTensor, 'm k']]`: {subscripts}"),
+        (lambda: Uniform[Float[GroupedTensor, "g m k"], "g", "stored"], TypeError, subscripts),
+        (lambda: rows[GroupedTensor, "g"][GroupedTensor, "g"], TypeError, "the subscripts must be an annotation"),
+        (lambda: Rows[Float[Array, "m k"], "g"], TypeError, f"Float[Array, 'm k'] {not_a_tensor}"),
+        (lambda: Rows[Float[Array, "m"] | Float[GroupedTensor, "m"], "g"], TypeError, not_a_tensor),
+        (lambda: rows["m k", "g"], TypeError, f"'m k' {not_a_tensor}"),
+        *((lambda axis=axis: rows[GroupedTensor, axis], ValueError, f"{axis!r} isn't one axis.") for axis in AXES),
+        (lambda: rows(ROWS.data, SIZES), TypeError, "`Rows`: an annotation can't be called."),
+        (lambda: isinstance(ROWS, rows), TypeError, "`Rows`: an annotation needs its axes."),
+    ]
+    for call, error, text in wrong:
+        check_error(call, error, text)

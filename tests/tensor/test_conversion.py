@@ -1,0 +1,221 @@
+"""Padded arrays, lists and joined tensors hold the groups of any sizes, and nothing of a tail; so do derivatives."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+
+import ragged
+from ragged import GroupedTensor
+from tests.contract.draws import size_table, values
+from tests.contract.loop import Place, Term, places
+from tests.tensor.examples import KINDS, Example, example, floats, ints
+
+G, LONGEST, FILL = 5, 9, 7.0
+# The buffers of two tensors that are joined: how they are packed, and the axis of padded rows.
+TERMS = {
+    "ragged rows": (Term("mn", "m", "m", (60, 3)), Term("mn", "m", "m", (31, 3))),
+    "ragged columns": (Term("mn", "n", "n", (3, 60)), Term("mn", "n", "n", (3, 31))),
+    "ragged both": (Term("mn", "mn", "m", (60, 6)), Term("mn", "mn", "m", (31, 6))),
+    "ragged both, packed columns": (Term("mn", "mn", "n", (6, 60)), Term("mn", "mn", "n", (6, 31))),
+}
+Sizes = dict[str, np.ndarray]
+
+
+def with_nan(data: np.ndarray, where: list[Place | None]) -> np.ndarray:
+    """A buffer with NaN outside of the groups."""
+    out = np.full_like(data, np.nan)
+    for at in where:
+        out[at] = data[at]
+    return out
+
+
+def padded(data: np.ndarray, where: list[Place | None], is_turned: bool, longest: int, fill: float) -> np.ndarray:
+    """The groups side by side, cut off where they are longer."""
+    blocks = []
+    for at in where:
+        group = data[at].T if is_turned else data[at]
+        block = np.full((longest, data.T.shape[1] if is_turned else data.shape[1]), fill, data.dtype)
+        block[: min(len(group), longest), : group.shape[1]] = group[:longest]
+        blocks.append(block.T if is_turned else block)
+    return np.stack(blocks)
+
+
+def unpadded(blocks: np.ndarray, shape: Any, where: list[Place | None], is_turned: bool) -> np.ndarray:
+    """What `padded` takes from a buffer, put back."""
+    out = np.zeros(shape, blocks.dtype)
+    for block, at in zip(blocks, where, strict=True):
+        mine = (out[at].T if is_turned else out[at])[: block.shape[1] if is_turned else block.shape[0]]
+        mine[:] = (block.T if is_turned else block)[: mine.shape[0], : mine.shape[1]]
+    return out
+
+
+@pytest.mark.parametrize("kind", TERMS)
+def test_conversions(kind: str) -> None:
+    """`to_padded`, `from_padded` and `concat` by any sizes, and their derivatives; what lies outside of groups reaches
+    nothing."""
+    terms, rng = TERMS[kind], np.random.default_rng(0)
+    letter, is_turned = terms[0].packed, terms[0].packed == "n"
+
+    def tensor(data: Array, sizes: dict[str, Array]) -> GroupedTensor:
+        return GroupedTensor(data, sizes.get("m"), sizes.get("n"), transposed=kind.endswith("packed columns"))
+
+    def convert(data: list[Array], sizes: list[dict[str, Array]]) -> dict[str, Any]:
+        x, y = map(tensor, data, sizes)
+        found = {"padded": x.to_padded(LONGEST, FILL), "joined": ragged.concat([x, y, x]).data, "cut": x.to_padded(2)}
+        if kind == "ragged rows":
+            back = GroupedTensor.from_padded(found["padded"], sizes[1]["m"], capacity=20)
+            found |= {"packed": back.data, "packed sizes": back.first_dims}
+        return found
+
+    @jax.jit
+    def run(data: list[Array], sizes: list[dict[str, Array]], cts: dict[str, Array]) -> Any:
+        def both(data: list[Array]) -> Any:
+            found = convert(data, sizes)
+            return {name: found[name] for name in cts}, found
+
+        _, pull, found = jax.vjp(both, data, has_aux=True)
+        return found, pull(cts)[0], ragged.concat([*map(tensor, data, sizes)]).offsets
+
+    data = [values(rng, term.shape, "float32") for term in terms]
+    table = {z: size_table(G, 60, 8, rng) for z in terms[0].ragged}
+    shapes = jax.eval_shape(convert, data, [{z: jnp.zeros(G, jnp.int32) for z in terms[0].ragged} for _ in terms])
+    cts = {n: values(rng, x.shape, "float32") for n, x in shapes.items() if n in ("padded", "joined")}
+    draws = [{z: each[order] for z, each in table.items()} for order in range(len(table[letter]))]
+    for sizes in zip(draws, [*draws[3:], *draws[:3]], strict=True):
+        where = [places({"x": term}, its, G)["x"] for term, its in zip(terms, sizes, strict=True)]
+        given = [*map(with_nan, data, where)]
+        got, (d_x, d_y), offsets = jax.tree.map(np.asarray, run(given, list(sizes), cts))
+        for name, longest, fill in (("padded", LONGEST, FILL), ("cut", 2, 0)):
+            np.testing.assert_array_equal(got[name], padded(data[0], where[0], is_turned, longest, fill))
+        # Joined, the groups follow one another without the tails between them: of both, and of the first again.
+        axis, joined, start = "mn".index(letter), np.zeros_like(got["joined"]), 0
+        d_want = [np.zeros_like(each) for each in data]
+        for which in (0, 1, 0):
+            for at in where[which]:
+                part = data[which][at]
+                index = [slice(0, n) for n in part.shape]
+                index[axis] = slice(start, start + part.shape[axis])
+                joined[tuple(index)] = part
+                d_want[which][at] += cts["joined"][tuple(index)]
+                start += part.shape[axis]
+        np.testing.assert_array_equal(got["joined"], joined)
+        assert offsets[-1] == start - sum(data[0][at].shape[axis] for at in where[0])
+        d_want[0] += unpadded(cts["padded"], data[0].shape, where[0], is_turned)
+        np.testing.assert_allclose(d_x, d_want[0], rtol=1e-6)
+        np.testing.assert_array_equal(d_y, d_want[1])
+        if kind == "ragged rows":
+            lengths = np.clip(sizes[1]["m"].astype(np.int64), 0, LONGEST)
+            ends = np.minimum(np.cumsum(lengths), 20)
+            lengths = np.diff(ends, prepend=0)
+            packed = np.concatenate([*(block[:n] for block, n in zip(got["padded"], lengths, strict=True))])
+            np.testing.assert_array_equal(got["packed sizes"], lengths)
+            np.testing.assert_array_equal(got["packed"], np.pad(packed, [(0, 20 - len(packed)), (0, 0)]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_concat_of_other_memory_orders(kind: str) -> None:
+    """One tensor and several, seen through `mT`; `transposed` is how a buffer lies in memory, which is no difference
+    in kind, unless it says which of two ragged axes is packed."""
+    a, b = example(kind, seed=1), example(kind, (0, 1, 2, 5), (3, 2, 0, 1), seed=2)
+
+    def joined(*examples: Example) -> np.ndarray:
+        """The buffer of all groups: those of a longer example, whose tail is zero."""
+        groups = [g for e in examples for g in e.groups]
+        if kind == "uniform":
+            return np.stack(groups)
+        axis, shape = a.tensor.packed_axis or 0, np.array(a.tensor.shape)
+        shape[axis] *= len(examples)
+        out, start = np.zeros(shape, np.float32), 0
+        for group in groups:
+            index = [slice(0, n) for n in group.shape]
+            index[axis] = slice(start, start + group.shape[axis])
+            out[tuple(index)], start = group, start + group.shape[axis]
+        return out
+
+    concat = jax.jit(ragged.concat)
+    np.testing.assert_array_equal(concat([a.tensor]).data, joined(a))
+    turned = concat([a.tensor.mT, b.tensor.mT])
+    assert turned.kind == a.tensor.mT.kind
+    np.testing.assert_array_equal(turned.data, np.swapaxes(joined(a, b), -1, -2))
+    other = GroupedTensor(b.tensor.data, b.tensor.first_dims, b.tensor.last_dims, transposed=not b.tensor.transposed)
+    if kind.startswith("ragged both"):
+        with pytest.raises(ValueError, match="tensor 1 doesn't fit tensor 0"):
+            ragged.concat([a.tensor, other])
+    else:
+        np.testing.assert_array_equal(concat([a.tensor, other]).data, joined(a, b))
+        np.testing.assert_array_equal(concat([other, a.tensor]).data, joined(b, a))
+
+
+def test_what_does_not_fit_is_not_joined() -> None:
+    """Another kind, extent, dtype or rank; nothing; what is no tensor."""
+    x = GroupedTensor(floats(8, 2), ints(3, 4))
+    others = [
+        GroupedTensor(floats(2, 8), None, ints(3, 4)),
+        GroupedTensor(floats(8, 3), ints(3, 4)),
+        x.astype(jnp.bfloat16),
+        GroupedTensor(floats(2, 8, 2)),
+    ]
+    for other in others:
+        with pytest.raises(ValueError, match="tensor 2 doesn't fit tensor 0"):
+            ragged.concat([x, x, other])
+    nothing: list[Any] = [[], [jnp.ones((2, 3))], None]
+    for each in nothing:
+        with pytest.raises(TypeError, match="needs a sequence of tensors"):
+            ragged.concat(each)
+
+
+@pytest.mark.parametrize(
+    "which, shapes, shape",
+    [
+        ("first", [(3, 2), (0, 2), (5, 2)], (8, 2)),
+        ("last", [(2, 3), (2, 0), (2, 5)], (2, 8)),
+        ("both", [(3, 2), (0, 4), (5, 0)], (8, 4)),
+    ],
+)
+def test_from_list(which: str, shapes: list[tuple[int, int]], shape: tuple[int, int]) -> None:
+    """The groups, packed, with zeros around them; under `jit` too, as the shapes are static."""
+    groups = [values(np.random.default_rng(0), s, "float32") for s in shapes]
+    along, data = int(which == "last"), np.zeros((2, 12) if which == "last" else (12, shape[1]), np.float32)
+    for group, end in zip(groups, np.cumsum([s[along] for s in shapes]), strict=True):
+        (data.T if along else data)[end - group.shape[along] : end, : group.shape[1 - along]] = (
+            group.T if along else group
+        )
+    make = jax.jit(lambda gs: [GroupedTensor.from_list(gs, ragged=which, capacity=c) for c in (None, 12)])
+    for x, capacity in zip(make(groups), (8, 12), strict=True):
+        assert not x.transposed and x.ragged == (which != "last", which != "first")
+        assert np.array_equal(x.data, data[:, :capacity] if along else data[:capacity])
+        for dims, axis in ((x.first_dims, 0), (x.last_dims, 1)):
+            assert dims is None or dims.tolist() == [s[axis] for s in shapes]
+    assert make(groups)[0].shape == shape
+    with pytest.raises(ValueError, match=r"`capacity` is 3, but the groups need 8"):
+        GroupedTensor.from_list(groups, ragged=which, capacity=3)
+
+
+def test_lists_that_make_no_tensor() -> None:
+    for groups in ([floats(2)], [floats(2, 3), jnp.ones((2, 3), jnp.int32)]):
+        with pytest.raises(ValueError, match="needs at least one matrix, all of one dtype"):
+            GroupedTensor.from_list(groups)
+
+
+def test_extents_of_zero() -> None:
+    """No groups, no rows, no columns."""
+
+    @jax.jit
+    def run() -> Any:
+        none, some = GroupedTensor(floats(3, 2), ints()), GroupedTensor(floats(3, 2), ints(1, 1))
+        padded = GroupedTensor(floats(0, 2), ints(0, 0)).to_padded(2, 5)
+        packed = GroupedTensor.from_padded(floats(2, 0, 2), ints(0, 0), capacity=3)
+        return ragged.concat([none, none]), ragged.concat([none, some]).data, padded, packed.data
+
+    none, some, padded, packed = run()
+    assert (none.num_groups, none.shape) == (0, (6, 2))
+    assert some[:, 0].tolist() == [1, 1, 0, 0, 0, 0]
+    assert padded.tolist() == [[[5.0] * 2] * 2] * 2 and packed.tolist() == [[0.0] * 2] * 3
+    assert jax.eval_shape(lambda: GroupedTensor.from_padded(floats(2, 3, 0), ints(1, 2)).data).shape == (6, 0)
+    sizes = np.array([-2, 9], np.int32)  # NumPy's, cut to what there is
+    x = GroupedTensor.from_padded(np.arange(12, dtype=np.float32).reshape(2, 3, 2), sizes)
+    assert (x.first_dims.tolist(), x.shape, x.data[0].tolist()) == ([0, 3], (6, 2), [6, 7])

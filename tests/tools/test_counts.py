@@ -1,0 +1,193 @@
+"""The tiles that `explain` counts are those that run, for any sizes; some of them are counted by hand."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+
+import ragged
+from ragged import GroupedTensor
+from ragged.tuning import Configs, GpuConfig, TpuConfig, XlaConfig
+from tests import gpu
+from tests.cases import LETTERS
+from tests.contract.draws import size_table
+from tests.contract.executed import executed
+from tests.contract.machines import options_of, shapes
+
+G = 5
+EXTENTS = {"rows": 200, "m": 40, "k": 48, "n": 80, "width": 72}
+
+
+@pytest.fixture(scope="module")
+def counts() -> Iterator[Counter[str]]:
+    with executed() as found:
+        yield found
+
+
+def config(backend: str, tiles: tuple[int, int, int] | None) -> Any:
+    """The tiles of m, k and n for a product and its derivatives, by interpreted kernels."""
+    if not tiles:
+        return backend
+    if backend == "xla":
+        m, k, n = tiles
+        return Configs(*[XlaConfig(m=(m,), k=(k,), n=(n,))] * 3)
+    of: Any = {"pallas_tpu": TpuConfig, "triton_gpu": GpuConfig}[backend]
+    return Configs(*[of(interpret=True, **dict(zip("mkn", tiles, strict=True)))] * 3)
+
+
+def check(
+    counts: Counter[str],
+    backend: str,
+    layout: str,
+    tiles: Any,
+    draws: int,
+    held: int = 0,
+    groups: int = G,
+    **extents: int,
+) -> None:
+    """For a product and both derivatives, each compiled once. Of groups that aren't `held`, rows are as the tail."""
+    extents, letters = EXTENTS | extents, LETTERS[layout]
+    lhs, rhs = shapes(layout, groups, **extents)
+    options: dict[str, Any] = options_of(layout, extents["rows"], extents["width"])
+    options["backend"] = config(backend, tiles)
+    data = {"lhs": lhs.data, "rhs": jax.ShapeDtypeStruct((held, *rhs.shape[1:]), rhs.dtype) if held else rhs.data}
+    ones = {name: np.ones(x.shape, x.dtype) for name, x in data.items()}
+
+    def operands(data: Any, sizes: Any) -> list[GroupedTensor]:
+        return [
+            GroupedTensor(data[name], *(sizes.get(z) for z in term)) for name, term in (("lhs", "mk"), ("rhs", "kn"))
+        ]
+
+    def multiply(data: Any, sizes: Any, offset: Any) -> Array:
+        return ragged.matmul(*operands(data, sizes), **options, **({"group_offset": offset} if held else {})).data
+
+    def derivative(name: str) -> Any:
+        def run(data: Any, sizes: Any, offset: Any, ct: Array) -> Array:
+            return jax.vjp(lambda x: multiply(data | {name: x}, sizes, offset), data[name])[1](ct)[0]
+
+        return run
+
+    rng = np.random.default_rng(0)
+    tables = {z: size_table(groups, extents["rows"] if z == letters[0] else extents["width"], 16, rng) for z in letters}
+    order = rng.permutation(len(next(iter(tables.values()), "x")))[:draws]
+    unknown = {z: jax.ShapeDtypeStruct((groups,), jnp.int32) for z in letters}
+    offset_of = {"group_offset": jax.ShapeDtypeStruct((), jnp.int32)} if held else {}
+    out = jax.eval_shape(multiply, data, unknown, jax.ShapeDtypeStruct((), jnp.int32))
+    run = {"forward": jax.jit(lambda data, sizes, offset, ct: multiply(data, sizes, offset))}
+    run |= {f"by {name}": jax.jit(derivative(name)) for name in data}
+    bounds = ragged.explain(*operands(data, unknown), platform="cpu", **options, **offset_of).plans
+    for number in order.tolist():
+        sizes = {z: np.roll(each[number], i) for i, (z, each) in enumerate(tables.items())}
+        offset = np.int32((-1, 1, 4, 0, 3, -9)[number % 6])
+        chosen = {"group_offset": offset} if held else {}
+        plans = ragged.explain(*operands(data, sizes), platform="cpu", **options, **chosen).plans
+        assert [plan.product for plan in plans] == [*run]
+        for plan, bound in zip(plans, bounds, strict=True):
+            counts.clear()
+            jax.block_until_ready(run[plan.product](ones, sizes, offset, jnp.ones(out.shape, out.dtype)))
+            where = f"{plan.product}: {sizes}"
+            assert plan.is_exact and plan.backend == backend
+            assert plan.multiplied == counts["flops"], where
+            assert plan.visits is not None and plan.idle is not None
+            if backend == "pallas_tpu":
+                assert plan.visits + plan.idle == counts["steps"], where
+            else:
+                assert (plan.visits, plan.idle) == (counts["dots"], counts["idle"]), where
+            if bound.layout != "batched":
+                assert not bound.is_exact and bound.idle is bound.multiplied is None
+                assert bound.visits is None or plan.visits + plan.idle <= bound.visits, where
+                assert plan.flops is not None and bound.flops is not None
+                assert len(LETTERS[bound.layout]) > 1 or plan.flops <= bound.flops
+
+
+# XLA would hoist the dots of one tile as wide as its operand. Of two ragged letters, a TPU's tiles are of 128.
+SMALL = {"xla": (32, 128, 128), "pallas_tpu": (32, 128, 128), "triton_gpu": (16, 32, 64)}
+
+
+def case(backend: str, layout: str, draws: int, *marks: Any, tiles: Any = "small", **others: int) -> Any:
+    letters, several = LETTERS[layout], len(LETTERS[layout]) > 1
+    own = tuple((128 if several and backend == "pallas_tpu" else 32) if z in letters else 128 for z in "mkn")
+    found = (SMALL[backend] if backend == "triton_gpu" else own) if tiles == "small" else tiles
+    name = "-".join(map(str, (backend, layout, *others.values(), *(["other tiles"] if tiles != "small" else []))))
+    return pytest.param(backend, layout, found, draws, others, marks=marks, id=name)
+
+
+@pytest.mark.parametrize(
+    "backend, layout, tiles, draws, others",
+    [
+        case("xla", "forward", 40),
+        case("xla", "outer", 20),
+        # One dot for the first rows of all groups, and tiles for what it doesn't hold.
+        case("xla", "wgrad", 40, tiles=None, groups=6, rows=40, k=16, n=32),
+        case("xla", "forward", 20, held=2),
+        case("pallas_tpu", "forward", 10, held=2),
+        case("triton_gpu", "forward", 4, held=2),
+        *(case("xla", layout, 40, pytest.mark.long) for layout in LETTERS if layout not in ("forward", "outer")),
+        *(case("pallas_tpu", layout, 20, pytest.mark.long) for layout in LETTERS),
+        *(case("triton_gpu", layout, 5, pytest.mark.long) for layout in LETTERS if layout != "forward"),
+        # Tiles that groups share are multiplied in chunks on a TPU; several steps of what is contracted.
+        case("pallas_tpu", "forward", 20, pytest.mark.long, tiles=(256, 128, 128), rows=600),
+        case("triton_gpu", "forward", 3, pytest.mark.long, tiles=(128, 32, 16), rows=600, k=40, n=24),
+    ],
+)
+def test_counts(backend: str, layout: str, tiles: Any, draws: int, others: Any, counts: Counter[str]) -> None:
+    """Products of tiles, tiles that only get zeros, and FLOP of whole tiles; and the bounds of unknown sizes."""
+    if backend == "triton_gpu":
+        gpu.needs_triton()
+    check(counts, backend, layout, tiles, draws, **others)
+
+
+def test_counts_of_one_dot_for_all_groups() -> None:
+    """By hand: XLA's dot for the first 16 rows of all groups, and tiles for the rest; tiles alone for few groups."""
+    for sizes, visits in (([5, 6, 7, 6, 5, 4], 6), ([3, 4, 25, 0, 2, 1], 6 + 1), ([0, 0, 0, 37, 0, 0], 3)):
+        x = GroupedTensor(jax.ShapeDtypeStruct((40, 16), jnp.float32), jnp.array(sizes, jnp.int32))
+        plan = ragged.explain(x, jax.ShapeDtypeStruct((6, 16, 32), jnp.float32), platform="cpu").plan()
+        assert isinstance(plan.config, XlaConfig) and plan.config.batched_rows == 16
+        assert plan.visits == visits
+
+
+def test_counts_of_a_group_in_the_middle() -> None:
+    """By hand, with several tiles of each letter: rows in front of the group, and behind it, get zeros once."""
+    x = GroupedTensor(jax.ShapeDtypeStruct((200, 256), jnp.float32), jnp.array([50, 0, 70, 20], jnp.int32))
+    w = jax.ShapeDtypeStruct((1, 256, 192), jnp.float32)
+    for backend, tiles, counts in (
+        # Rows 50 to 119 are the group's: 5 tiles from its first row on; of the others 4 in front of it, 5 behind it.
+        ("triton_gpu", (16, 64, 64), (5 * 4 * 3, (4 + 5) * 3)),
+        # They lie in 3 of the 7 tiles that the buffer is cut into.
+        ("pallas_tpu", (32, 128, 128), (3 * 2 * 2, (7 - 3) * 2)),
+    ):
+        if backend != "triton_gpu" or gpu.triton_call.missing() == "":
+            plan = ragged.explain(x, w, platform="cpu", backend=config(backend, tiles), group_offset=2).plan()
+            assert (plan.visits, plan.idle, plan.flops) == (*counts, 2 * 70 * 256 * 192)
+
+
+def test_counts_of_the_tail_of_two_ragged_letters() -> None:
+    """By hand. One of 5 tiles of rows holds both groups, the second of which has 2 tiles of columns."""
+    x = GroupedTensor(jax.ShapeDtypeStruct((600, 16), jnp.float32), jnp.array([50, 0, 50], jnp.int32))
+    y = GroupedTensor(jax.ShapeDtypeStruct((300, 16), jnp.float32), jnp.array([40, 0, 200], jnp.int32))
+    plan = ragged.explain(x, y.mT, platform="tpu", max_last=256, backend=TpuConfig(m=128, k=128, n=128)).plan()
+    assert plan.backend == "pallas_tpu"
+    assert (plan.visits, plan.idle) == (1 + 2, 1 + (5 - 1) * 2)
+
+
+def test_tiles_of_groups_that_are_moved_apart() -> None:
+    """Where a kernel moves groups to multiples of a block of scales, a group's tiles cover its rows in the buffer."""
+    x = GroupedTensor(jax.ShapeDtypeStruct((64, 128), jnp.bfloat16), jnp.ones(40, jnp.int32))
+    w = jax.ShapeDtypeStruct((40, 128, 128), jnp.bfloat16)
+    plan = ragged.explain(x, w, platform="tpu", recipe="mxfp8").plan("by rhs")
+    assert plan.backend == "pallas_tpu" and [group for group, _, _ in plan.tiles] == [*range(40)]
+    assert all(at <= group < at + extent for group, at, extent in plan.tiles)  # each group has one row
+
+
+def test_counts_of_a_shared_matrix() -> None:
+    """It makes the groups one."""
+    x = GroupedTensor(jax.ShapeDtypeStruct((100, 16), jnp.float32), jnp.array([30, 0, 41], jnp.int32))
+    w, backend = jax.ShapeDtypeStruct((16, 32), jnp.float32), config("xla", (32, 128, 128))
+    found = ragged.explain(x, w, backend=backend, platform="cpu")
+    assert {plan.flops for plan in found.plans} == {2 * 71 * 16 * 32}
+    assert (found.plan().visits, found.num_groups) == (3, 3)
