@@ -5,11 +5,10 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 INF = np.inf
-EMPTY = {"sum": 0, "mean": 0, "var": 0, "max": -INF, "min": INF, "logsumexp": -INF}
-"""The result of each reduction where there are no elements."""
 
 
 class Group(np.ndarray):
@@ -33,7 +32,7 @@ class Group(np.ndarray):
     def _reduced(self, function: Any, axis: int | None, keepdims: bool, empty: Any) -> Any:
         x, axes = self.view(np.ndarray), tuple(range(-self.rank, 0)) if axis is None else (axis,)
         if any(x.shape[a] == 0 for a in axes):
-            out = np.full(np.sum(x, axes, keepdims=True).shape, empty, x.dtype)
+            out = np.full_like(np.sum(x, axes, keepdims=True), empty)
         else:
             out = np.expand_dims(function(x, axes), axes)
         out = (out if keepdims else np.squeeze(out, axes)).view(Group)
@@ -116,7 +115,7 @@ MASKS: tuple[dict[str, Any], ...] = (
     {"window": (0, 2)},
     {"window": (1, None), "causal": True},
 )
-ENDS = ((0, 2), (None, -1), (-2, None), (1, -1), (2, 1), (9, None))
+ENDS = ((0, 2), (-2, None), (1, -1), (2, 1), (9, None))
 
 
 def elementwise() -> Iterator[tuple[str, Operation]]:
@@ -141,8 +140,7 @@ def elementwise() -> Iterator[tuple[str, Operation]]:
 
 def comparisons() -> Iterator[tuple[str, Operation]]:
     for symbol, op in COMPARISONS.items():
-        yield f"x {symbol} y", Operation(lambda t, op=op: op(t.x, t.y))
-        yield f"1 {symbol} x", Operation(lambda t, op=op: op(1, t.x))
+        yield f"x {symbol} y", Operation(lambda t, op=op: op(t.x, t.y) ^ op(1, t.x))
     yield "masks", Operation(lambda t: ~((t.x > 0) & (t.y < 1) | (t.x < t.v)) ^ (t.x >= t.r))
     yield "values | mask", Operation(lambda t: ~((t.v > t.x) | (t.x > 0)))
     yield "count", Operation(lambda t: (t.x > 0).sum(), None)
@@ -150,25 +148,27 @@ def comparisons() -> Iterator[tuple[str, Operation]]:
 
 def reductions(axes: Sequence[int]) -> Iterator[tuple[str, Operation]]:
     for axis in (None, *axes):
-        for name, empty in EMPTY.items():
-            selects = name in ("max", "min")
-            yield f"{name} {axis}", Operation(lambda t, n=name, a=axis: getattr(t.x, n)(a), axis, empty, selects)
-        yield f"max {axis} empty", Operation(lambda t, a=axis: t.x.max(a, empty=7), axis, 7, True)
-        yield f"mean {axis} empty", Operation(lambda t, a=axis: t.x.mean(a, empty=7), axis, 7)
-        yield f"min {axis} kept", Operation(lambda t, a=axis: t.x.min(a, keepdims=True), "kept", INF, True)
+        yield f"sum {axis}", Operation(lambda t, a=axis: t.x.sum(a), axis)
+        yield f"mean {axis}", Operation(lambda t, a=axis: t.x.mean(a, empty=7), axis, 7)
+        yield f"var {axis}", Operation(lambda t, a=axis: t.x.var(a), axis)
+        yield f"max {axis}", Operation(lambda t, a=axis: t.x.max(a), axis, -INF, True)
+        yield f"min {axis}", Operation(lambda t, a=axis: t.x.min(a, keepdims=True), "kept", INF, True)
+        yield f"logsumexp {axis}", Operation(lambda t, a=axis: t.x.logsumexp(a, empty=7), axis, 7)
         yield f"x - mean {axis}", Operation(lambda t, a=axis: t.x - t.x.mean(a, keepdims=True))
-        yield f"sum {axis} / y", Operation(lambda t, a=axis: t.x.sum(a, keepdims=True) / t.y)
+        yield f"sum {axis} / y", Operation(lambda t, a=axis: t.y.sum(a, keepdims=True) / t.y)
+    yield "min", Operation(lambda t: t.x.min(empty=7), None, 7, True)
+    yield "logsumexp", Operation(lambda t: t.x.logsumexp(), None, -INF)
 
 
 def softmaxes(axes: Sequence[int]) -> Iterator[tuple[str, Operation]]:
     for axis in axes:
         yield f"softmax {axis}", Operation(lambda t, a=axis: t.x.softmax(a))
         yield f"softmax {axis} sink", Operation(lambda t, a=axis: t.x.softmax(a, sink=t[f"sink{a}"]))
-        yield f"softmax {axis} sink 1", Operation(lambda t, a=axis: t.x.softmax(a, sink=1))
+    yield "softmax sink=1", Operation(lambda t: t.x.softmax(sink=1))
+    yield "softmax -2 causal", Operation(lambda t: t.x.softmax(-2, causal=True, sink=t["sink-2"]))
     for mask in MASKS:
         name = " ".join(f"{key}={value}" for key, value in mask.items())
         yield f"softmax {name}", Operation(lambda t, mask=mask: t.x.softmax(**mask))
-    yield "softmax -2 causal", Operation(lambda t: t.x.softmax(-2, causal=True, sink=t["sink-2"]))
 
 
 def slices(packed: int | None) -> Iterator[tuple[str, Operation]]:
@@ -179,6 +179,17 @@ def slices(packed: int | None) -> Iterator[tuple[str, Operation]]:
         yield "columns by arrays", Operation(lambda t: t.x.columns(t.start, 3))
     elif packed is not None:
         yield "rows by arrays", Operation(lambda t: t.x.rows(t.start, 3))
+
+
+def dtype_of(name: str, values: np.ndarray, dtype: str) -> str:
+    """Of an operation's result, if its operands have this `dtype`."""
+    if values.dtype == bool:
+        return "bool"
+    if jnp.issubdtype(dtype, jnp.floating):
+        return dtype if values.dtype.kind == "f" else "int32"
+    if "mean" in name or "/" in name or name.startswith(("var", "logsumexp")):
+        return "float32"
+    return ("uint32" if dtype.startswith("u") else "int32") if name.startswith(("sum", "count")) else dtype
 
 
 def operations(rank: int, packed: int | None) -> dict[str, Operation]:

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,9 +15,10 @@ from ragged import GroupedTensor, per_column, per_group, per_row
 from tests.contract import loop
 from tests.contract.draws import size_table
 from tests.contract.loop import Arrays, Place, Sum, Term
-from tests.contract.operations import Group, Operation, operations
+from tests.contract.operations import Group, Operation, dtype_of, operations
 
 BATCH = 2
+APART = 1e-5  # half the distance of second differences
 STEP = 1e-40
 """Of complex-step derivatives. Its products vanish, so that they are exact."""
 FILLS = (np.nan, np.inf, 0.0, -3.0)
@@ -32,15 +33,19 @@ class Input(NamedTuple):
     shapes: list[tuple[int, ...]]
 
 
-class Draw(NamedTuple):
-    arrays: Arrays  # by the names of `Kind.inputs`, and "start"
-    sizes: Arrays  # by letter
-    cotangents: Arrays  # by operation
-    reference: "Reference"
+class Given(NamedTuple):
+    """What a program is called with."""
 
-    @property
-    def given(self) -> tuple[Arrays, Arrays, Arrays]:
-        return self.arrays, self.sizes, self.cotangents
+    arrays: Any  # by the names of `Kind.inputs`, and "start"
+    sizes: Any  # by letter
+    cotangents: Any  # by operation
+    tangents: Any  # by the names of `Kind.inputs`
+
+
+class Results(NamedTuple):
+    out: Any
+    gradients: Any = None  # by input
+    seconds: Any = None  # the tangents of the gradients
 
 
 class Values(dict[str, Any]):
@@ -171,61 +176,84 @@ class Kind:
         wrappers = {"v": per_group, "w": per_group, "r": per_row, "c": per_column}
         return Values(found | {name: wrap(arrays[name]) for name, wrap in wrappers.items()})
 
-    def compute(
-        self, names: Sequence[str], differentiated: Sequence[str], arrays: Any, sizes: Any, cotangents: Any
-    ) -> tuple[dict[str, Any], dict[str, dict[str, Array]]]:
-        """The results of operations, and the derivatives of some by the inputs that they use."""
-        results, gradients = {}, {}
-        for name in names:
-            run = self.operations[name].run
+    @cache  # noqa: B019
+    def traced(self, name: str) -> tuple[Any, list[str]]:
+        """An operation's result, as shapes, and the inputs that it uses."""
+        sizes = {z: np.zeros(self.groups, np.int32) for z in self.ragged}
+        arrays: Arrays = {name: np.zeros(its.shape, self.dtype) for name, its in self.inputs(sizes).items()}
+        arrays["start"] = np.zeros(self.groups, np.int32)
+        used: list[str] = []
+
+        def run(arrays: Any, sizes: Any) -> Any:
             values = self.values(arrays, sizes)
-            if name not in differentiated:
-                results[name] = run(values)
-                continue
-            jax.eval_shape(lambda run=run, values=values: run(values))
-            used = {each: arrays[each] for each in values.used}
+            out = self.operations[name].run(values)
+            used.extend(values.used)
+            return out
 
-            def of_used(used: dict[str, Array], run: Any = run) -> tuple[Array, Any]:
-                out = run(self.values({**arrays, **used}, sizes))
-                return jax.tree.leaves(out)[0], out
-
-            _, pull, results[name] = jax.vjp(of_used, used, has_aux=True)
-            gradients[name] = pull(cotangents[name])[0]
-        return results, gradients
-
-    def program(self, names: Sequence[str], differentiated: Sequence[str]) -> Callable[..., Any]:
-        def compute(arrays: Any, sizes: Any, cotangents: Any) -> Any:
-            return self.compute(names, differentiated, arrays, sizes, cotangents)
-
-        if not self.mapped:
-            return jax.jit(compute)
-        axes = tuple(0 if each in self.mapped.split() else None for each in ("data", "sizes"))
-        return jax.jit(jax.vmap(compute, (*axes, 0)))
+        return jax.eval_shape(run, arrays, sizes), used
 
     @property
     def differentiable(self) -> list[str]:
         """The operations whose results are floats."""
-        return [name for name, out in self.avals.items() if out.dtype == self.dtype]
+        return [name for name in self.operations if self.traced(name)[0].dtype == self.dtype]
+
+    def compute(self, names: Sequence[str], differentiated: Sequence[str], order: int, draw: "Given") -> dict[str, Results]:
+        """Of each operation, the result; of some, also derivatives up to this order, by the inputs that they use."""
+        found = {}
+        for name in names:
+            run = self.operations[name].run
+            if name not in differentiated:
+                found[name] = Results(run(self.values(draw.arrays, draw.sizes)))
+                continue
+
+            def of_used(used: dict[str, Array], run: Any = run) -> tuple[Array, Any]:
+                out = run(self.values({**draw.arrays, **used}, draw.sizes))
+                return jax.tree.leaves(out)[0], out
+
+            def gradients(used: dict[str, Array], name: str = name, of: Any = of_used) -> tuple[dict[str, Array], Any]:
+                _, pull, out = jax.vjp(of, used, has_aux=True)
+                return pull(draw.cotangents[name])[0], out
+
+            used = {each: draw.arrays[each] for each in self.traced(name)[1]}
+            if order == 1:
+                of_first, out = gradients(used)
+                found[name] = Results(out, of_first)
+            else:
+                tangents = {each: draw.tangents[each] for each in used}
+                of_first, of_second, out = jax.jvp(gradients, (used,), (tangents,), has_aux=True)
+                found[name] = Results(out, of_first, of_second)
+        return found
+
+    def program(self, names: Sequence[str], differentiated: Sequence[str], order: int) -> Callable[..., Any]:
+        compute = partial(self.compute, names, differentiated, order)
+        if not self.mapped:
+            return jax.jit(compute)
+        data, sizes = (0 if each in self.mapped.split() else None for each in ("data", "sizes"))
+        return jax.jit(jax.vmap(compute, (Given(data, sizes, 0, data),)))
 
     # What it computes it of.
 
-    def draws(self, count: int, differentiated: Sequence[str], seed: int = 0) -> Iterator[Draw]:
+    def draws(
+        self, count: int, differentiated: Sequence[str], order: int, seed: int = 0
+    ) -> Iterator[tuple[Given, "Reference"]]:
         """Every pattern of sizes in turn; around the groups, and in every third draw in a group, NaN or infinities. Of a
         map, all elements share what isn't mapped."""
         rng = np.random.default_rng(seed)
         table = size_table(self.groups, self.capacity, 4, rng)
         rows = {z: itertools.chain.from_iterable(rng.permutation(len(table)) for _ in range(9)) for z in self.ragged}
         sizes: Arrays = {}
-        given: tuple[Arrays, Arrays] = {}, {}
+        arrays, clean, tangents = {}, {}, {}
         for number in range(count):
             is_first = not self.mapped or number % BATCH == 0
             if is_first or "sizes" in self.mapped:
-                sizes = {z: self._sizes(z, table[next(order)]) for z, order in rows.items()}
+                sizes = {z: self._sizes(z, table[next(each)]) for z, each in rows.items()}
             fill = FILLS[number % 4] if jnp.issubdtype(self.dtype, jnp.floating) else 99
             if is_first or "data" in self.mapped:
-                given = self._arrays(rng, self.inputs(sizes), fill, number)
-            reference = Reference(self, *given, sizes)
-            yield Draw(given[0], sizes, self._cotangents(rng, reference, differentiated, fill), reference)
+                inputs = self.inputs(sizes)
+                arrays, clean = self._arrays(rng, inputs, fill, number)
+                tangents = {name: self._random(rng, "x", its.shape) for name, its in inputs.items() if order == 2}
+            reference = Reference(self, arrays, clean, sizes, tangents)
+            yield Given(arrays, sizes, self._cotangents(rng, reference, differentiated, fill), tangents), reference
 
     def _sizes(self, letter: str, sizes: np.ndarray) -> np.ndarray:
         if self.packed == (-1 if letter == "n" else -self.rank):
@@ -253,17 +281,18 @@ class Kind:
         """Random ones, with `fill` where a result has no group."""
         found = {}
         for name in names:
-            out, operation = self.avals[name], self.operations[name]
+            out, operation = self.traced(name)[0], self.operations[name]
             with np.errstate(all="ignore"):
-                values = reference.results(operation)[0]
+                values = reference.results(operation)
             covered = _covered(out.shape, reference.places(operation, values, out))
             found[name] = np.where(covered, rng.standard_normal(out.shape), fill).astype(jnp.dtype(self.dtype))
         return found
 
     def _random(self, rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
         if not jnp.issubdtype(self.dtype, jnp.floating):
-            low = max(int(jnp.iinfo(self.dtype).min), -1000)
-            values = rng.integers(low if name == "x" else 1, min(int(jnp.iinfo(self.dtype).max), 1000), shape)
+            most = min(int(jnp.iinfo(self.dtype).max) // 2, 1000)  # sums of two don't overflow, sums of a group do
+            least = 0 if jnp.issubdtype(self.dtype, jnp.unsignedinteger) else -most
+            values = rng.integers(least if name == "x" else 1, most, shape)
         elif name == "x" or name.startswith("sink"):
             values = rng.standard_normal(shape)
         else:
@@ -284,17 +313,6 @@ class Kind:
             found.append((*([i] if packed is None else []), *place))
         return found
 
-    @cached_property
-    def avals(self) -> dict[str, Any]:
-        """The result of each operation, as shapes."""
-        sizes = {z: np.zeros(self.groups, np.int32) for z in self.ragged}
-        arrays: Arrays = {name: np.zeros(its.shape, self.dtype) for name, its in self.inputs(sizes).items()}
-        arrays["start"] = np.zeros(self.groups, np.int32)
-        found = {}
-        for name, operation in self.operations.items():
-            found[name] = jax.eval_shape(lambda a, s, run=operation.run: run(self.values(a, s)), arrays, sizes)
-        return found
-
 
 def _with_starts(place: Place) -> Place:
     return tuple(slice(at.start or 0, at.stop) if isinstance(at, slice) else at for at in place)
@@ -311,17 +329,20 @@ def _covered(shape: tuple[int, ...], places: Sequence[Place]) -> np.ndarray:
 class Reference:
     """What NumPy computes of a draw, in float64, one group after another."""
 
-    def __init__(self, kind: Kind, arrays: Arrays, clean: Arrays, sizes: Arrays) -> None:
+    def __init__(self, kind: Kind, arrays: Arrays, clean: Arrays, sizes: Arrays, tangents: Arrays) -> None:
         self.kind, self.inputs = kind, kind.inputs(sizes)
         # As in flash-attention: the first of `n` rows is at column `m - n` of `m`, also if a buffer cuts the group off.
         m, n = (np.maximum(sizes[z].astype(np.int64), 0) if z in sizes else None for z in "mn")
-        self.first = [0] * kind.groups
-        for i, shape in enumerate(self.inputs["x"].shapes):
-            is_cut = kind.ragged == "mn"
-            self.first[i] = int(n[i] - m[i]) if is_cut and m is not None and n is not None else shape[-1] - shape[0]
+        self.first = [shape[-1] - shape[0] for shape in self.inputs["x"].shapes]
+        if m is not None and n is not None:
+            self.first = (n - m).tolist()
         self.values = [self._values(arrays, i) for i in range(kind.groups)]
         self.clean = [self._values(clean, i) for i in range(kind.groups)]
         self.stepped: dict[tuple[str, ...], list[tuple[Values, np.ndarray, np.ndarray]]] = {}
+        self.moved: list[Reference] = []  # along the tangents, and back
+        for step in (APART, -APART) if tangents else ():
+            there = {name: clean[name].astype(np.float64) + step * each for name, each in tangents.items()}
+            self.moved.append(Reference(kind, arrays, {**clean, **there}, sizes, {}))
 
     def _values(self, arrays: Arrays, group: int) -> Values:
         found: dict[str, Any] = {"np": np, "start": int(arrays["start"][group])}
@@ -335,11 +356,9 @@ class Reference:
         out.rank, out.first = self.kind.rank, self.first[group]
         return out
 
-    def results(self, operation: Operation) -> tuple[list[np.ndarray], list[str]]:
-        """Of each group; and the inputs that the operation uses."""
-        for values in self.values:
-            values.used.clear()
-        return [np.asarray(operation.run(values)) for values in self.values], self.values[0].used
+    def results(self, operation: Operation) -> list[np.ndarray]:
+        """Of each group."""
+        return [np.asarray(operation.run(values)) for values in self.values]
 
     def jacobians(self, operation: Operation, used: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Of each group, the derivative by each of the `p` elements of the inputs that are used, `[p, *result]`, without
@@ -366,69 +385,74 @@ class Reference:
         for i, value in enumerate(values):
             place = [slice(0, n) for n in value.shape]
             if packed is not None:
-                n = value.shape[packed]
-                place[packed] = slice(start, start + n)
-                start += n
+                place[packed] = slice(start, start + value.shape[packed])
+                start += value.shape[packed]
             found.append((*([i] if packed is None else []), *place))
         return found
 
-    def mismatch(self, operation: Operation, out: Any, gradients: Any, cotangent: Any, roundings: int) -> str:
+    def mismatch(self, name: str, got: Results, cotangent: Any, roundings: int) -> str:
         """How a result and its derivatives differ, or ""."""
-        kind, (values, used) = self.kind, self.results(operation)
-        jacobians, places = self.jacobians(operation, used), self.places(operation, values, out)
+        kind, operation, used = self.kind, self.kind.operations[name], self.kind.traced(name)[1]
+        values, jacobians = self.results(operation), self.jacobians(operation, used)
+        places = self.places(operation, values, got.out)
         terms = max(kind.capacity, kind.width) * max(kind.extent, kind.width)
-        fill = operation.empty if operation.axis != "kept" or not any(out.ragged) else 0
-        want = Sum(np.full(out.shape, fill, np.float64), np.zeros(out.shape))
+        fill = operation.empty if operation.axis != "kept" or not any(got.out.ragged) else 0
+        want = Sum(np.full(got.out.shape, fill, np.float64), np.zeros(got.out.shape))
         for at, value, (jacobian, elements, _) in zip(places, values, jacobians, strict=True):
             want.value[at] = value
             if value.dtype.kind == "f" and value.size:
                 size = np.tensordot(np.abs(elements), np.abs(jacobian), 1)
                 want.sizes[at] = np.where(np.isfinite(value), np.abs(value), 0) + size
-        data = jax.tree.leaves(out)[0]
-        wrong = loop.mismatch(data, want, str(data.dtype), terms, roundings)
-        if wrong or gradients is None:
+        data = jax.tree.leaves(got.out)[0]
+        dtype = dtype_of(name, values[0], kind.dtype) if values else str(data.dtype)
+        wrong = loop.mismatch(data, want, dtype, terms, roundings)
+        if wrong or got.gradients is None:
             return wrong
-        assert sorted(gradients) == sorted(used)
-        found = {each: np.zeros((3, *self.inputs[each].shape)) for each in used}
+        assert sorted(got.gradients) == sorted(used)
+        found = {each: np.zeros((5, *self.inputs[each].shape)) for each in used}
+        ahead, back = ([each[0] for each in of.jacobians(operation, used)] for of in self.moved or (self, self))
         for i, (at, (jacobian, elements, special)) in enumerate(zip(places, jacobians, strict=True)):
             if not elements.size:
                 continue
             jacobian, ct = jacobian.reshape(len(elements), -1), cotangent[at].astype(np.float64).reshape(-1)
             reaches = np.ones_like(jacobian, bool) if operation.selects else jacobian != 0
             is_bad = reaches[:, reaches[special].any(0)].any(1) | special
+            second = (ahead[i] - back[i]).reshape(jacobian.shape) @ ct / (2 * APART)
             scale, begin = np.abs(jacobian) @ np.abs(ct), 0
-            every = np.stack([jacobian @ ct, scale, is_bad])
+            every = np.stack([is_bad, jacobian @ ct, scale, second, scale + np.abs(second)])
             for each in used:
                 its = self.inputs[each]
                 part = every[:, begin : begin + int(np.prod(its.shapes[i]))]
                 begin += part.shape[1]
                 if part.size:  # an entry may be the difference of terms as large as the others'
-                    part[1] += np.where(part[1] > 0, part[1].mean(), 0)
-                    own = found[each][(slice(None), *its.places[i])]
-                    own += part.reshape(own.shape)
-                    found[each][(slice(None), *its.places[i])] = own
-        for each, (value, sizes, bad) in found.items():
-            got = np.where(bad > 0, value, gradients[each]).astype(gradients[each].dtype)
-            if wrong := loop.mismatch(got, Sum(value, sizes), kind.dtype, terms, roundings):
-                return f"derivative by {each}: {wrong}"
+                    part[2::2] += np.where(part[2::2] > 0, part[2::2].mean(1, keepdims=True), 0)
+                    index = (slice(None), *its.places[i])
+                    found[each][index] += part.reshape(found[each][index].shape)
+        for each, (is_bad, *sums) in found.items():
+            for order, gradients in enumerate((got.gradients, got.seconds)):
+                if gradients is not None:
+                    want = Sum(*sums[2 * order : 2 * order + 2])
+                    its = np.where(is_bad > 0, want.value, gradients[each]).astype(gradients[each].dtype)
+                    if wrong := loop.mismatch(its, want, kind.dtype, terms, roundings):
+                        return f"derivative {order + 1} by {each}: {wrong}"
         return ""
 
 
-def check(kind: Kind, count: int, names: Sequence[str], differentiated: Sequence[str], roundings: int = 4) -> None:
+def check(
+    kind: Kind, count: int, names: Sequence[str], differentiated: Sequence[str], order: int = 1, roundings: int = 4
+) -> None:
     """That each operation's result and derivatives are NumPy's, group by group."""
-    program, many = kind.program(names, differentiated), BATCH if kind.mapped else 1
-    for number, some in enumerate(itertools.batched(kind.draws(count * many, differentiated), many)):
+    program, many = kind.program(names, differentiated, order), BATCH if kind.mapped else 1
+    for number, some in enumerate(itertools.batched(kind.draws(count * many, differentiated, order), many)):
+        given = some[0][0]
         if kind.mapped:
-            arrays, sizes, cotangents = jax.tree.map(lambda *x: np.stack(x), *[draw.given for draw in some])
-            arrays = arrays if "data" in kind.mapped else some[0].arrays
-            sizes = sizes if "sizes" in kind.mapped else some[0].sizes
-            found = jax.tree.map(np.asarray, program(arrays, sizes, cotangents))
-            each = [jax.tree.map(lambda x, i=i: x[i], found) for i in range(many)]
-        else:
-            each = [jax.tree.map(np.asarray, program(*some[0].given))]
-        for draw, (results, gradients) in zip(some, each, strict=True):
-            for name in names:
-                given = results[name], gradients.get(name), draw.cotangents.get(name), roundings
+            given = jax.tree.map(lambda *x: np.stack(x), *(each for each, _ in some))
+            shared = {f for f, of in (("arrays", "data"), ("tangents", "data"), ("sizes", "sizes")) if of not in kind.mapped}
+            given = given._replace(**{f: getattr(some[0][0], f) for f in shared})
+        results = jax.tree.map(np.asarray, program(given))
+        for i, (draw, reference) in enumerate(some):
+            for name, result in results.items():
+                its = jax.tree.map(lambda x, i=i: x[i], result) if kind.mapped else result
                 with np.errstate(all="ignore"):
-                    wrong = draw.reference.mismatch(kind.operations[name], *given)
+                    wrong = reference.mismatch(name, its, draw.cotangents.get(name), roundings)
                 assert not wrong, f"{name!r} of draw {number}: {wrong}\nsizes: {draw.sizes}"
