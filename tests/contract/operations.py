@@ -1,5 +1,8 @@
 """Operations of tensors. Each is written once, and runs on tensors in JAX and on one group's arrays in NumPy."""
 
+# pyright: reportIncompatibleMethodOverride=false
+# The methods of a group have the arguments of a tensor's, not of an array's.
+
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +30,7 @@ class Group(np.ndarray):
         return function(self, *others)
 
     def __abs__(self) -> Any:
-        return self * np.sign(self.real)
+        return self * np.sign(np.real(self))
 
     def _reduced(self, function: Any, axis: int | None, keepdims: bool, empty: Any) -> Any:
         x, axes = self.view(np.ndarray), tuple(range(-self.rank, 0)) if axis is None else (axis,)
@@ -59,7 +62,7 @@ class Group(np.ndarray):
 
     def logsumexp(self, axis: Any = None, *, keepdims: Any = False, empty: Any = -INF) -> Any:
         def of(x: np.ndarray, axes: Any) -> Any:
-            largest = np.max(x.real, axes, keepdims=True)
+            largest = np.max(np.real(x), axes, keepdims=True)
             largest = np.where(np.isfinite(largest), largest, 0)
             return np.log(np.sum(np.exp(x - largest), axes)) + np.squeeze(largest, axes)
 
@@ -71,10 +74,10 @@ class Group(np.ndarray):
         left, right = window if isinstance(window, tuple) else (window, window)
         right = 0 if causal else right
         sees = (ahead >= (-INF if left is None else -left)) & (ahead <= (INF if right is None else right))
-        largest = np.max(x.real, axis, keepdims=True, initial=-INF, where=sees)
+        largest = np.max(np.real(x), axis, keepdims=True, initial=-INF, where=sees)
         if sink is not None:
             sink = np.asarray(sink) if np.ndim(sink) == 0 else np.expand_dims(np.asarray(sink), axis)
-            largest = np.maximum(largest, sink.real)
+            largest = np.maximum(largest, np.real(sink))
         weights = np.where(sees, np.exp(x - largest), 0)
         total = np.sum(weights, axis, keepdims=True) + (0 if sink is None else np.exp(sink - largest))
         return np.where(sees, weights / total, 0).view(Group)
@@ -155,7 +158,7 @@ def reductions(axes: Sequence[int]) -> Iterator[tuple[str, Operation]]:
         yield f"min {axis}", Operation(lambda t, a=axis: t.x.min(a, keepdims=True), "kept", INF, True)
         yield f"logsumexp {axis}", Operation(lambda t, a=axis: t.x.logsumexp(a, empty=7), axis, 7)
         yield f"x - mean {axis}", Operation(lambda t, a=axis: t.x - t.x.mean(a, keepdims=True))
-        yield f"sum {axis} / y", Operation(lambda t, a=axis: t.y.sum(a, keepdims=True) / t.y)
+        yield f"sum {axis} * x", Operation(lambda t, a=axis: t.y.sum(a, keepdims=True) * t.x)
     yield "min", Operation(lambda t: t.x.min(empty=7), None, 7, True)
     yield "logsumexp", Operation(lambda t: t.x.logsumexp(), None, -INF)
 
@@ -189,7 +192,9 @@ def dtype_of(name: str, values: np.ndarray, dtype: str) -> str:
         return dtype if values.dtype.kind == "f" else "int32"
     if "mean" in name or "/" in name or name.startswith(("var", "logsumexp")):
         return "float32"
-    return ("uint32" if dtype.startswith("u") else "int32") if name.startswith(("sum", "count")) else dtype
+    if name.startswith(("sum", "count")):
+        return "uint32" if dtype.startswith("u") and name != "count" else "int32"
+    return dtype
 
 
 def operations(rank: int, packed: int | None) -> dict[str, Operation]:

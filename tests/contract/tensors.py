@@ -197,7 +197,9 @@ class Kind:
         """The operations whose results are floats."""
         return [name for name in self.operations if self.traced(name)[0].dtype == self.dtype]
 
-    def compute(self, names: Sequence[str], differentiated: Sequence[str], order: int, draw: "Given") -> dict[str, Results]:
+    def compute(
+        self, names: Sequence[str], differentiated: Sequence[str], order: int, draw: "Given"
+    ) -> dict[str, Results]:
         """Of each operation, the result; of some, also derivatives up to this order, by the inputs that they use."""
         found = {}
         for name in names:
@@ -236,8 +238,8 @@ class Kind:
     def draws(
         self, count: int, differentiated: Sequence[str], order: int, seed: int = 0
     ) -> Iterator[tuple[Given, "Reference"]]:
-        """Every pattern of sizes in turn; around the groups, and in every third draw in a group, NaN or infinities. Of a
-        map, all elements share what isn't mapped."""
+        """Every pattern of sizes in turn. NaN or infinities around the groups; in every third draw in a group, too. The
+        elements of a map share what isn't mapped."""
         rng = np.random.default_rng(seed)
         table = size_table(self.groups, self.capacity, 4, rng)
         rows = {z: itertools.chain.from_iterable(rng.permutation(len(table)) for _ in range(9)) for z in self.ragged}
@@ -271,8 +273,8 @@ class Kind:
         if number % 3 == 1 and self.groups and jnp.issubdtype(self.dtype, jnp.floating):
             name, group = "xxxy"[rng.integers(4)], rng.integers(self.groups)
             part = arrays[name][inputs[name].places[group]]  # a view
-            of_column = np.arange(part.shape[-1]) == rng.integers(self.extent)
-            of_row = np.arange(len(part)).reshape(-1, *[1] * (part.ndim - 1)) == rng.integers(self.extent)
+            of_column = np.arange(part.shape[-1]) == rng.integers(max(self.extent, 1))
+            of_row = np.arange(len(part)).reshape(-1, *[1] * (part.ndim - 1)) == rng.integers(max(self.extent, 1))
             where = (True, of_column, of_row, rng.random(part.shape) < 0.4)[number // 3 % 4]
             part[np.broadcast_to(where, part.shape)] = SPECIAL[rng.integers(3 if name == "x" else 2)]
         return arrays, clean
@@ -360,9 +362,9 @@ class Reference:
         """Of each group."""
         return [np.asarray(operation.run(values)) for values in self.values]
 
-    def jacobians(self, operation: Operation, used: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Of each group, the derivative by each of the `p` elements of the inputs that are used, `[p, *result]`, without
-        NaN or infinities in any input; these elements, `(p,)`; and which of them aren't finite in the draw."""
+    def jacobians(self, operation: Operation, used: Sequence[str]) -> list[Any]:
+        """Of each group: the derivative by each of the `p` elements of the used inputs, `[p, *result]`, if these are
+        finite; the elements, `(p,)`; and which of them aren't finite in the draw."""
         if tuple(used) not in self.stepped:
             self.stepped[tuple(used)] = [self._stepped(i, used) for i in range(self.kind.groups)]
         return [(np.imag(operation.run(values)) / STEP, *more) for values, *more in self.stepped[tuple(used)]]
@@ -402,9 +404,12 @@ class Reference:
             want.value[at] = value
             if value.dtype.kind == "f" and value.size:
                 size = np.tensordot(np.abs(elements), np.abs(jacobian), 1)
+                size += "logsumexp" in name  # a logarithm near 1 has an absolute error
                 want.sizes[at] = np.where(np.isfinite(value), np.abs(value), 0) + size
         data = jax.tree.leaves(got.out)[0]
         dtype = dtype_of(name, values[0], kind.dtype) if values else str(data.dtype)
+        if jnp.issubdtype(dtype, jnp.integer):  # the least and the largest value stand for infinities
+            np.clip(want.value, jnp.iinfo(dtype).min, jnp.iinfo(dtype).max, out=want.value)
         wrong = loop.mismatch(data, want, dtype, terms, roundings)
         if wrong or got.gradients is None:
             return wrong
@@ -447,7 +452,9 @@ def check(
         given = some[0][0]
         if kind.mapped:
             given = jax.tree.map(lambda *x: np.stack(x), *(each for each, _ in some))
-            shared = {f for f, of in (("arrays", "data"), ("tangents", "data"), ("sizes", "sizes")) if of not in kind.mapped}
+            shared = {
+                f for f, of in (("arrays", "data"), ("tangents", "data"), ("sizes", "sizes")) if of not in kind.mapped
+            }
             given = given._replace(**{f: getattr(some[0][0], f) for f in shared})
         results = jax.tree.map(np.asarray, program(given))
         for i, (draw, reference) in enumerate(some):
