@@ -119,7 +119,7 @@ def test_scalars() -> None:
     for scalar in (2, -1.5, np.float32(2.5), np.array(2.5, np.float32), jnp.float32(2.5)):
         for out in (ROWS - scalar, jax.jit(operator.sub)(ROWS, scalar), -(scalar - ROWS)):
             assert out.dtype == jnp.float32
-            np.testing.assert_allclose(out.data[:6], DATA[:6] - np.float32(scalar), rtol=1e-6)
+            np.testing.assert_allclose(np.asarray(out.data)[:6], DATA[:6] - np.float32(scalar), rtol=1e-6)
     assert not np.asarray(((ROWS > 0) * np.bool_(False)).data).any()  # a bool of NumPy, which is no `np.number`
 
 
