@@ -610,6 +610,8 @@ def _stretched(x: Arithmetic, other: Arithmetic) -> Wrapped | None:
         return None
     if other.kind == "ragged both" and not (x.kind == other.kind and _may_be_equal(x.last_dims, other.last_dims)):
         return None
+    if other.kind != x.kind and data.shape[-2 if axis == -1 else -1] != 1:
+        return None
     if not _may_be_equal(x.packed_dims, other.packed_dims):
         return None
     return per_row(data) if axis != -1 else per_column(data[0])  # one value per row or column of the buffer

@@ -11,30 +11,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import Array
 
 from ragged import GroupedTensor, per_column, per_group, per_row
-from tests.tensor.test_array import COMPARISONS
-from tests.tensor.test_tensor import KINDS, example
+from tests.contract.operations import ARITHMETIC, COMPARISONS
+from tests.contract.tensors import Kind
 
-pytestmark = pytest.mark.sampled
-
-OPERATORS: dict[str, Callable[..., Any]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "/": operator.truediv,
-    "**": operator.pow,
-    "&": operator.and_,
-    "|": operator.or_,
-    "^": operator.xor,
-    **COMPARISONS,
-}
+LOGICAL = {"&": operator.and_, "|": operator.or_, "^": operator.xor}
+OPERATORS: dict[str, Callable[..., Any]] = {**ARITHMETIC, "**": operator.pow, **LOGICAL, **COMPARISONS}
 UNARY: dict[str, Callable[..., Any]] = {"-": operator.neg, "~": operator.invert, "abs": abs}
 DTYPES = ("bool", "int8", "uint8", "int32", "bfloat16", "float16", "float32", "weak int32", "weak float32")
-SCALARS = (True, 3, 2.5)
+KINDS = [Kind(""), Kind("m"), Kind("n"), Kind("mn"), Kind("mn", packed_last=True)]
 
 
 def zeros(shape: tuple[int, ...], dtype: str) -> Array:
@@ -42,6 +30,10 @@ def zeros(shape: tuple[int, ...], dtype: str) -> Array:
     if dtype.startswith("weak"):
         return jnp.full(shape, 0 if "int" in dtype else 0.0)
     return jnp.zeros(shape, dtype)
+
+
+def tensor(kind: Kind, dtype: str) -> GroupedTensor:
+    return kind.tensor(zeros(kind.shape, dtype), {z: jnp.zeros(kind.groups, jnp.int32) for z in kind.ragged})
 
 
 def outcome(function: Callable[..., Any], *args: Any) -> Any:
@@ -79,90 +71,57 @@ def others(x: GroupedTensor) -> dict[str, Any]:
     return found
 
 
-def traced(function: Callable[[GroupedTensor], None], kind: str, dtype: str) -> None:
-    """Calls `function` with a tensor, of which nothing is computed."""
-    x = example(kind).tensor
-    jax.eval_shape(lambda: function(x.with_data(zeros(x.shape, dtype))))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_functions_get_the_dtypes(kind: str, dtype: str) -> None:
-    """All operands of `map`, and so of the operators, reach the function in the dtype that they have."""
-
-    def check(x: GroupedTensor) -> None:
-        for name, other in others(x).items():
-            its = jax.typeof(jax.tree.leaves(other)[0])
-            seen: list[Any] = []
-            x.map(lambda *arrays, seen=seen: seen.extend(map(jax.typeof, arrays)) or arrays[0], other)
-            got = [(each.dtype.name, each.weak_type) for each in seen]
-            assert got == [(each.dtype.name, each.weak_type) for each in (jax.typeof(x.data), its)], name
-
-    traced(check, kind, dtype)
-
-
-@pytest.mark.sampled(default=False)
-@pytest.mark.parametrize("promotion", ["strict", "standard"])
-@pytest.mark.parametrize("its", DTYPES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_operators(kind: str, dtype: str, its: str, promotion: str) -> None:
-    """Every operator, from both sides, with operands of every dtype; errors too."""
-
-    def check(x: GroupedTensor) -> None:
-        for name, other in others(x.with_data(zeros(x.shape, its))).items():
-            strong = its.removeprefix("weak ") if "each" in name else its  # as `jnp.max` makes it
-            for symbol, op in OPERATORS.items():
-                case = symbol, name
-                assert outcome(op, x, other) == of_jnp(op, promotion, dtype, strong), case
-                assert outcome(op, other, x) == of_jnp(op, promotion, strong, dtype), case
-
-    with jax.numpy_dtype_promotion(promotion):
-        traced(check, kind, dtype)
-
-
-@pytest.mark.sampled(default=False)
-@pytest.mark.parametrize("promotion", ["strict", "standard"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_operators_of_one_tensor(kind: str, dtype: str, promotion: str) -> None:
-    """Alone, and with Python's scalars."""
-
-    def check(x: GroupedTensor) -> None:
+def check(kind: Kind, dtype: str, others_dtypes: tuple[str, ...], promotion: str) -> None:
+    def of_all() -> None:
+        x = tensor(kind, dtype)
         for symbol, op in UNARY.items():
             assert outcome(op, x) == of_jnp(op, promotion, dtype), symbol
-        for scalar, (symbol, op) in itertools.product(SCALARS, OPERATORS.items()):
+        for scalar, (symbol, op) in itertools.product((True, 3, 2.5), OPERATORS.items()):
             assert outcome(op, x, scalar) == of_jnp(op, promotion, dtype, scalar), (symbol, scalar)
             assert outcome(op, scalar, x) == of_jnp(op, promotion, scalar, dtype), (symbol, scalar)
+        for its in others_dtypes:
+            for name, other in others(tensor(kind, its)).items():
+                strong = its.removeprefix("weak ") if "each" in name else its  # as `jnp.max` makes it
+                for symbol, op in OPERATORS.items():
+                    case = symbol, name, its
+                    assert outcome(op, x, other) == of_jnp(op, promotion, dtype, strong), case
+                    assert outcome(op, other, x) == of_jnp(op, promotion, strong, dtype), case
 
     with jax.numpy_dtype_promotion(promotion):
-        traced(check, kind, dtype)
+        jax.eval_shape(of_all)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_bools_stay_bools(kind: str) -> None:
-    """`~` of a tensor of bools is a complement, whatever it was combined with; False in the tail."""
-    e = example(kind)
-    large = [g > 1 for g in e.groups]
-    chosen = np.array([True, False, True, True])
-    rows = np.arange(np.prod(e.tensor.shape[:-1])).reshape(e.tensor.shape[:-1]) % 2 == 0
-    columns = np.arange(e.tensor.shape[-1]) % 2 == 0
+@pytest.mark.parametrize(
+    "kind, dtype, others_dtypes, promotion",
+    [(KINDS[3], "bfloat16", ("weak float32",), "strict"), (KINDS[1], "int8", ("float16",), "standard")],
+)
+def test_operators(kind: Kind, dtype: str, others_dtypes: tuple[str, ...], promotion: str) -> None:
+    """Every operator, from both sides, errors too."""
+    check(kind, dtype, others_dtypes, promotion)
 
-    @jax.jit
-    def run(x: GroupedTensor, *values: Array) -> list[GroupedTensor]:
-        of_group, of_row, of_column = values
-        x = x > 1
-        any_of_row = x.max(-1, keepdims=True)
-        return [~(x & per_group(of_group)), ~(x | per_row(of_row)), ~(x ^ per_column(of_column)), ~(x & any_of_row)]
 
-    spread = [np.full(e.tensor.shape, False) for _ in range(3)]
-    for i, place in enumerate(e.places):
-        spread[0][place] = chosen[i]
-    spread[1][:] = rows[..., None]
-    spread[2][:] = columns
-    any_of_row = [np.broadcast_to(g.any(-1, keepdims=True), g.shape) for g in large]
-    operands = (*map(e.unpack, spread), any_of_row)
-    got = run(e.tensor, chosen, rows, columns)
-    for op, values, out in zip((operator.and_, operator.or_, operator.xor, operator.and_), operands, got, strict=True):
-        assert out.dtype == bool
-        np.testing.assert_array_equal(out.data, e.pack([~op(g, v) for g, v in zip(large, values, strict=True)]))
+@pytest.mark.long
+@pytest.mark.parametrize("promotion", ["strict", "standard"])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_operators_of_more_dtypes(kind: Kind, promotion: str) -> None:
+    """Each dtype with two others, and not the same two for each kind."""
+    for i, dtype in enumerate(DTYPES):
+        at = i + 3 * KINDS.index(kind) + 4 * (promotion == "strict")
+        check(kind, dtype, (DTYPES[at % 9], DTYPES[(at + 5) % 9]), promotion)
+
+
+@pytest.mark.parametrize("kind", [KINDS[1], *(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS)], ids=str)
+def test_functions_get_the_dtypes(kind: Kind) -> None:
+    """All operands of `map`, and so of the operators, reach the function in the dtype that they have."""
+
+    def check() -> None:
+        for dtype in DTYPES:
+            x = tensor(kind, dtype)
+            for name, other in others(x).items():
+                its = jax.typeof(jax.tree.leaves(other)[0])
+                seen: list[Any] = []
+                x.map(lambda *arrays, seen=seen: seen.extend(map(jax.typeof, arrays)) or arrays[0], other)
+                got = [(each.dtype.name, each.weak_type) for each in seen]
+                assert got == [(each.dtype.name, each.weak_type) for each in (jax.typeof(x.data), its)], name
+
+    jax.eval_shape(check)

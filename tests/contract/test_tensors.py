@@ -1,0 +1,105 @@
+"""Each operation of tensors equals NumPy's, group by group, for any sizes, whatever lies outside of the groups.
+
+Each case is a program of many operations, which is compiled once and runs on many draws of sizes and contents: results,
+zeros around them, and derivatives by all inputs.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.contract.operations import ARITHMETIC
+from tests.contract.tensors import Kind, check
+
+# Whose derivatives are this library's own code.
+VALUES = ["x / per_group", "per_group of rows - x", "x / per_row", "x / per_column"]
+BROADCASTS = [*VALUES, "a number / y", "map", "1 / log"]
+REDUCTIONS = ["sum None * x", "x - mean -2", "x - mean -1", "max None", "max -2", "logsumexp -2"]
+SOFTMAXES = ["softmax -1 sink", "softmax -2", "softmax causal=True"]
+SLICES = ["rows -2 None", "columns 1 -1"]
+OWN = [*BROADCASTS, *REDUCTIONS, *SOFTMAXES, *SLICES]
+MORE = [
+    *("x + y", "3 - y", "x < y", "values | mask", "masks", "count", "sum -1", "sum -2", "mean None", "min None"),
+    *("min -1", "min -2", "logsumexp", "max -1", "softmax -1", "softmax window=(1, 0)", "softmax -2 causal"),
+    "rows 9 None",
+]
+ROUNDED_ONCE = [
+    *(f"x {symbol} y" for symbol in ARITHMETIC),
+    *(f"{name} {axis}" for name in ("sum", "mean", "var", "max", "logsumexp") for axis in (None, -1, -2)),
+    *("softmax -1", "softmax -2", "softmax causal=True", "softmax -2 sink"),
+]
+"""Computed in float32 and rounded once, if the dtype is smaller."""
+OF_INTEGERS = [
+    *("x + y", "x * 2", "abs", "maximum", "x / per_group", "x < y", "masks", "count", "min", "min -1"),
+    *(f"{name} {axis}" for name in ("sum", "mean", "max", "logsumexp") for axis in (None, -1, -2)),
+    *("var -2", "rows -2 None", "columns 1 -1"),
+]
+SUMS = ["x / per_group", "per_group of rows - x", "sum None", "sum -2", "max -2", "softmax -2 sink"]
+Case = tuple[Kind, int, list[str], list[str]]  # how many draws, which operations, and which of them differentiated
+ALL = ["all"]
+
+
+def by_default() -> Iterator[Case]:
+    yield Kind("m"), 16, ALL, [*OWN, "rows by arrays"]
+    yield Kind("mn"), 16, [*OWN, *MORE], OWN
+    yield Kind("mn", packed_last=True), 12, [*REDUCTIONS, *SOFTMAXES, *SLICES], SLICES
+    yield Kind("n"), 12, [*OWN, "columns by arrays"], VALUES
+    yield Kind(""), 6, [*OWN, *MORE], BROADCASTS
+    yield Kind("mn", more=(2,)), 12, [*OWN, "x - mean -3", "max -3", "softmax -3 sink"], ["x / per_row", "max -3"]
+    yield Kind("m", mapped="sizes"), 12, OWN, ["x / per_group", "rows -2 None"]
+    yield Kind("m", capacity=300, extent=1), 6, SUMS, SUMS
+    yield Kind("m", "bfloat16"), 12, ROUNDED_ONCE, []
+    yield Kind("mn", "int8"), 12, OF_INTEGERS, []
+    yield Kind("", extent=0), 1, ROUNDED_ONCE, []
+    yield Kind("mn", groups=0), 1, OWN, SLICES
+
+
+def long() -> Iterator[Case]:
+    for kind in ("", "m", "n", "mn"):
+        yield Kind(kind), 40, ALL, ALL
+        yield Kind(kind, turned=True), 10, ALL, OWN
+        yield Kind(kind, extent=0, width=0), 3, ALL, OWN
+        for dtype in ("float16", "bfloat16"):
+            yield Kind(kind, dtype), 20, ROUNDED_ONCE, []
+        for dtype in ("int32", "uint8", "int8"):
+            yield Kind(kind, dtype), 12, OF_INTEGERS, []
+        for mapped in ("data", "sizes", "data sizes") if kind else ("data",):
+            yield Kind(kind, mapped=mapped), 6, ALL, OWN
+        if kind != "n":
+            yield Kind(kind, more=(2,)), 20, ALL, ALL
+            yield Kind(kind, more=(2, 3)), 6, ALL, OWN
+        if kind:
+            yield Kind(kind, groups=0), 1, ALL, ALL
+            yield Kind(kind, capacity=0), 2, ALL, ALL
+            yield Kind(kind, capacity=300, extent=1, width=1), 20, SUMS, SUMS
+    yield Kind("mn", packed_last=True), 40, ALL, ALL
+    yield Kind("mn", packed_last=True, turned=True), 10, ALL, OWN
+    yield Kind("mn", packed_last=True, mapped="data sizes"), 10, ALL, OWN
+
+
+def cases(found: Iterator[Case]) -> list[Any]:
+    return [pytest.param(*case, id=str(case[0])) for case in found]
+
+
+def run(kind: Kind, count: int, names: list[str], differentiated: list[str], order: int = 1) -> None:
+    names = [*kind.operations] if names == ALL else names
+    differentiated = kind.differentiable if differentiated == ALL else differentiated
+    check(kind, count, names, differentiated, order, roundings=1 if names is ROUNDED_ONCE else 4)
+
+
+@pytest.mark.parametrize("kind, count, names, differentiated", cases(by_default()))
+def test_operations(kind: Kind, count: int, names: list[str], differentiated: list[str]) -> None:
+    run(kind, count, names, differentiated)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind, count, names, differentiated", cases(long()))
+def test_more_operations(kind: Kind, count: int, names: list[str], differentiated: list[str]) -> None:
+    run(kind, count, names, differentiated)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [Kind(""), Kind("m"), Kind("n"), Kind("mn"), Kind("mn", packed_last=True)], ids=str)
+def test_second_derivatives(kind: Kind) -> None:
+    run(kind, 12, kind.differentiable, ALL, order=2)
