@@ -29,11 +29,9 @@ def by_default() -> Iterator[Case]:
     yield 12, Epilogue("forward", mapped="rhs", context="devices", activation="softplus", bias="each")
     yield 30, Epilogue("forward", "bfloat16", top_k=2)
     yield 12, Epilogue("forward", top_k=2, mapped="sizes")
-    yield 20, Epilogue("forward", top_k=1, order=2)
     yield 9, Epilogue("forward", "bfloat16", backend="pallas_tpu", activation="gelu_tanh", **both)
     of_shards: dict[str, Any] = {"bias": "each", "held": 3, "save": "out"}
     yield 9, Epilogue("forward", "bfloat16", backend="pallas_tpu", activation="sigmoid", **of_shards)
-    yield 9, Epilogue("batched", backend="pallas_tpu", columns="halves", n=128, activation="silu", **both)
     yield 4, Epilogue("forward", "bfloat16", backend="triton_gpu", activation="clamped", held=3, **both)
     # The tile of the second half begins in the middle of the matrices, and ends past the last one.
     yield 3, Epilogue("forward", backend="triton_gpu", tiles=(16, 32, 16), columns="halves", k=8, n=8, gate=True)
@@ -79,6 +77,7 @@ def long() -> Iterator[Case]:
     for mapped, context in (("lhs", "jit"), ("rhs", "devices"), ("lhs sizes rhs", "jit"), ("sizes", "devices")):
         yield 12, Epilogue("forward", top_k=2, mapped=mapped, context=context)
     yield 20, Epilogue("forward", top_k=2, order=2, mapped="sizes")
+    yield 20, Epilogue("forward", top_k=1, order=2)
     for save in ("pre", "out"):
         yield 20, Epilogue("forward", top_k=3, order=2, activation="silu", gate=True, bias="each one", save=save)
         yield 30, Epilogue("forward", "bfloat16", top_k=2, held=3, activation="tanh", bias="each", save=save)
