@@ -57,7 +57,8 @@ def quantize(
     differs from `x` by at most half a unit in the last place of `dtype`, times the scale.
 
     Scales in float8_e4m3fn are rounded to the nearest value, as in NVIDIA's NVFP4 recipe: the largest elements of a
-    block may then saturate, by less than half a unit. Scales below 2⁻⁶, the smallest normal number, become 2⁻⁶.
+    block may then saturate, by up to a 16th of their size (in float4_e2m1fn, by less than half a unit). Scales below
+    2⁻⁶, the smallest normal number, become 2⁻⁶.
 
     Only finite elements determine a scale. float8_e5m2 keeps infinity and NaN. In float8_e4m3fn, infinity becomes NaN.
     float4_e2m1fn and integers have neither: infinity or NaN makes the scale and its whole block NaN (with `"tensor"`,
