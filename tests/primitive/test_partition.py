@@ -46,7 +46,6 @@ def by_default() -> Iterator[Program]:
     # Rows that devices don't divide: they stay whole, or are padded together with their scales.
     yield over("forward", "auto 8 m=a")
     yield over("forward", "sharded_matmul 4x2 m=a n=b", capacity=61, lhs_cast=(FP8, "row"), out_dtype="float32")
-    yield over("forward", "sharded_matmul 4x2 m=a n=b", capacity=59)
     # Each device has part of a sum, or no sum is made yet.
     yield over("forward", "explicit 2x2 m=b k=a -> m=ba", "bfloat16")
     yield over("forward", "auto 2x2 b=a m=b", mapped="lhs sizes")
