@@ -26,6 +26,40 @@ from tests.contract.meshes import Over
 
 BATCH = 3  # elements of a map, steps of a scan, devices
 Results = dict[str, Array]
+FP8, FP8_WIDE = "float8_e4m3fn", "float8_e5m2"
+# Of lhs, rhs, and what is asked of the result.
+FLOATS = [
+    ("float16", "", ""),
+    ("float32", "bfloat16", ""),
+    ("float16", "bfloat16", ""),
+    ("bfloat16", "", "float32"),
+    ("bfloat16", "", "float16"),
+    ("float32", "", "bfloat16"),
+    (FP8, "", ""),
+    (FP8_WIDE, FP8, "float32"),
+    ("bfloat16", FP8, ""),
+    (FP8, "float32", ""),
+    ("bfloat16", "int8", ""),
+    ("int8", FP8, ""),
+    ("int32", "float16", ""),
+    ("int16", FP8, "float32"),
+    ("bfloat16", "", FP8),
+    ("float64", "", ""),
+]
+INTEGERS = [
+    ("int8", "", ""),
+    ("uint8", "", ""),
+    ("int8", "uint8", ""),
+    ("int16", "", ""),
+    ("int32", "", ""),
+    ("int4", "", ""),
+    ("uint2", "int4", ""),
+    ("int8", "int2", ""),
+    ("int8", "", "float32"),
+]
+SCALINGS = ["row", "group", "column", (1, 64), "mx", "tensor", (32, 1), (None, 1), (1, None), (1, 1)]
+PAIRS = list(itertools.product([*SCALINGS, None], repeat=2))[:-1]
+BITS = [FP8, "int8", FP8_WIDE, "int4"]
 _PLAIN = ("layout", "dtype", "rhs_dtype", "out_dtype", "backend", "context")  # in a test's name without the field's
 
 

@@ -15,45 +15,11 @@ from jax.experimental.pallas import tpu as pltpu
 from tests import gpu
 from tests.cases import LETTERS
 from tests.contract.draws import draws
-from tests.contract.programs import Program
+from tests.contract.programs import BITS, FLOATS, FP8, FP8_WIDE, INTEGERS, PAIRS, Program
 
 LARGE: dict[str, Any] = {"capacity": 150, "width": 140, "m": 37, "k": 150, "n": 140}  # several tiles of each kernel
 TWO_CORES = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
 SUBSETS = [" ".join(some) for n in (1, 2, 3) for some in itertools.combinations(("lhs", "sizes", "rhs"), n)]
-FP8, FP8_WIDE = "float8_e4m3fn", "float8_e5m2"
-# Of lhs, rhs, and what is asked of the result.
-FLOATS = [
-    ("float16", "", ""),
-    ("float32", "bfloat16", ""),
-    ("float16", "bfloat16", ""),
-    ("bfloat16", "", "float32"),
-    ("bfloat16", "", "float16"),
-    ("float32", "", "bfloat16"),
-    (FP8, "", ""),
-    (FP8_WIDE, FP8, "float32"),
-    ("bfloat16", FP8, ""),
-    (FP8, "float32", ""),
-    ("bfloat16", "int8", ""),
-    ("int8", FP8, ""),
-    ("int32", "float16", ""),
-    ("int16", FP8, "float32"),
-    ("bfloat16", "", FP8),
-    ("float64", "", ""),
-]
-INTEGERS = [
-    ("int8", "", ""),
-    ("uint8", "", ""),
-    ("int8", "uint8", ""),
-    ("int16", "", ""),
-    ("int32", "", ""),
-    ("int4", "", ""),
-    ("uint2", "int4", ""),
-    ("int8", "int2", ""),
-    ("int8", "", "float32"),
-]
-SCALINGS = ["row", "group", "column", (1, 64), "mx", "tensor", (32, 1), (None, 1), (1, None), (1, 1)]
-PAIRS = list(itertools.product([*SCALINGS, None], repeat=2))[:-1]
-BITS = [FP8, "int8", FP8_WIDE, "int4"]
 Case = tuple[int, Program]  # how many draws, of which program
 
 

@@ -19,10 +19,9 @@ import ragged
 from ragged import GroupedTensor
 from tests.contract import loop
 from tests.contract.draws import draws
-from tests.contract.meshes import KINDS, collectives, mesh_of, moved, table
+from tests.contract.meshes import KINDS, collectives, mesh_of, table
 from tests.contract.programs import Program
 
-__all__ = ["KINDS", "mesh_of", "moved", "table"]
 FP8 = "float8_e4m3fn"
 
 

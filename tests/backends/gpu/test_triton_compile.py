@@ -40,7 +40,7 @@ from tests.backends.tpu.test_tpu_compile import (
     trained_avals,
 )
 from tests.cases import NAMES
-from tests.primitive.test_partition import KINDS, moved, table
+from tests.contract.meshes import KINDS, moved, table
 
 pytestmark = pytest.mark.sampled
 

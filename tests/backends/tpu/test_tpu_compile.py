@@ -30,8 +30,8 @@ from ragged.tuning import TpuConfig
 from tests import ones, products, tpu
 from tests.backends.tpu.test_tpu_units import on
 from tests.cases import LETTERS, NAMES
+from tests.contract.meshes import moved
 from tests.moe import moe as layer_of
-from tests.primitive.test_partition import moved
 
 pytestmark = pytest.mark.sampled
 
