@@ -324,7 +324,7 @@ def test_merging(file: Path, tmp_path: Path) -> None:
     notes.write_text("mine")
     for call in (load_cache, save_cache):
         check_error(partial(call, notes), ValueError, NO_CACHE)
-    assert notes.read_text() == "mine"
+    assert notes.read_text() == "mine" and not notes.with_name("notes.txt.lock").exists()
 
 
 def test_threads_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
