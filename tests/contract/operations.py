@@ -159,6 +159,7 @@ def reductions(axes: Sequence[int]) -> Iterator[tuple[str, Operation]]:
         yield f"logsumexp {axis}", Operation(lambda t, a=axis: t.x.logsumexp(a, empty=7), axis, 7)
         yield f"x - mean {axis}", Operation(lambda t, a=axis: t.x - t.x.mean(a, keepdims=True))
         yield f"sum {axis} * x", Operation(lambda t, a=axis: t.y.sum(a, keepdims=True) * t.x)
+    yield "logsumexp large", Operation(lambda t: (t.x * 300).logsumexp(), None, -INF)
     yield "min", Operation(lambda t: t.x.min(empty=7), None, 7, True)
     yield "logsumexp", Operation(lambda t: t.x.logsumexp(), None, -INF)
 
@@ -167,6 +168,7 @@ def softmaxes(axes: Sequence[int]) -> Iterator[tuple[str, Operation]]:
     for axis in axes:
         yield f"softmax {axis}", Operation(lambda t, a=axis: t.x.softmax(a))
         yield f"softmax {axis} sink", Operation(lambda t, a=axis: t.x.softmax(a, sink=t[f"sink{a}"]))
+    yield "softmax large", Operation(lambda t: (t.x * 300).softmax(-2))
     yield "softmax sink=1", Operation(lambda t: t.x.softmax(sink=1))
     yield "softmax -2 causal", Operation(lambda t: t.x.softmax(-2, causal=True, sink=t["sink-2"]))
     for mask in MASKS:
