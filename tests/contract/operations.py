@@ -168,7 +168,6 @@ def softmaxes(axes: Sequence[int]) -> Iterator[tuple[str, Operation]]:
     for axis in axes:
         yield f"softmax {axis}", Operation(lambda t, a=axis: t.x.softmax(a))
         yield f"softmax {axis} sink", Operation(lambda t, a=axis: t.x.softmax(a, sink=t[f"sink{a}"]))
-    yield "softmax large", Operation(lambda t: (t.x * 300).softmax(-2))
     yield "softmax sink=1", Operation(lambda t: t.x.softmax(sink=1))
     yield "softmax -2 causal", Operation(lambda t: t.x.softmax(-2, causal=True, sink=t["sink-2"]))
     for mask in MASKS:
