@@ -52,6 +52,13 @@ def test_gradients_of_softmax() -> None:
     assert got[:2].tolist() == [[True, False]] * 2 and got[2].all() and not got[3:].any()
 
 
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_softmax_of_large_values(axis: int) -> None:
+    """The largest is subtracted first."""
+    x = GroupedTensor(jnp.full((3, 2), 1000.0), jnp.array([2], jnp.int32))
+    assert jax.jit(lambda x: x.softmax(axis).data)(x).tolist() == [[0.5, 0.5], [0.5, 0.5], [0, 0]]
+
+
 def test_gradients_of_logsumexp() -> None:
     """The softmax; zero where all elements are -inf."""
     got = gradient(lambda x: x.logsumexp(-1))
