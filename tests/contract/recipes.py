@@ -217,7 +217,7 @@ class Quantised:
                     told = f"{self}, {args[1:]}"
                     for name, each in [*want.items(), *once.items()]:
                         assert each.dtype == got[name].dtype, told
-                        _same(got[name], each, f"{name}: {told}")
+                        same(got[name], each, f"{name}: {told}")
                     all_names |= got.keys()
                     alive |= {name for name, each in got.items() if each.any()}
                     if history is not None:
@@ -261,3 +261,10 @@ def along(x: GroupedTensor, axis: int, cast: Cast, past: Array | None) -> Groupe
     return GroupedTensor(
         data, x.first_dims, x.last_dims, jnp.where(past > 0, scale, q.scales), scaling, transposed=q.transposed
     )
+
+
+def same(got: Any, want: Any, told: str) -> None:
+    """That two trees of results have the same numbers."""
+    for (path, each), expected in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        wide = (np.asarray(x, np.float64) for x in (each, expected))
+        np.testing.assert_array_equal(*wide, err_msg=f"{told}: {jax.tree_util.keystr(path)}")

@@ -21,7 +21,7 @@ from tests.cases import LETTERS
 from tests.contract.draws import values
 from tests.contract.launches import launches
 from tests.contract.programs import Program
-from tests.contract.recipes import PRESETS, RECIPES, Quantised
+from tests.contract.recipes import PRESETS, RECIPES, Quantised, same
 
 SMALL: dict[str, Any] = {"tiles": (16, 16, 16), "k": 36, "n": 20}  # one height of tiles: compiled faster
 KERNEL: dict[str, Any] = {"backend": "pallas_tpu", "k": 36, "n": 20}
@@ -74,12 +74,6 @@ def test_more_recipes(count: int, product: Quantised) -> None:
     product.check(count)
 
 
-def _same(got: Any, want: Any, told: str) -> None:
-    for (path, each), expected in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
-        wide = (np.asarray(x, np.float64) for x in (each, expected))
-        np.testing.assert_array_equal(*wide, err_msg=f"{told}: {jax.tree_util.keystr(path)}")
-
-
 @pytest.mark.parametrize(
     "names",
     [
@@ -115,7 +109,7 @@ def test_gathered_rows(names: list[str]) -> None:
         is_used = ((ids >= 0) & (ids < groups)).any(1)
         x[~is_used], ct[((ids >= 0) & (ids < groups)).sum() :] = (1e6, np.nan)[number % 2], np.nan
         got, want = compiled(ids, x, w, ct)
-        _same(got, want, f"draw {number}, {ids.tolist()}")
+        same(got, want, f"draw {number}, {ids.tolist()}")
 
 
 @pytest.mark.parametrize(
@@ -161,5 +155,5 @@ def test_gated_products(gate: str, up: str, backend: str) -> None:
         compiled, rng = jax.jit(run), np.random.default_rng(1)
         for number, (data, sizes, _, past) in enumerate(both[0].inputs(4 if backend == "pallas_tpu" else 12)):
             got, want = compiled(data, sizes, (past, both[1]._past(rng)))
-            _same(got, want, f"draw {number}, {sizes}")
+            same(got, want, f"draw {number}, {sizes}")
     assert {name for name, _ in ran} == {backend}

@@ -1,9 +1,8 @@
 """`ragged.einsum` equals `np.einsum` of each group, for any sizes, however its letters are ordered and merged."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import equinox as eqx
@@ -17,128 +16,9 @@ import ragged
 from ragged import GroupedTensor
 from ragged.tuning import GpuConfig, TpuConfig
 from tests import gpu
-from tests.cases import LETTERS
 from tests.contract.draws import size_table, values
-from tests.contract.launches import launches
-from tests.contract.loop import Arrays, Sum, mismatch
-
-G = 3  # groups
-
-
-@dataclass(frozen=True)
-class Spec:
-    """A spec, whose letters are single. The ragged letters of each term: the packed one first."""
-
-    text: str
-    ragged: tuple[str, str, str]
-    extents: Mapping[str, int] = field(default_factory=lambda: {"t": 19, "s": 17, "u": 13})  # also of packed buffers
-    widths: Mapping[str, int] = field(default_factory=lambda: {"t": 3, "s": 3, "u": 4})  # where it isn't packed
-
-    def __str__(self) -> str:
-        return self.text
-
-    @property
-    def terms(self) -> list[str]:
-        return re.findall(r"\w+", self.text)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The extents of the result that its operands don't have."""
-        (packed, *other), operands = self.ragged[2] or " ", [*zip(self.terms, self.ragged, strict=True)][:2]
-        found = {"max_last": self.widths[other[0]]} if other else {}
-        holding = [letters for _, letters in operands if packed in letters]
-        return found | ({"capacity": self.extents[packed]} if holding and holding[0][0] != packed else {})
-
-    def shape(self, index: int) -> tuple[int, ...]:
-        packed = self.ragged[index][:1]
-        extents = {**dict.fromkeys("abcdefhAMKN", 2), "g": G, "e": 4, **self.extents}
-        return tuple(
-            self.widths[z] if z in self.ragged[index] and z != packed else extents[z] for z in self.terms[index]
-        )
-
-    def tensor(self, index: int, data: Any, sizes: Mapping[str, Any]) -> Any:
-        term, letters = self.terms[index], self.ragged[index]
-        if not letters:
-            return GroupedTensor(data) if "g" in term else data
-        first, last = (sizes[z] if z in letters else None for z in (term[0], term[-1]))
-        return GroupedTensor(data, first, last, transposed=len(letters) == 2 and letters[0] == term[-1])
-
-    def places(self, index: int, sizes: Arrays) -> list[dict[str, slice]]:
-        """Where each group lies along each axis, as far as the buffer holds it."""
-        found: list[dict[str, slice]] = [{} for _ in range(G)]
-        for z, extent in zip(self.terms[index], self.shape(index), strict=True):
-            if z == "g":
-                spans = [(i, i + 1) for i in range(G)]
-            elif z not in self.ragged[index]:
-                spans = [(0, extent)] * G
-            else:
-                held = np.clip(sizes[z].astype(np.int64), 0, extent)
-                ends = np.minimum(np.cumsum(held), extent) if z == self.ragged[index][0] else held
-                spans = [*zip(ends - np.diff(ends, prepend=0), ends, strict=True)] if z == self.ragged[index][0] else [
-                    (0, end) for end in ends
-                ]  # fmt: skip
-            for each, (start, end) in zip(found, spans, strict=True):
-                each[z] = slice(int(start), int(end))
-        return found
-
-    def with_nan(self, index: int, data: np.ndarray, sizes: Arrays) -> np.ndarray:
-        """A buffer with NaN outside of the groups."""
-        out = np.full_like(data, np.nan)
-        for place in self.places(index, sizes):
-            out[tuple(place.values())] = data[tuple(place.values())]
-        return out
-
-    def product(self, x: int, y: int, out: int, arrays: tuple[Any, Any], sizes: Arrays) -> Sum:
-        """The term `out` as the product of two others: of the elements of each group that all three buffers hold."""
-        total = Sum(np.zeros(self.shape(out)), np.zeros(self.shape(out)))
-        spec = f"{self.terms[x]},{self.terms[y]}->{self.terms[out]}"
-        for each in zip(*(self.places(i, sizes) for i in (x, y, out)), strict=True):
-            least: dict[str, int] = {}
-            for z, at in (item for place in each for item in place.items()):
-                least[z] = min(least.get(z, at.stop), at.stop - at.start)
-            a, b, c = (tuple(slice(p[z].start, p[z].start + least[z]) for z in p) for p in each)
-            given = [array[at].astype(np.float64) for array, at in zip(arrays, (a, b), strict=True)]
-            missing = [z for z in self.terms[out] if z not in self.terms[x] + self.terms[y]]
-            text = (
-                spec if not missing else spec.replace(f"->{self.terms[out]}", "->" + self.terms[out].replace("g", ""))
-            )
-            for found, operands in ((total.value, given), (total.sizes, [np.abs(each) for each in given])):
-                found[c] += np.einsum(text, *operands)[None] if missing else np.einsum(text, *operands)
-        return total
-
-
-def check(spec: Spec, count: int, backend: Any = None) -> None:
-    """The result and both cotangents for draws of sizes, with NaN around all that goes in; by one kernel each."""
-    rng = np.random.default_rng(0)
-    letters = sorted({*"".join(spec.ragged)})
-    tables = {z: size_table(G, spec.extents[z], 4, rng) for z in letters}
-    # The last rows of a table are sizes that make no sense.
-    table = [
-        {z: each[-(2 * i + 7 * j + 1) % len(each)] for j, (z, each) in enumerate(tables.items())} for i in range(60)
-    ]
-    data = [values(rng, spec.shape(i), "float32") for i in range(3)]
-    options: dict[str, Any] = spec.options | ({"backend": backend} if backend else {})
-
-    @jax.jit
-    def run(x: Array, y: Array, ct: Array, sizes: dict[str, Array]) -> Any:
-        def multiply(x: Array, y: Array) -> Array:
-            return ragged.einsum(spec.text, spec.tensor(0, x, sizes), spec.tensor(1, y, sizes), **options).data
-
-        out, pull = jax.vjp(multiply, x, y)
-        return out, *pull(ct)
-
-    with launches() as ran:
-        for sizes in table[: count if letters else 1]:
-            given = [spec.with_nan(i, each, sizes) for i, each in enumerate(data)]
-            got = run(*given, sizes)
-            for found, (x, y, out) in zip(got, ((0, 1, 2), (2, 1, 0), (0, 2, 1)), strict=True):
-                want = spec.product(x, y, out, (given[x], given[y]), sizes)
-                wrong = mismatch(found, want, "float32", terms=200)
-                assert not wrong, f"term {out}: {wrong}\nsizes: {sizes}"
-    is_dense = not letters and not all("g" in term for term in spec.terms[:2])
-    own = "xla" if is_dense or not backend else backend.backend
-    assert [name for name, _ in ran] == [own] * 3, ran
-
+from tests.contract.einsums import G, Spec, check, random_spec
+from tests.contract.loop import mismatch
 
 SPECS = [
     Spec("tes,sed->td", ("ts", "s", "t")),
@@ -164,40 +44,6 @@ MORE_SPECS = [
     Spec("set,seu->tu", ("st", "su", "tu")),
     Spec("thes,shed->thd", ("ts", "s", "t")),
 ]
-
-
-def random_spec(seed: int) -> Spec:
-    """Which letters there are, where in each term, and how the buffers are packed."""
-    rng, layout = np.random.default_rng(seed), list(LETTERS)[seed % len(LETTERS)]
-    role_letters, raggeds = {"m": "mM", "k": "kK", "n": "nN", "b": "aA"}, LETTERS[layout]
-    roles = {
-        role: each[: int(rng.choice([1, 1, 2] if role != "b" else [0, 0, 1, 2]))] for role, each in role_letters.items()
-    }
-    has_group = layout in ("batched", "wgrad")
-
-    def placed(letters: str) -> tuple[str, str]:
-        """Letters in any order, and the ragged ones, the packed one first: ragged ones are first or last."""
-        mine, rest = ([str(z) for z in rng.permutation([z for z in letters if (z in raggeds) == is_ragged])]
-                      for is_ragged in (True, False))  # fmt: skip
-        if len(mine) == 2:
-            packed = mine[::-1] if not rest and rng.integers(2) else mine
-            return "".join((mine[0], *rest, mine[1])), "".join(packed)
-        order = (*mine, *rest)
-        return "".join(order[::-1] if mine and len(order) == 2 and rng.integers(2) else order), "".join(mine)
-
-    (lhs, of_lhs), (rhs, of_rhs), (out, of_out) = (
-        placed("".join(roles[r] for r in each)) for each in ("mkb", "knb", "mnb")
-    )
-    of_out = "".join(z for z in out if z in of_out)
-    shared = str(rng.choice(["lhs", "rhs", ""])) if not has_group else ""
-    lhs, rhs = (
-        term if letters or name == shared else f"g{term}"
-        for name, term, letters in (("lhs", lhs, of_lhs), ("rhs", rhs, of_rhs))
-    )
-    out = f"g{out}" if has_group else out
-    terms, letters = ([lhs, rhs], [of_lhs, of_rhs]) if rng.integers(2) else ([rhs, lhs], [of_rhs, of_lhs])
-    extents = {z: int(rng.integers(9, 20)) if z in raggeds else int(rng.integers(1, 4)) for z in "mkn"}
-    return Spec(f"{','.join(terms)}->{out}", (letters[0], letters[1], of_out), extents, dict.fromkeys("mkn", 4))
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)

@@ -1,0 +1,222 @@
+"""`python -m tests.fuzz`: random programs of the contract for some minutes, a reproducer of each failure, and a table.
+
+A program is compiled once, and runs on many draws of sizes and contents. The same `--seed` gives the same programs.
+"""
+
+import argparse
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from random import Random
+from typing import Any
+
+import jax
+
+from tests import conftest, gpu
+from tests.cases import LETTERS
+from tests.contract import einsums, tensors
+from tests.contract.draws import draws
+from tests.contract.epilogues import ACTIVATIONS, Epilogue, epilogue_draws
+from tests.contract.meshes import KINDS
+from tests.contract.programs import BITS, FLOATS, FP8, INTEGERS, PAIRS, Program
+from tests.contract.recipes import PRESETS, RECIPES, Quantised
+from tests.contract.tensors import Kind
+from tests.everywhere import INTERPRETED
+
+DRAWS = {"xla": 60, "pallas_tpu": 12, "triton_gpu": 2}
+"""How often a program runs, by backend."""
+Check = Callable[[int], Any]
+CONTEXTS = ("constants", "constant sizes", "scan", "eager", "checkpoint", "shard_map", "shard_map unchecked")
+ON_KERNELS = [
+    ("float32",),
+    ("bfloat16",),
+    ("int8",),
+    ("bfloat16", FP8),
+    (FP8, "", "float32"),
+    ("bfloat16", "", "float32"),
+]
+UNIFORM = {"batched": ("lhs", "rhs"), "forward": ("rhs",), "forward_left": ("lhs",), "wgrad": ()}
+"""By layout, the operands that may be one matrix for all groups."""
+
+
+def shape(r: Random, layout: str, backend: str) -> dict[str, Any]:
+    """Of a random product: its extents, how it is tiled, and where it is called."""
+    found: dict[str, Any] = {"backend": backend, "groups": r.choice([1, 2, 3, 5, 9])}
+    found |= {z: r.choice([1, 3, 8, 16, 34]) for z in "mkn"}
+    found["capacity"] = r.choice([1, 7, 16, 40] + [200] * (backend != "triton_gpu"))
+    found["width"] = min(r.choice([1, 4, 20]), found["capacity"])
+    if backend == "xla" and LETTERS[layout] and r.random() < 0.5:
+        found["tiles"] = (r.choice([1, 5, 8, 16]),) * 3
+    if backend == "xla" and r.random() < 0.3:
+        found["context"] = r.choice(CONTEXTS)
+    return found
+
+
+def some(r: Random, names: Iterable[str]) -> str:
+    return " ".join(name for name in names if r.random() < 0.5)
+
+
+def product(r: Random, backend: str) -> tuple[Any, Check]:
+    """Of any layout, dtypes, scales and options."""
+    layout = r.choice([*LETTERS])
+    its, letters, kind = shape(r, layout, backend), LETTERS[layout], r.choice(["plain", "plain", "scaled", "second"])
+    its |= {"packed_last": some(r, ("lhs", "rhs")), "swapped": r.random() < 0.3}
+    its["size_dtype"] = r.choice(["int32", "int32", "uint32"])
+    if kind == "second":
+        its["order"] = 2
+    elif kind == "scaled":
+        (lhs, rhs), dtype = r.choice(PAIRS), r.choice(BITS)
+        its |= {"lhs_cast": lhs and (dtype, lhs), "rhs_cast": rhs and (FP8 if dtype == "float8_e5m2" else dtype, rhs)}
+        its |= {"out_dtype": "float32", "chip": gpu.FIRST_WITH_FP8 if backend == "triton_gpu" else ""}
+    else:
+        dtypes = r.choice([*FLOATS, *INTEGERS, *ON_KERNELS[:2] * 9] if backend == "xla" else ON_KERNELS)
+        its |= dict(zip(("dtype", "rhs_dtype", "out_dtype"), dtypes, strict=False))
+        its |= {"chip": gpu.FIRST_WITH_FP8} if backend == "triton_gpu" and FP8 in dtypes else {}
+    if kind != "second":
+        its["existing"] = r.random() < 0.3
+        option = r.choice(["", "held", "shared"])
+        if option == "held" and layout in ("forward", "forward_left", "wgrad"):
+            its["held"] = r.randint(1, its["groups"] + 2)
+        elif option == "shared" and UNIFORM.get(layout):
+            its["shared"] = r.choice(UNIFORM[layout])
+    if "context" not in its and r.random() < 0.3:
+        has_kernel = backend != "pallas_tpu" or len(letters) < 2  # for a map over sizes
+        its["mapped"] = some(
+            r, ["lhs", "rhs"] + ["sizes"] * bool(letters and has_kernel) + ["existing"] * its.get("existing", False)
+        )
+    program = Program(layout, **its)
+    return program, lambda count: program.check(draws(program, count, seed=r.randrange(10**6)))
+
+
+def over_a_mesh(r: Random, _: str) -> tuple[Any, Check]:
+    """Each letter split over some mesh axes, or none."""
+    layout, kind = r.choice([*LETTERS]), r.choice([*KINDS])
+    axes = r.choice([{"a": 2, "b": 2}, {"a": 4, "b": 2}, {"a": 3, "b": 2}, {"a": 8}])
+    free, split = [*axes], []
+    for letter in r.sample("mkng", 4):
+        if free and r.random() < 0.6:
+            split.append(f"{letter}={free.pop()}")
+    extents: dict[str, Any] = {
+        "m": 24,
+        "k": 24,
+        "n": 48,
+        "groups": 24 if r.random() < 0.2 else 6,
+        "capacity": 72,
+        "width": 24,
+    }
+    context = " ".join([kind, "x".join(map(str, axes.values())), *split])
+    dtype = r.choice(["float32", "bfloat16"])
+    program = Program(layout, dtype, context=context, existing=r.random() < 0.3, **extents)
+    return program, lambda count: program.check(draws(program, count // 4, seed=r.randrange(10**6)))
+
+
+def epilogue(r: Random, backend: str) -> tuple[Any, Check]:
+    """A bias, an activation, a gate, gathered rows."""
+    layout, its = r.choice(["forward", "forward", "batched"] + ["inner_rows"] * (backend == "xla")), {}
+    its |= shape(r, layout, backend) | {"dtype": r.choice(["float32", "bfloat16"]), "save": r.choice(["pre", "out"])}
+    its["gate"] = r.random() < 0.5
+    names = [name for name in ACTIVATIONS if its["gate"] or name != "clamped"]
+    its |= {
+        "activation": r.choice(names),
+        "bias": " ".join(r.choice(["no", "one", "each"]) for _ in range(1 + its["gate"])),
+    }
+    if its["gate"] and layout != "inner_rows":
+        its["columns"] = r.choice(["", "halves", "interleaved"])
+    if layout == "forward" and r.random() < 0.4:
+        its["top_k"] = r.choice([1, 2, 3])
+        its["capacity"] = its["top_k"] * max(its["capacity"] // its["top_k"], 1)
+    program = Epilogue(layout, **its)
+    return program, lambda count: program.check(epilogue_draws(program, count, seed=r.randrange(10**6)))
+
+
+def recipe(r: Random, backend: str) -> tuple[Any, Check]:
+    """The bits of `quantize`, then `matmul`."""
+    layout = r.choice([*LETTERS])
+    its = {name: each for name, each in shape(r, layout, backend).items() if name not in ("groups", "context")}
+    its |= {"chip": gpu.FIRST_WITH_FP8} if backend == "triton_gpu" else {}
+    quantised = Quantised(r.choice([*PRESETS, *RECIPES]), Program(layout, **its))
+    return quantised, quantised.check
+
+
+def einsum(r: Random, backend: str) -> tuple[Any, Check]:
+    spec = einsums.random_spec(r.randrange(10**6))
+    return spec, lambda count: einsums.check(spec, count, None if backend == "xla" else INTERPRETED[backend])
+
+
+def operations(r: Random, _: str) -> tuple[Any, Check]:
+    """Some operations of a kind of tensor, and their derivatives."""
+    letters = r.choice(["", "m", "n", "mn"])
+    its: dict[str, Any] = {
+        "mapped": r.choice(["", "", "data", "sizes" if letters else ""]),
+        "groups": r.choice([1, 3, 5]),
+    }
+    its |= {"capacity": r.choice([1, 9, 20, 40]), "width": r.choice([1, 5]), "extent": r.choice([1, 3, 6])}
+    its |= {"packed_last": letters == "mn" and r.random() < 0.5, "turned": r.random() < 0.3}
+    its |= (
+        {"more": (2,)} if letters != "n" and not its["turned"] and not its["packed_last"] and r.random() < 0.3 else {}
+    )
+    kind = Kind(letters, **its)
+    names = r.sample([*kind.operations], 12)
+    differentiated = [name for name in names[:6] if name in kind.differentiable]
+    return (kind, names), lambda count: tensors.check(kind, count, names, differentiated)
+
+
+ALL = tuple(DRAWS)
+OPERATIONS: dict[str, tuple[Callable[[Random, str], tuple[Any, Check]], tuple[str, ...]]] = {
+    "product": (product, ALL),
+    "product over a mesh": (over_a_mesh, ("xla",)),
+    "epilogue": (epilogue, ALL),
+    "recipe": (recipe, ALL),
+    "einsum": (einsum, ALL),
+    "operations": (operations, ("xla",)),
+}
+
+
+def fuzz(name: str, backend: str, seed: int) -> Counter[str]:
+    """Makes a program and runs it; prints it, and what is wrong, if it fails. Returns counts."""
+    began, count = time.monotonic(), DRAWS[backend]
+    build, _ = OPERATIONS[name]
+    program, check = build(Random(f"{name} {backend} {seed}"), backend)
+    found = Counter(programs=1, draws=count)
+    try:
+        check(count)
+    except Exception as error:
+        found["failures"] = 1
+        print(f"\n# {name} on {backend}, seed {seed}: {program!r}\n{type(error).__name__}: {error}\n", flush=True)
+    found["milliseconds"] = round(1000 * (time.monotonic() - began))
+    return found
+
+
+def main() -> int:
+    """Runs programs of each operation and backend in turn. Returns 1 if one failed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--seed", type=int, default=0, help="of the first program of each operation")
+    parser.add_argument("--only", default="", help="operations whose names contain this text")
+    parser.add_argument("--backend", choices=[*DRAWS])
+    arguments = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    chosen = [
+        (name, backend)
+        for name, (_, backends) in OPERATIONS.items()
+        for backend in backends
+        if arguments.only in name and arguments.backend in (None, backend)
+    ]
+    end, seed = time.monotonic() + 60 * arguments.minutes, arguments.seed
+    totals: dict[tuple[str, str], Counter[str]] = {each: Counter() for each in chosen}
+    while chosen and time.monotonic() < end:
+        for each in chosen:
+            if time.monotonic() < end:
+                totals[each] += fuzz(*each, seed)
+                conftest.drop_programs_if_many()
+        seed += 1
+    print(f"{'operation':22}{'backend':12}{'programs':>9}{'draws':>9}{'failures':>10}{'seconds':>9}")
+    for (name, backend), count in totals.items():
+        row = f"{name:22}{backend:12}{count['programs']:9}{count['draws']:9}{count['failures']:10}"
+        print(f"{row}{count['milliseconds'] / 1000:9.1f}")
+    return int(any(count["failures"] for count in totals.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
