@@ -1,7 +1,7 @@
 """The case table: every layout, numbers of groups, ways to spread sizes, with slack or without, NaN in the tails."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,12 @@ TOLERANCE = {
     "float16": (2**-11, 2**-12),
     "int32": (0, 0),
 }
+
+
+def split(by_default: Iterable[Any], long: Iterable[Any]) -> list[Any]:
+    """Parameters of a test: those that run by default, then those that are `long`. A tuple is of several parameters."""
+    rest = (each if isinstance(each, tuple) else (each,) for each in long)
+    return [*by_default, *(pytest.param(*each, marks=pytest.mark.long) for each in rest)]
 
 
 def spread(rng: np.random.Generator, kind: str, g: int, total: int) -> np.ndarray:

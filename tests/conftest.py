@@ -1,4 +1,4 @@
-"""Options of the test run: platforms, devices, strict promotion, which cases of a test run by default."""
+"""Options of the test run: platforms, devices, strict promotion."""
 
 import os
 from collections.abc import Iterator
@@ -9,7 +9,6 @@ import jax
 import pytest
 
 pytest.register_assert_rewrite("tests.contract.programs")  # its failures show values, as those of test files do
-DEFAULT_CASES, LONG_CASES = (Path(__file__).with_name(f"{name}_cases.txt") for name in ("default", "long"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -18,49 +17,6 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_platforms", "cuda,cpu" if on_gpu else "cpu")
     if on_gpu:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several processes share its memory
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks the cases of each `sampled` test: those of `long_cases.txt` as `long`, those of neither list as `slow`.
-
-    Together, the cases that the two lists name have every value of each parameter. The only case of a test isn't
-    listed: it runs by default, or with `-m long` if the test is `sampled(default=False)`, of which no case runs by
-    default.
-    """
-    tests: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
-            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    default, long = (set(path.read_text().splitlines()) for path in (DEFAULT_CASES, LONG_CASES))
-    is_whole = "::" not in "".join(config.args)  # whether all cases of each file are collected
-    for test, cases in tests.items():
-        runs_by_default = next(cases[0].iter_markers("sampled")).kwargs.get("default", True)
-        short = [item for item in cases if runs_by_default and not item.get_closest_marker("long")]
-        if len(cases) == 1:
-            if not runs_by_default:
-                cases[0].add_marker("long")
-            continue
-        for item in cases:
-            item.own_markers = [mark for mark in item.own_markers if mark.name != "long"]
-            if item.nodeid not in default:
-                item.add_marker("long" if item.nodeid in long else "slow")
-        if is_whole and short and default.isdisjoint(item.nodeid for item in short):
-            raise pytest.UsageError(f"List in {DEFAULT_CASES} which cases of {test} run by default.")
-        listed = (item for item in cases if item.nodeid in default | long)
-        if is_whole and (unseen := set().union(*map(_values, cases)).difference(*map(_values, listed))):
-            best = max(cases, key=lambda item: len(_values(item) & unseen))
-            raise pytest.UsageError(f"No case of {test} has {sorted(unseen)}. List one in {LONG_CASES}: {best.nodeid}")
-    collected = {item.nodeid for item in items}
-    files = {name.partition("::")[0] for name in collected if is_whole}
-    if unknown := {name for name in (default | long) - collected if name.partition("::")[0] in files}:
-        raise pytest.UsageError(f"{DEFAULT_CASES} or {LONG_CASES} list cases that don't exist: {sorted(unknown)}")
-
-
-def _values(item: pytest.Item) -> set[tuple[str, str]]:
-    """The name and the value of each parameter."""
-    parameters = item.callspec.params if hasattr(item, "callspec") else {}  # pyright: ignore[reportAttributeAccessIssue]
-    return {(name, repr(value)) for name, value in parameters.items()}
 
 
 os.environ["RAGGED_TUNING_CACHE"] = "off"  # whatever was measured on this machine

@@ -17,7 +17,7 @@ from ragged import GroupedTensor
 from tests import cases, gpu, ones, oracle, ran, support
 from tests.cases import LETTERS, NAMES
 
-pytestmark = pytest.mark.sampled(default=False)
+pytestmark = pytest.mark.long
 
 ON = {"pallas_tpu": "TPU v5e", "triton_gpu": "L4", "xla": "CPU"}  # whose kernels `ran.interpreted` takes
 # Largest error relative to the largest element: a result's rounding, four times where it is a sum; of recipes, that of
@@ -42,10 +42,10 @@ def formats(what: str, backend: str) -> list[str]:
     return [row[0] for row in rows if len(row) > 1 and row[1] in ("all", "H200, B200") and row[column][0] in "●◐"]
 
 
-@pytest.mark.parametrize("backend", ON)
-@pytest.mark.parametrize("layout", NAMES)
-def test_what_is_planned_runs(layout: str, backend: str) -> None:
-    """A transformation and a format for each layout; over all layouts, each transformation."""
+@pytest.mark.parametrize("number, layout", [*enumerate(NAMES)])
+def test_what_is_planned_runs(number: int, layout: str) -> None:
+    """A backend, a transformation and a format for each layout; over all layouts, each backend and transformation."""
+    backend = [*ON][number % 3]
     if backend == "triton_gpu":
         gpu.needs_triton()
     i, j = NAMES.index(layout), [*ON].index(backend)
@@ -110,10 +110,12 @@ def check(layout: str, backend: str, what: str, name: str, launches: ran.Launche
         oracle.assert_close(groups(term, buffer), want, max=worst)
 
 
-@pytest.mark.parametrize("backend", ["pallas_tpu", "triton_gpu"])
-@pytest.mark.parametrize("format", [name for name in ones.FORMATS_WITH_ONES if "recipe" not in name])
-def test_extents_of_one_are_computed(format: str, backend: str) -> None:
-    """1, 2 and 3 in any letter, by kernels where they are planned; a layout and an order of storage each."""
+@pytest.mark.parametrize(
+    "number, format", [*enumerate(name for name in ones.FORMATS_WITH_ONES if "recipe" not in name)]
+)
+def test_extents_of_one_are_computed(number: int, format: str) -> None:
+    """1, 2 and 3 in any letter, by kernels where they are planned; a backend, a layout and an order of storage each."""
+    backend = ("pallas_tpu", "triton_gpu")[number % 2]
     if backend == "triton_gpu":
         gpu.needs_triton()
     (case,) = ones.cases(format, 1, seed=[*ON].index(backend))

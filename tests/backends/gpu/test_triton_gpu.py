@@ -22,7 +22,7 @@ from ragged.core.scales import Scales
 from ragged.primitive import lowering
 from ragged.product.config import GpuConfig
 from tests import cases, four_bits, gpu, oracle, products, ran
-from tests.cases import check
+from tests.cases import check, split
 
 gpu.needs_triton()
 
@@ -32,8 +32,6 @@ import triton.language as tl  # noqa: E402
 from ragged.backends.gpu import interpreter as triton_interpreter  # noqa: E402
 from ragged.backends.gpu import kernel as triton_kernel  # noqa: E402
 from tests.everywhere import INTERPRETED, everywhere  # noqa: E402
-
-pytestmark = pytest.mark.sampled
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +70,10 @@ def fit_fewer(start, size, CAPACITY: tl.constexpr):
 
 @pytest.mark.parametrize(
     "function, wrong, error, text",
-    [
-        ("_load", load_all, jax.errors.JaxRuntimeError, "`grouped_product` loads element"),
-        ("_fit", fit_fewer, AssertionError, "largest error nan"),
-    ],
+    split(
+        [("_load", load_all, jax.errors.JaxRuntimeError, "`grouped_product` loads element")],
+        [("_fit", fit_fewer, AssertionError, "largest error nan")],
+    ),
 )
 def test_memory_is_watched(function: str, wrong: Any, error: Any, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What strays from an array is found, and so is what of the result nobody wrote."""
@@ -188,18 +186,16 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, Any], dict[st
 
 
 FOUR_BITS = [
-    *((layout, k, block) for layout in ("batched", "forward") for k in (64, 151, 288) for block in ((1, 16), (16, 1))),
-    *((layout, k, (1, 16)) for layout in ("forward_left", "outer") for k in (151, 288)),
+    ("batched", 64, (1, 16)),
+    ("batched", 288, (16, 1)),
+    ("forward_left", 288, (1, 16)),
+    ("outer", 151, (1, 16)),
     ("forward", 151, (16, 16)),
 ]
 
 
 @interpreted
-@pytest.mark.parametrize(
-    "layout, k, block",
-    [("forward", 96, (16, 1)), *(pytest.param(*each, marks=pytest.mark.long) for each in FOUR_BITS)],
-    ids=str,
-)
+@pytest.mark.parametrize("layout, k, block", split([("forward", 96, (16, 1))], FOUR_BITS), ids=str)
 def test_four_bits(layout: str, k: int, block: tuple[int, int], calls: list[Any]) -> None:
     """Blackwell's multiply 4 bits by scales of 16, two numbers a byte, `rhs` either way in memory."""
     case = cases.make(layout, g=3, kind="half_empty", seed=k, uniform=(40, k, 48), capacity=60)
@@ -380,7 +376,6 @@ def test_a_recipe_by_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ways == ["unit"] * 3
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     "chip, lhs, rhs, ways",
     [

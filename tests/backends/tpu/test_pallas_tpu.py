@@ -23,11 +23,9 @@ from ragged.backends import schedule
 from ragged.backends.tpu import launch as tpu_launch
 from ragged.tuning import TpuConfig
 from tests import cases, oracle, ran
-from tests.cases import TOLERANCE, check
+from tests.cases import TOLERANCE, check, split
 from tests.everywhere import INTERPRETED, everywhere
 from tests.races import no_races
-
-pytestmark = pytest.mark.sampled
 
 TWO_CORES = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
 MODES = {"plain": True, "two cores": TWO_CORES}
@@ -74,7 +72,7 @@ def test_a_race_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         contraction("batched", interpret)  # its result may be right or wrong
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", split(["two cores"], ["plain"]))
 def test_what_nobody_wrote_is_found(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without its mask, a partial tile brings in what lies past the buffer's end, which is NaN."""
     monkeypatch.setattr(tpu_launch, "select_first", lambda x, count, axis: x)
@@ -95,9 +93,8 @@ def test_a_read_out_of_bounds_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         contraction("forward", TWO_CORES)
 
 
-@pytest.mark.sampled(default=False)
-@pytest.mark.parametrize("transpose_rhs", [False, True])
-@pytest.mark.parametrize("buffers", [1, 3])
+@pytest.mark.long
+@pytest.mark.parametrize("buffers, transpose_rhs", [(1, True), (3, False)])
 def test_buffers(buffers: int, transpose_rhs: bool) -> None:
     """With any number of buffers for each input the result is the same."""
     rng = np.random.default_rng(0)
@@ -145,7 +142,9 @@ def test_buffered_pipeline_without_races() -> None:
 
 
 # A tile of 512 rows is computed in chunks of 128, where groups begin and end anywhere in them.
-@pytest.mark.parametrize("sizes", [[512, 512], [1, 1023], [130, 500, 0, 255, 139], [0, 0], [3] * 7, [1024]])
+@pytest.mark.parametrize(
+    "sizes", split([[130, 500, 0, 255, 139]], [[512, 512], [1, 1023], [0, 0], [3] * 7, [1024]]), ids=str
+)
 def test_chunks_of_a_tile(sizes: list[int]) -> None:
     """A neighbour's rows of a tile are neither written nor added up; full tiles take the short way."""
     rng = np.random.default_rng(0)
@@ -186,7 +185,7 @@ def test_executed_visits_are_those_of_the_schedule() -> None:
         assert len(set(visited)) == int(in_groups) + untouched
 
 
-@pytest.mark.sampled(default=False)
+@pytest.mark.long
 def test_executed_visits_of_a_wgrad() -> None:
     """Each tile of rows once for each group in it, and an empty group once, for its zeros; the tail never."""
     visited: list[tuple[int, ...]] = []

@@ -92,7 +92,7 @@ def test_powers_of_two_are_exact_in_bfloat16(block: tuple[int, int]) -> None:
     "generation",
     [
         pytest.param("tpu7x", marks=pytest.mark.long),
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ("v5e", "v5p", "v6e")),
+        *(pytest.param(each, marks=pytest.mark.long) for each in ("v5e", "v6e")),
     ],
 )
 def test_compiled(generation: str) -> None:
