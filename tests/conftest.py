@@ -21,7 +21,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 os.environ["RAGGED_TUNING_CACHE"] = "off"  # whatever was measured on this machine
 # A collective waits as long for a device's thread on a busy machine. (By default, XLA ends the process after 40 s.)
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_collective_call_terminate_timeout_seconds=600"
+# Programs run for milliseconds: LLVM need not optimise them. XLA's own passes stay. Flags that the caller gives win.
+FLAGS = "--xla_cpu_collective_call_terminate_timeout_seconds=600 --xla_backend_optimization_level=0"
+os.environ["XLA_FLAGS"] = f"{FLAGS} {os.environ.get('XLA_FLAGS', '')}"
 hypothesis.settings.register_profile("ragged", derandomize=True, deadline=None, database=None)  # the same each time
 hypothesis.settings.load_profile("ragged")
 jax.config.update("jax_num_cpu_devices", 8)

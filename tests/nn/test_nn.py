@@ -241,11 +241,11 @@ def named(module: Any) -> Weights:
 
 def by_default() -> Iterator[Program]:
     yield Program("all", "1x1x2", padding="sizes", save="nothing")
-    yield Program("deepseek-v3", "2x2x2", kind="explicit", chunks=2, padding="mask")
     yield Program("mixtral", "2x4x1", transport="ring", each=2, dtype="bfloat16")
 
 
 def long() -> Iterator[Program]:
+    yield Program("deepseek-v3", "2x2x2", kind="explicit", chunks=2, padding="mask")
     for i, model in enumerate(MODELS):
         yield Program(model, padding=("mask", "", "sizes")[i % 3], save=("pre", "out", "nothing")[i % 3])
         yield Program(model, "2x2x2", transport=("ring", "dense")[i % 2], padding=("", "mask")[i % 2], save="out")

@@ -12,6 +12,7 @@ from jax.experimental import checkify
 
 import ragged
 from ragged import GroupedTensor
+from tests.cases import split
 
 SIZES = jnp.array([3, 0, 5, 2], jnp.int32)  # of 16 rows
 KEYS = jax.random.split(jax.random.key(0), 2)
@@ -94,7 +95,7 @@ def of_arithmetic(data: Array, w: Array) -> Any:
     return jax.grad(total)(jnp.where(rows(data).mask, jnp.abs(data), 0))
 
 
-@pytest.mark.parametrize("function", [of_tensors, of_arithmetic, pytest.param(of_quantised, marks=pytest.mark.long)])
+@pytest.mark.parametrize("function", split([of_tensors], [of_arithmetic, of_quantised]))
 def test_checkify_raises_no_false_alarm(function: Callable[[Array, Array], Any]) -> None:
     """No index is out of range, nothing is NaN, and nothing is divided by zero.
 

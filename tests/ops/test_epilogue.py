@@ -1,6 +1,7 @@
 """Biases, activations and gates: what derivatives keep, recipes, and which calls no kernel has. Values are in
 `tests/contract/test_epilogues.py`."""
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -104,15 +105,8 @@ RECIPES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name, backend",
-    [
-        ("delayed", TPU),
-        *(pytest.param(name, TPU, marks=pytest.mark.long) for name in RECIPES if name != "delayed"),
-        *(pytest.param(name, "xla", marks=pytest.mark.long) for name in RECIPES),
-    ],
-    ids=str,
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name, backend", [*itertools.product(RECIPES, (TPU, "xla"))], ids=str)
 def test_recipes(name: str, backend: Any) -> None:
     """The activation gets the sums of both quantised products, in float32: in one kernel, if both recipes quantise the
     rows alike, without a history. A history is used, and moves by one in a gradient."""

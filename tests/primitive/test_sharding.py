@@ -373,14 +373,11 @@ def every_gradient(x: Array) -> Array:
     return jax.grad(loss)(x)
 
 
-OTHERS = [(every_call, P("a", "b")), (every_call, P()), (every_gradient, P("a", None))]
+EXPLICIT = [(every_call, P("a", None)), (every_call, P("a", "b")), (every_call, P()), (every_gradient, P("a", None))]
 
 
-@pytest.mark.parametrize(
-    "call, given",
-    [(every_call, P("a", None)), *(pytest.param(*each, marks=pytest.mark.long) for each in OTHERS)],
-    ids=range(4),
-)
+@pytest.mark.long
+@pytest.mark.parametrize("call, given", EXPLICIT, ids=range(4))
 def test_explicit_axes(call: Callable[[Array], Any], given: P) -> None:
     """The numbers of one device, gradients too, and a type that follows from the operands'."""
     want = jax.jit(call)(BUFFER)
