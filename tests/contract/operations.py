@@ -159,7 +159,7 @@ def reductions(axes: Sequence[int]) -> Iterator[tuple[str, Operation]]:
         yield f"logsumexp {axis}", Operation(lambda t, a=axis: t.x.logsumexp(a, empty=7), axis, 7)
         yield f"x - mean {axis}", Operation(lambda t, a=axis: t.x - t.x.mean(a, keepdims=True))
         yield f"sum {axis} * x", Operation(lambda t, a=axis: t.y.sum(a, keepdims=True) * t.x)
-    yield "logsumexp large", Operation(lambda t: (t.x * 300).logsumexp(), None, -INF)
+    yield "logsumexp large", Operation(lambda t: (t.x * 300).logsumexp(), None, -INF, True)
     yield "min", Operation(lambda t: t.x.min(empty=7), None, 7, True)
     yield "logsumexp", Operation(lambda t: t.x.logsumexp(), None, -INF)
 

@@ -102,4 +102,5 @@ def test_more_operations(kind: Kind, count: int, names: list[str], differentiate
 @pytest.mark.long
 @pytest.mark.parametrize("kind", [Kind(""), Kind("m"), Kind("n"), Kind("mn"), Kind("mn", packed_last=True)], ids=str)
 def test_second_derivatives(kind: Kind) -> None:
-    run(kind, 12, kind.differentiable, ALL, order=2)
+    names = [name for name in kind.differentiable if "large" not in name]  # of which float32 has few digits left
+    run(kind, 12, names, names, order=2)
