@@ -19,12 +19,9 @@ def swiglu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
 
 
 def slopes(function: Callable[..., np.ndarray], args: list[np.ndarray]) -> list[np.ndarray]:
-    """The derivative of an elementwise function by each of its arguments, by differences."""
-    step, found = 1e-6, []
-    for i in range(len(args)):
-        high, low = ([z + sign * step * (i == j) for j, z in enumerate(args)] for sign in (1, -1))
-        found.append((function(*high) - function(*low)) / (2 * step))
-    return found
+    """The derivative of an elementwise function by each of its arguments: of a small step along the imaginary axis."""
+    step = 1e-40
+    return [np.imag(function(*(z + 1j * step * (i == j) for j, z in enumerate(args)))) / step for i in range(len(args))]
 
 
 class Mixture(NamedTuple):

@@ -98,8 +98,8 @@ BY_ROW, BY_TENSOR = (
 )
 RECIPES: dict[str, Any] = {
     "rows": BY_ROW,
-    "blockwise": "blockwise",
-    "mxfp8": "mxfp8",
+    "blockwise": Recipe.preset("blockwise"),
+    "mxfp8": Recipe.preset("mxfp8"),
     "two ways": (BY_ROW, BY_TENSOR),
     "delayed": tuple(Recipe.preset("delayed", length=4).unsealed() for _ in range(2)),
 }
