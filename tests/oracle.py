@@ -1,7 +1,6 @@
 """The reference: NumPy, float64, one group after another. Nothing here knows the library's kernels."""
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,54 +20,6 @@ def clipped(sizes: Sequence[int], capacity: int) -> list[tuple[int, int]]:
         spans.append((start, held))
         start += held
     return spans
-
-
-class KernelOperand(NamedTuple):
-    """A term of an einsum of groups, in a buffer that may have no room for all of them. Each axis is one letter."""
-
-    letters: str  # without the axis of the groups, which a term without ragged letters has first
-    ragged: str  # the packed letter first
-    data: np.ndarray
-
-    def places(self, sizes: Mapping[str, Sequence[int]]) -> list[dict[str, slice]]:
-        """Where each group lies along each axis, as far as the buffer holds it."""
-        groups = len(next(iter(sizes.values())))
-        found: list[dict[str, slice]] = [{} for _ in range(groups)]
-        for z, extent in zip(self.letters, self.data.shape[-len(self.letters) :], strict=True):
-            if z in self.ragged[:1]:
-                spans = clipped(sizes[z], extent)
-            else:
-                spans = [(0, min(max(n, 0), extent)) for n in (sizes[z] if z in self.ragged else [extent] * groups)]
-            for each, (start, size) in zip(found, spans, strict=True):
-                each[z] = slice(start, start + size)
-        return found
-
-    def part(self, group: int, place: Mapping[str, slice]) -> tuple[int | slice, ...]:
-        """The index of what lies at `place` of a group."""
-        return (*(() if self.ragged else (group,)), *place.values())
-
-    def with_nan(self, sizes: Mapping[str, Sequence[int]]) -> np.ndarray:
-        """The buffer with NaN around the groups."""
-        out = np.full_like(self.data, np.nan)
-        for group, place in enumerate(self.places(sizes)):
-            out[self.part(group, place)] = self.data[self.part(group, place)]
-        return out
-
-
-def product_of_what_fits(
-    x: KernelOperand, y: KernelOperand, out: KernelOperand, sizes: Mapping[str, Sequence[int]]
-) -> np.ndarray:
-    """The product of the elements of each group that all three buffers hold."""
-    terms, result = (x, y, out), np.zeros(out.data.shape)
-    for group, each in enumerate(zip(*(term.places(sizes) for term in terms), strict=True)):
-        least: dict[str, int] = {}
-        for z, at in (item for place in each for item in place.items()):
-            least[z] = min(least.get(z, at.stop), at.stop - at.start)
-        cut = [{z: slice(at.start, at.start + least[z]) for z, at in place.items()} for place in each]
-        a, b, c = (term.part(group, place) for term, place in zip(terms, cut, strict=True))
-        spec = f"{x.letters},{y.letters}->{out.letters}"
-        result[c] = np.einsum(spec, x.data[a].astype(np.float64), y.data[b])
-    return result
 
 
 def pack(

@@ -18,7 +18,9 @@ from jax.experimental.pallas import tpu as pltpu
 from ragged.backends.base import Target
 from ragged.core.scales import Scales
 from ragged.product.layout import NAMES
-from tests import gpu, oracle, products
+from tests import gpu, products
+from tests.contract import loop
+from tests.contract.loop import Arrays, Term
 
 GROUPS = 3
 INTERPRETERS = {"triton_gpu": True, "pallas_tpu": pltpu.InterpretParams()}  # the TPU's `True` checks no addresses
@@ -52,51 +54,59 @@ PACK_K = [  # an operand packs the contracted letter, and has another ragged one
 ]
 
 
-def term(
-    letters: str, ragged: str, widths: dict[str, int], rng: np.random.Generator, tile: int
-) -> oracle.KernelOperand:
-    """A term with small integers. It packs 3 tiles; `widths` are tiles of the letters that it doesn't pack."""
+def term(letters: str, ragged: str, widths: dict[str, int], tile: int) -> Term:
+    """It packs 3 tiles; `widths` are tiles of the letters that it doesn't pack."""
     mine = "".join(z for z in letters if z in ragged)
     shape = [3 * tile if z in mine[:1] else widths[z] * tile for z in letters]
-    shape = shape if mine else [GROUPS, *shape]
-    return oracle.KernelOperand(letters, mine, rng.integers(-4, 5, shape).astype(np.float32))
+    return Term(letters, mine, mine[:1], tuple(shape if mine else [GROUPS, *shape]))
 
 
-def scales(of: oracle.KernelOperand, sizes: dict[str, list[int]], contracted: str = "k") -> Scales:
+def with_nan(of: Term, data: np.ndarray, sizes: Arrays) -> np.ndarray:
+    """The buffer with NaN around the groups."""
+    out = np.full_like(data, np.nan)
+    for at in loop.places({"": of}, sizes, GROUPS)[""]:
+        out[at] = data[at]
+    return out
+
+
+def scales(of: Term, sizes: Arrays, contracted: str = "k") -> Scales:
     """2 for each element along the axis that isn't contracted; NaN for a group with nothing along the one that is."""
     first, last = (None if z == contracted else 1 for z in of.letters)
     block = (first, last)
-    extents = [1 if each is None else n for each, n in zip(block, of.data.shape[-2:], strict=True)]
+    extents = [1 if each is None else n for each, n in zip(block, of.shape[-2:], strict=True)]
     if not of.ragged:
         extents = [GROUPS, *extents]
     elif block[0] is None:
         extents[0] = GROUPS
     values = np.full(extents, 2.0, np.float32)
     if of.ragged and block[0] is None:
-        places = (place[contracted] for place in of.places(sizes))
-        values[[place.start == place.stop for place in places]] = np.nan
+        along = [at[of.letters.index(contracted)] for at in loop.places({"": of}, sizes, GROUPS)[""] if at]
+        values[[at.start == at.stop for at in along]] = np.nan
     return Scales(jnp.asarray(values), block)
 
 
 def check(backend: str, ragged: str, axes: Axes, is_scaled: bool = False) -> None:
-    """The product of one program, for each kind of sizes."""
+    """The product of one program, for each kind of sizes: of the elements of each group that all buffers hold."""
     tile, rng = TILES[backend], np.random.default_rng(0)
     narrow = {z: 1 if z in ragged else 2 for z in "mn"} | {"k": 3}  # of operands; the result has room for more
     widths = (narrow, narrow, {"m": 2, "n": 2})
-    lhs, rhs, out = (term(*each, rng, tile) for each in zip(axes, (ragged,) * 3, widths, strict=True))
+    each = (term(letters, ragged, of, tile) for letters, of in zip(axes, widths, strict=True))
+    terms: dict[str, Term] = dict(zip(("lhs", "rhs", "out"), each, strict=True))
+    x, y = (rng.integers(-4, 5, terms[name].shape).astype(np.float32) for name in ("lhs", "rhs"))
     target = Target(interpret=INTERPRETERS[backend])
     options: dict[str, Any] = {"tiling": (tile,) * 3, "preferred_element_type": np.float32, "target": target}
 
     @jax.jit
     def run(x: Array, y: Array, sizes: dict[str, Array], scales: dict[str, Any]) -> Array:
-        return products.product(backend, x, y, sizes, axes, out.data.shape, **options, **scales)
+        return products.product(backend, x, y, sizes, axes, terms["out"].shape, **options, **scales)
 
     for kind in SIZES.values():
-        sizes = {z: np.roll(kind(tile), i).tolist() for i, z in enumerate("mkn")}
-        given = {z: np.array(sizes[z], np.int32) for z in ragged}
-        own = {"lhs_scales": scales(lhs, sizes), "rhs_scales": scales(rhs, sizes)} if is_scaled else {}
-        got = run(lhs.with_nan(sizes), rhs.with_nan(sizes), given, own)
-        want = oracle.product_of_what_fits(lhs, rhs, out, sizes)
+        sizes = {z: np.roll(np.array(kind(tile), np.int32), i) for i, z in enumerate("mkn") if z in ragged}
+        own = {f"{name}_scales": scales(terms[name], sizes) for name in ("lhs", "rhs")} if is_scaled else {}
+        got = run(with_nan(terms["lhs"], x, sizes), with_nan(terms["rhs"], y, sizes), sizes, own)
+        where, want = loop.places(terms, sizes, GROUPS), np.zeros(terms["out"].shape)
+        for a, b, c in zip(*where.values(), strict=True):
+            want[c] = np.einsum(f"{axes[0]},{axes[1]}->{axes[2]}", x[a].astype(np.float64), y[b])
         np.testing.assert_array_equal(got, 4 * want if is_scaled else want)
 
 

@@ -14,7 +14,7 @@ from ragged import GroupedTensor
 from tests.cases import LETTERS
 from tests.contract.draws import size_table, values
 from tests.contract.launches import launches
-from tests.contract.loop import Arrays, Sum, mismatch
+from tests.contract.loop import Arrays, Sum, Term, mismatch, places
 
 G = 3  # groups
 
@@ -57,47 +57,27 @@ class Spec:
         first, last = (sizes[z] if z in letters else None for z in (term[0], term[-1]))
         return GroupedTensor(data, first, last, transposed=len(letters) == 2 and letters[0] == term[-1])
 
-    def places(self, index: int, sizes: Arrays) -> list[dict[str, slice]]:
-        """Where each group lies along each axis, as far as the buffer holds it."""
-        found: list[dict[str, slice]] = [{} for _ in range(G)]
-        for z, extent in zip(self.terms[index], self.shape(index), strict=True):
-            if z == "g":
-                spans = [(i, i + 1) for i in range(G)]
-            elif z not in self.ragged[index]:
-                spans = [(0, extent)] * G
-            else:
-                held = np.clip(sizes[z].astype(np.int64), 0, extent)
-                ends = np.minimum(np.cumsum(held), extent) if z == self.ragged[index][0] else held
-                spans = [*zip(ends - np.diff(ends, prepend=0), ends, strict=True)] if z == self.ragged[index][0] else [
-                    (0, end) for end in ends
-                ]  # fmt: skip
-            for each, (start, end) in zip(found, spans, strict=True):
-                each[z] = slice(int(start), int(end))
-        return found
+    def term(self, index: int) -> Term:
+        """Without the letter of groups, which a term without ragged letters may have first."""
+        letters = self.terms[index].removeprefix("g")
+        return Term(letters, self.ragged[index], self.ragged[index][:1], self.shape(index))
 
     def with_nan(self, index: int, data: np.ndarray, sizes: Arrays) -> np.ndarray:
         """A buffer with NaN outside of the groups."""
         out = np.full_like(data, np.nan)
-        for place in self.places(index, sizes):
-            out[tuple(place.values())] = data[tuple(place.values())]
+        for at in places({"": self.term(index)}, sizes, G)[""]:
+            out[at] = data[at]
         return out
 
     def product(self, x: int, y: int, out: int, arrays: tuple[Any, Any], sizes: Arrays) -> Sum:
         """The term `out` as the product of two others: of the elements of each group that all three buffers hold."""
+        terms = {str(i): self.term(i) for i in (x, y, out)}
+        spec = "{},{}->{}".format(*(of.letters for of in terms.values()))
         total = Sum(np.zeros(self.shape(out)), np.zeros(self.shape(out)))
-        spec = f"{self.terms[x]},{self.terms[y]}->{self.terms[out]}"
-        for each in zip(*(self.places(i, sizes) for i in (x, y, out)), strict=True):
-            least: dict[str, int] = {}
-            for z, at in (item for place in each for item in place.items()):
-                least[z] = min(least.get(z, at.stop), at.stop - at.start)
-            a, b, c = (tuple(slice(p[z].start, p[z].start + least[z]) for z in p) for p in each)
+        for a, b, c in zip(*places(terms, sizes, G).values(), strict=True):
             given = [array[at].astype(np.float64) for array, at in zip(arrays, (a, b), strict=True)]
-            missing = [z for z in self.terms[out] if z not in self.terms[x] + self.terms[y]]
-            text = (
-                spec if not missing else spec.replace(f"->{self.terms[out]}", "->" + self.terms[out].replace("g", ""))
-            )
-            for found, operands in ((total.value, given), (total.sizes, [np.abs(each) for each in given])):
-                found[c] += np.einsum(text, *operands)[None] if missing else np.einsum(text, *operands)
+            total.value[c] += np.einsum(spec, *given)
+            total.sizes[c] += np.einsum(spec, *map(np.abs, given))
         return total
 
 

@@ -164,7 +164,6 @@ class Epilogue(Program):
     columns: str = ""  # whether one weight holds both matrices
     save: str = "pre"
     top_k: int = 0  # how many groups each token is routed to, if its rows are gathered
-    is_gathered: bool = True  # and not dispatched
 
     keeps_primal = True
     inputs = ("lhs", "rhs", "up", "bias", "up_bias", "existing")
@@ -223,7 +222,7 @@ class Epilogue(Program):
         given = arrays | ({"lhs": jnp.zeros((1, 1, 1))} if route else {})
         lhs, rhs = self.sides(given, {} if route else sizes)
         if route:
-            lhs = route.gathered(arrays["lhs"]) if self.is_gathered else route.dispatch(arrays["lhs"])
+            lhs = route.gathered(arrays["lhs"])
         first_bias, second_bias = (arrays[name][..., 0, :] if name in arrays else None for name in ("bias", "up_bias"))
         if not self.gate:
             return ragged.matmul(lhs, rhs, bias=first_bias, **options).data
@@ -307,7 +306,7 @@ class Epilogue(Program):
             assert stored <= {kernel.rpartition(" -> ")[2] for kernel in kernels if "->" in kernel} <= stored | inside
         else:
             assert not any("->" in kernel for kernel in kernels), kernels
-        if self.top_k and self.backend == "triton_gpu" and self.is_gathered:
+        if self.top_k and self.backend == "triton_gpu":
             assert any(kernel.startswith("grouped_matmul by index") for kernel in kernels), kernels
             assert any(kernel.startswith("transposed_grouped_matmul by index") for kernel in kernels), kernels
         return ran

@@ -20,10 +20,10 @@ PRODUCTS: dict[str, tuple[str, str, Callable[[Any, Any], Any]]] = {
 class Term(NamedTuple):
     """A term of `lhs @ rhs = out`, and the buffer of its groups."""
 
-    letters: str  # of its rows and columns: "mk"
+    letters: str  # of its axes: "mk"
     ragged: str  # those of its letters that are ragged
     packed: str  # the ragged letter along which groups follow one another, or ""
-    shape: tuple[int, ...]  # of the buffer: rows and columns; before them the groups, if neither is ragged
+    shape: tuple[int, ...]  # of the buffer: an axis for each letter; before them the groups, if none is ragged
 
 
 def places(terms: Mapping[str, Term], sizes: Arrays, groups: int, first: int = 0) -> dict[str, list[Place | None]]:
@@ -36,7 +36,7 @@ def places(terms: Mapping[str, Term], sizes: Arrays, groups: int, first: int = 0
     starts: dict[tuple[str, str], np.ndarray] = {}
     held: dict[str, list[np.ndarray]] = {}
     for name, term in terms.items():
-        for letter, extent in zip(term.letters, term.shape[-2:], strict=True):
+        for letter, extent in zip(term.letters, term.shape[-len(term.letters) :], strict=True):
             start, size = np.zeros(groups, np.int64), np.full(groups, extent)
             if letter in term.ragged:
                 size = np.clip(sizes[letter].astype(np.int64), 0, extent)
@@ -51,7 +51,7 @@ def places(terms: Mapping[str, Term], sizes: Arrays, groups: int, first: int = 0
     def place(name: str, term: Term, group: int) -> Place | None:
         begin = {letter: starts[name, letter][group] for letter in term.letters}
         cut = tuple(slice(begin[letter], begin[letter] + least[letter][group]) for letter in term.letters)
-        if len(term.shape) == 2:
+        if len(term.shape) == len(term.letters):
             return cut
         return (group - first, *cut) if 0 <= group - first < term.shape[0] else None
 

@@ -301,20 +301,6 @@ class Kind:
             values = rng.uniform(0.5, 2, shape)
         return np.asarray(values).astype(jnp.dtype(self.dtype))
 
-    def result_places(self, operation: Operation, values: Sequence[np.ndarray], inputs: Any, out: Any) -> list[Place]:
-        """Where each group's values are in a result."""
-        if operation.axis != "kept":
-            return [self.reduced(i, place, operation.axis) for i, place in enumerate(inputs["x"].places)]
-        packed, found, start = (out.packed_axis if any(out.ragged) else None), [], 0
-        for i, value in enumerate(values):
-            place = [slice(0, n) for n in value.shape]
-            if packed is not None:
-                n = value.shape[packed]
-                place[packed] = slice(start, start + n)
-                start += n
-            found.append((*([i] if packed is None else []), *place))
-        return found
-
 
 def _order(rng: np.random.Generator, count: int) -> Iterator[int]:
     """Rows of a table of sizes. Every third is one of the last seven, which are wrong or past the capacity."""

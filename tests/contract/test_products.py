@@ -208,23 +208,11 @@ def long_of_scales() -> Iterator[Case]:
     for layout, dtype in zip(
         ("batched", "forward", "forward_left", "outer", "ragged"), 2 * BITS[::2] + [FP8], strict=True
     ):
-        mx: dict[str, Any] = {"lhs_cast": (dtype, "mx"), "rhs_cast": (FP8, Scaling((32, 1), "float8_e8m0fnu"))}
-        last = "rhs" if layout == "ragged" else ""
+        its: dict[str, Any] = {"backend": "triton_gpu", "chip": "NVIDIA B200", "m": 40, "n": 48}
+        its |= {"lhs_cast": (dtype, "mx"), "rhs_cast": (FP8, Scaling((32, 1), "float8_e8m0fnu"))}
+        its |= {"packed_last": "rhs"} if layout == "ragged" else {}
         for k, tiles in ((64, None), (150, (32, 32, 32)), (150, (16, 64, 32))):
-            yield (
-                3,
-                Program(
-                    layout,
-                    backend="triton_gpu",
-                    chip="NVIDIA B200",
-                    k=k,
-                    m=40,
-                    n=48,
-                    tiles=tiles,
-                    packed_last=last,
-                    **mx,
-                ),
-            )
+            yield 3, Program(layout, k=k, tiles=tiles, **its)
     for chip in ("NVIDIA B200", "NVIDIA H200"):  # by the tensor cores' own scales, and by the kernel's
         for block in (32, 128):
             casts: dict[str, Any] = {"lhs_cast": (FP8, (1, block)), "rhs_cast": (FP8, (block, 1))}
