@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import ragged
+from tests.docs.context import jax_defaults
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -353,18 +354,3 @@ def script(name: str) -> Any:
     assert spec and spec.loader
     spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
     return module
-
-
-class jax_defaults:
-    """Examples are for users, who have JAX's default promotion."""
-
-    def __enter__(self) -> None:
-        import jax
-
-        self.contexts = [jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")]
-        for context in self.contexts:
-            context.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        for context in reversed(self.contexts):
-            context.__exit__(*error)
