@@ -317,7 +317,7 @@ def apply_epilogue(call: Call, total: Array, existing: Array | None) -> Array:
 
 def changes_sums(call: Call, existing: Array | None) -> bool:
     """Whether `apply_epilogue` changes a sum. If not, a dot may round its sums to the result's dtype itself."""
-    total = np.zeros((), jnp.float32)
+    total: Any = np.zeros((), jnp.float32)
     return existing is not None or apply_epilogue(call, total, None) is not total
 
 
