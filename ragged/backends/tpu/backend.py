@@ -577,7 +577,7 @@ def _groups_body(kernel: Kernel, by_element: bool) -> Any:
             scaled = total if kernel.rescales_each else kernel.rescale(total, lhs_scales, rhs_scales)
             if scaled is not total:  # An empty group's scales may be NaN.
                 scaled = jnp.where(v.end[piece] > v.start[piece], scaled, jnp.zeros_like(scaled))
-            total = base.apply_epilogue(scaled, None if existing is None else existing[...])
+            total = base.apply_epilogue(kernel.launch.call, scaled, None if existing is None else existing[...])
             out[...] = total.astype(out.dtype)
 
         is_alone = is_full & is_first & is_last
