@@ -21,7 +21,7 @@ from ragged.core.offsets import as_int32
 from ragged.core.scaling import not_differentiable, not_differentiable_8_bits
 from ragged.ops import check
 from ragged.ops.activated import with_epilogue
-from ragged.ops.epilogue import check_epilogue, check_save
+from ragged.ops.epilogue import PRE_ACTIVATION, check_epilogue, check_names, check_save
 from ragged.ops.letters import Einsum, EinsumOperand, einsum_of
 from ragged.ops.request import Arguments, Request
 from ragged.product.config import Config, Configs
@@ -50,6 +50,7 @@ def matmul(
     bias: Float[AnyArray, "*n"] | None = None,
     activation: str | Callable[[Array], Array] | None = None,
     save: str = "pre",
+    name: str | None = None,
     backend: str | Config | Configs | None = None,
     recipe: Recipe | str | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
@@ -99,8 +100,9 @@ def matmul(
       before rounding. The result must be a float, in a layout that allows a bias. `ragged.explain` shows whether a
       kernel or XLA computes it.
     - `save`: what the derivative of an activation saves, besides the operands and the result. `"pre"` saves the
-      pre-activations, rounded to the result's dtype, as `"ragged_pre_activation"` in policies of `jax.checkpoint`. With
-      `"out"`, the backward pass recomputes them.
+      pre-activations, rounded to the result's dtype. With `"out"`, the backward pass recomputes them.
+    - `name`: the name of the saved pre-activations in policies of `jax.checkpoint`, by default
+      `"ragged_pre_activation"`.
     - `backend`: `"xla"`, `"pallas_tpu"`, `"triton_gpu"`, or None for the platform's own backend. Or a configuration for
       one of them, `ragged.tuning.XlaConfig`, `TpuConfig` or `GpuConfig`. Derivatives run on the same backend with their
       own tiles, which `ragged.tuning.Configs(out, lhs, rhs)` sets too. Without a configuration, tiles come from
@@ -239,8 +241,15 @@ def request_of(lhs: Any, rhs: Any, arguments: Arguments, site: Site | None = Non
     check.check_plan(site, operands, call, (None, None) if recipe is None else recipe.forward)
     operands = with_quantized_weights(recipe, operands, call, *given)
     first_dims, last_dims = getattr(lhs, "first_dims", None), getattr(rhs, "last_dims", None)
-    bias, save = arguments.bias, arguments.save
-    request = Request(operands, recipe, bias, first_dims, last_dims, call, layout, swapped, None, save)
+    bias, save, name = arguments.bias, arguments.save, arguments.name
+    if name is not None:
+        check_names(site, {"name": name}, save)
+        if arguments.activation is None:
+            hint = f"Name the result's buffer: `jax.ad_checkpoint.checkpoint_name((lhs @ rhs).data, {name!r})`."
+            site.fail(ValueError, f"`name` is {name!r}, but there is no activation.", hint)
+    request = Request(
+        operands, recipe, bias, first_dims, last_dims, call, layout, swapped, None, save, name or PRE_ACTIVATION
+    )
     check_epilogue(site, request, arguments.activation)
     return replace(request, function=function_of(site, arguments.activation, 1, accumulator_dtype(dtype)))
 
