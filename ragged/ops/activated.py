@@ -111,11 +111,9 @@ def _combined(requests: Requests, z: Any) -> Array:
 def _one_product(requests: Requests) -> tuple[Operands, Call] | None:
     """`(operands, call)` of one product of the rows with one or two matrices; None if no kernel supports it."""
     x, call = requests[0].operands, requests[0].call
-    p = call.product
-    is_shared = any(
-        each.operands.lhs.data.ndim < p.ndim(p.lhs) or each.operands.rhs.data.ndim < p.ndim(p.rhs) for each in requests
-    )
-    if p.kernel not in fused.KERNELS or is_shared or x.epilogue.existing is not None or call.options.calls_back:
+    if any(each.merge is not None for each in requests) or x.epilogue.existing is not None:
+        return None
+    if call.product.kernel not in fused.KERNELS or call.options.calls_back:
         return None
     recipes = [each.recipe for each in requests]
     if any(each is not None and each.history is not None for each in recipes):

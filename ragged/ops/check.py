@@ -17,7 +17,6 @@ from ragged.core.mesh import explicit_mesh
 from ragged.core.offsets import as_int32
 from ragged.primitive import lowering
 from ragged.primitive.sharding import axes_of, spec_of
-from ragged.primitive.shared import folded
 from ragged.product.config import Configs, backend_of, in_context, is_interpret_params
 from ragged.product.operands import Call, Operand, Operands, Options
 from ragged.tensor.arithmetic import Operators
@@ -158,7 +157,6 @@ def check_plan(site: Site, x: Operands, call: Call, casts: tuple[Any, Any] = (No
     name = call.options.backend
     if name is None:
         return
-    x, call, _ = folded(x, call)
     lhs, rhs = (
         Operand(jax.ShapeDtypeStruct(data.shape, getattr(cast, "dtype", None) or data.dtype))
         for data, cast in zip((x.lhs.data, x.rhs.data), casts, strict=True)

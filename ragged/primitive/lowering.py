@@ -64,6 +64,8 @@ BACKENDS = {
     ),
 }
 
+FALLBACK = next(name for name, backend in BACKENDS.items() if backend.runs_anywhere)
+"""The backend that runs every product, on every platform."""
 PLATFORMS = {backend.platform: name for name, backend in BACKENDS.items() if backend.platform}
 """The default backend of each platform. If it refuses a product, XLA runs it."""
 
@@ -81,11 +83,11 @@ def plan(platform: str, x: Operands, call: Call, target: Target) -> Launch:
     """
     x = jax.tree.map(_aval, x)
     _check_batch(x, call)
-    own, passed_over = PLATFORMS.get(platform, "xla"), ()
+    own, passed_over = PLATFORMS.get(platform, FALLBACK), ()
     name = call.options.backend or own
     found = ask(name, x, call, target)
     if isinstance(found, Launch) and name != own and not (BACKENDS[name].runs_anywhere or target.interpret):
-        available = ", ".join(repr(each) for each in dict.fromkeys((own, "xla")))
+        available = ", ".join(repr(each) for each in dict.fromkeys((own, FALLBACK)))
         hint = f"Available there: {available}. `backend=None` uses the platform's own backend."
         if name in CONFIG_TYPES:
             config = f"`backend=ragged.tuning.{CONFIG_TYPES[name].__name__}(interpret=True)`"
@@ -93,7 +95,7 @@ def plan(platform: str, x: Operands, call: Call, target: Target) -> Launch:
         found = Refusal(f"backend {name!r} does not run on {platform}.", hint)
     if isinstance(found, Refusal) and not found.hint:
         passed_over = ((name, found.reason),)
-        found = ask("xla", x, call, target)
+        found = ask(FALLBACK, x, call, target)
     if isinstance(found, Refusal):
         Site(call.options.name).fail(found.error, found.reason, found.hint)
     is_composed = call.epilogue is not None and not BACKENDS[found.backend].has_epilogues
@@ -222,7 +224,7 @@ def target_of(
     exported. `automatic`: whether XLA partitions it over several devices.
     """
     # An interpreted kernel is for a device of its backend's platform, whatever `platform` is.
-    requested = BACKENDS[options.backend or "xla"]
+    requested = BACKENDS[options.backend or FALLBACK]
     kernel_platform = platform if requested.runs_anywhere else requested.platform
     target = Target(
         portable=portable and not (options.backend and requested.in_exports),

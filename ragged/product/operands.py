@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from ragged.core.formats import accumulator_dtype, compute_dtype, promote
 from ragged.core.mesh import explicit_spec
 from ragged.core.scales import Scales
-from ragged.product.config import Configs, TpuConfig
+from ragged.product.config import CONFIG_TYPES, Configs
 from ragged.product.function import Function
 from ragged.product.layout import Product
 
@@ -24,7 +24,7 @@ class Operand(NamedTuple):
     data: Any  # None if a derivative needs only `quantized`
     scales: Scales | None = None
     # Only for recipes: quantised copies, keyed by the letter that they can be contracted along. In a uniform copy, this
-    # letter is stored last. If a matrix is shared, the copies are of the operand after `folded`.
+    # letter is stored last.
     quantized: "dict[str, Operand] | None" = None
 
 
@@ -90,14 +90,12 @@ class Options(NamedTuple):
 
     @property
     def calls_back(self) -> bool:
-        """Whether the kernel is interpreted by callbacks, which are effects of the program.
-
-        Pallas uses them for `InterpretParams`, and for every interpreted TPU kernel with more than two buffers.
-        """
-        configs = [config for several in self.configs for config in several or () if isinstance(config, TpuConfig)]
-        buffers = max(self.buffers, *(config.buffers for config in configs), 2)
-        by_callbacks = not isinstance(self.interpret, bool) or (self.interpret and buffers > 2)
-        return self.backend == TpuConfig.backend and by_callbacks
+        """Whether the kernel is interpreted by callbacks, which are effects of the program."""
+        if self.backend not in CONFIG_TYPES:
+            return False
+        configs = [each for several in self.configs for each in several or () if each.backend == self.backend]
+        buffers = max([self.buffers, *(getattr(each, "buffers", 0) for each in configs)])
+        return CONFIG_TYPES[self.backend].calls_back(self.interpret, buffers)
 
     @property
     def tiles(self) -> dict[str, int] | None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import ragged
-from tests.docs.test_docs import jax_defaults
+from tests.docs.context import jax_defaults
 
 qwix, linen = pytest.importorskip("qwix"), pytest.importorskip("flax.linen")
 pytestmark = pytest.mark.long

@@ -258,10 +258,18 @@ def test_compiled_for_gpus(chip: str, activation: str) -> None:
     assert kernel.spill_bytes == 0
 
 
-@pytest.mark.parametrize("generation", ["v5e", pytest.param("tpu7x", marks=pytest.mark.long)])
-def test_tpus_read_halves_in_place(generation: str) -> None:
-    """One kernel takes the weight, and no other operation makes one of its halves."""
-    compiled = tpu.compile_for(generation, partial(of_one_weight, "halves"), X, BOTH, SHORT)
+@pytest.mark.parametrize(
+    "generation, columns",
+    [
+        ("v5e", "halves"),
+        ("tpu7x", "interleaved"),
+        *(pytest.param(each, "interleaved", marks=pytest.mark.long) for each in ("v4", "v5e", "v5p", "v6e")),
+        pytest.param("tpu7x", "halves", marks=pytest.mark.long),
+    ],
+)
+def test_tpus_read_one_weight_in_place(generation: str, columns: str) -> None:
+    """One kernel takes the weight, whether its columns are halves or alternate, and no other operation splits it."""
+    compiled = tpu.compile_for(generation, partial(of_one_weight, columns), X, BOTH, SHORT)
     assert len(compiled.kernels) == 1 and "bf16[8,2048,1024]" not in compiled.text
 
 
