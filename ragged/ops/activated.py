@@ -25,8 +25,6 @@ from ragged.tensor.tensor import GroupedTensor
 
 Requests = tuple[Request, ...]
 
-PRE_ACTIVATION = "ragged_pre_activation"
-"""The name of pre-activations in policies of `jax.checkpoint`."""
 _FLOAT16 = float(jnp.finfo(jnp.float16).min), float(jnp.finfo(jnp.float16).max)
 
 
@@ -145,7 +143,7 @@ def _(primals: tuple[Requests], tangents: tuple[Requests]) -> tuple[Any, Any]:
     (requests,) = primals
     dtype = requests[0].call.dtype
     out, z = _activated(requests)
-    z = tuple(checkpoint_name(each, PRE_ACTIVATION) for each in z)
+    z = tuple(checkpoint_name(each, request.name) for each, request in zip(z, requests, strict=True))
     # Nonzero tangents: `moving`, by the index of a leaf; below, `dbiases`, by the index of a request.
     leaves, tree = jax.tree.flatten(requests)
     moving = {i: d for i, d in enumerate(tree.flatten_up_to(tangents[0])) if not isinstance(d, SymbolicZero)}

@@ -11,7 +11,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from ragged.backends.base import Refusal, Target
-from ragged.core.errors import Site, check_packed, describe, is_arraylike, is_count, is_extent
+from ragged.core.errors import Site, check_packed, describe, is_arraylike, is_count, is_extent, wrapped_array
 from ragged.core.formats import accumulator_dtype, promote
 from ragged.core.mesh import explicit_mesh
 from ragged.core.offsets import as_int32
@@ -102,6 +102,7 @@ def check_options(site: Site, backend: Any, precision: Any) -> Options:
         configs=configs if source == "backend" else context.configs,
         source=source,
         cached=context.cached,
+        name=site.call.partition("(")[0],
     )
 
 
@@ -223,7 +224,10 @@ def operand(site: Site, name: str, x: Any, more_dims: bool = False) -> GroupedTe
         for field, value in (("data", x.data), ("first_dims", x.first_dims), ("last_dims", x.last_dims)):
             if not is_arraylike(value) and (field == "data" or value is not None):
                 problem = f"`{name}` is a GroupedTensor whose {field} is {describe(value)}, not an array."
-                site.fail(TypeError, problem, "Pass a `GroupedTensor` of arrays.")
+                hint = "Pass a `GroupedTensor` of arrays."
+                if array := wrapped_array(f"{name}.{field}", value):
+                    problem, hint = f"`{name}.{field}` is not an array.", f"Build the tensor from `{array}`."
+                site.fail(TypeError, problem, hint)
         if x.is_cotangent:
             require_groups(x)
         if x.is_stack:

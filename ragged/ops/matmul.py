@@ -21,7 +21,7 @@ from ragged.core.offsets import as_int32
 from ragged.core.scaling import not_differentiable, not_differentiable_8_bits
 from ragged.ops import check
 from ragged.ops.activated import with_epilogue
-from ragged.ops.epilogue import check_epilogue, check_save
+from ragged.ops.epilogue import PRE_ACTIVATION, check_epilogue, check_names, check_save
 from ragged.ops.letters import Einsum, EinsumOperand, einsum_of
 from ragged.ops.request import Arguments, Request
 from ragged.primitive.shared import merged
@@ -51,6 +51,7 @@ def matmul(
     bias: Float[AnyArray, "*n"] | None = None,
     activation: str | Callable[[Array], Array] | None = None,
     save: str = "pre",
+    name: str | None = None,
     backend: str | Config | Configs | None = None,
     recipe: Recipe | str | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
@@ -100,8 +101,9 @@ def matmul(
       before rounding. The result must be a float, in a layout that allows a bias. `ragged.explain` shows whether a
       kernel or XLA computes it.
     - `save`: what the derivative of an activation saves, besides the operands and the result. `"pre"` saves the
-      pre-activations, rounded to the result's dtype, as `"ragged_pre_activation"` in policies of `jax.checkpoint`. With
-      `"out"`, the backward pass recomputes them.
+      pre-activations, rounded to the result's dtype. With `"out"`, the backward pass recomputes them.
+    - `name`: the name of the saved pre-activations in policies of `jax.checkpoint`, by default
+      `"ragged_pre_activation"`.
     - `backend`: `"xla"`, `"pallas_tpu"`, `"triton_gpu"`, or None for the platform's own backend. Or a configuration for
       one of them, `ragged.tuning.XlaConfig`, `TpuConfig` or `GpuConfig`. Derivatives run on the same backend with their
       own tiles, which `ragged.tuning.Configs(out, lhs, rhs)` sets too. Without a configuration, tiles come from
@@ -242,8 +244,15 @@ def request_of(lhs: Any, rhs: Any, arguments: Arguments, site: Site | None = Non
     recipe = recipe.transposed if recipe is not None and layout.ragged == "n" else recipe
     operands = with_quantized_weights(recipe, operands, call, *given)
     first_dims, last_dims = getattr(lhs, "first_dims", None), getattr(rhs, "last_dims", None)
-    bias, save = arguments.bias, arguments.save
-    request = Request(operands, recipe, bias, first_dims, last_dims, call, layout, swapped, None, save)
+    bias, save, name = arguments.bias, arguments.save, arguments.name
+    if name is not None:
+        check_names(site, {"name": name}, save)
+        if arguments.activation is None:
+            hint = f"Name the result's buffer: `jax.ad_checkpoint.checkpoint_name((lhs @ rhs).data, {name!r})`."
+            site.fail(ValueError, f"`name` is {name!r}, but there is no activation.", hint)
+    request = Request(
+        operands, recipe, bias, first_dims, last_dims, call, layout, swapped, None, save, name or PRE_ACTIVATION
+    )
     check_epilogue(site, request, arguments.activation)
     operands, call, merge = merged(operands, call)
     check.check_plan(site, operands, call, (None, None) if recipe is None else recipe.forward)

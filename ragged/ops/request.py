@@ -31,6 +31,7 @@ class Arguments:
     bias: Any = None
     activation: Any = None
     save: Any = "pre"
+    name: Any = None
     backend: Any = None
     recipe: Any = None
     out_sharding: Any = None
@@ -48,7 +49,7 @@ class Arguments:
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["operands", "recipe", "bias", "first_dims", "last_dims", "both"],
-    meta_fields=["call", "layout", "is_swapped", "function", "save", "columns", "merge"],
+    meta_fields=["call", "layout", "is_swapped", "function", "save", "name", "columns", "merge"],
 )
 @dataclass(frozen=True)
 class Request:
@@ -64,6 +65,7 @@ class Request:
     is_swapped: bool  # whether the product's buffer is the transposed result
     function: Function | None  # of the pre-activations of all requests
     save: str
+    name: str  # of the saved pre-activations in policies of `jax.checkpoint`
     both: Array | None = None  # the one weight of `gated_matmul(columns=...)`, or None
     columns: str = ""  # the order of its columns: "halves" or "interleaved"
     merge: Merge | None = None  # If all groups share a matrix: `operands` and `call` have one group.

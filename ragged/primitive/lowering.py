@@ -97,7 +97,7 @@ def plan(platform: str, x: Operands, call: Call, target: Target) -> Launch:
         passed_over = ((name, found.reason),)
         found = ask(FALLBACK, x, call, target)
     if isinstance(found, Refusal):
-        Site("ragged.matmul").fail(found.error, found.reason, found.hint)
+        Site(call.options.name).fail(found.error, found.reason, found.hint)
     is_composed = call.epilogue is not None and not BACKENDS[found.backend].has_epilogues
     return replace(found, passed_over=passed_over, is_composed=is_composed)
 
@@ -110,7 +110,7 @@ def _check_batch(x: Operands, call: Call) -> None:
         if letters[0] in p.ragged and isinstance(batch, int) and isinstance(rows, int) and batch * rows > MAX_ROWS:
             problem = f"{batch} mapped elements of {rows} packed rows (or columns) have more than {MAX_ROWS} in total."
             hint = "Kernels count them in int32. Map with `jax.lax.map` instead of `jax.vmap`."
-            Site("ragged.matmul").fail(ValueError, problem, hint)
+            Site(call.options.name).fail(ValueError, problem, hint)
 
 
 def ask(name: str, x: Operands, call: Call, target: Target) -> Launch | Refusal:

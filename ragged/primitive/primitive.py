@@ -224,7 +224,7 @@ def _sum(terms: list[Array]) -> Array:
 def check_cotangent(call: Call) -> None:
     """Raises `TypeError` if the cotangent of a product's result would have 8 bits: too few without scales."""
     if jnp.dtype(call.dtype).itemsize == 1:
-        Site("ragged.matmul").fail(
+        Site(call.options.name).fail(
             TypeError,
             f"the result is {jnp.dtype(call.dtype).name}, so its cotangent would have 8 bits too.",
             "Pass `preferred_element_type=jnp.bfloat16`, and quantise or cast the result.",
@@ -259,7 +259,7 @@ def _transpose(ct: Any, *args: Any, tree: Any, call: Call) -> list[Any]:
     x, of = tree.unflatten(args), tree.unflatten([arg.aval if ad.is_undefined_primal(arg) else None for arg in args])
     if (of.lhs.data is not None or _rows(of) is not None) and of.rhs.data is not None:
         problem = "a product is linear in each operand, not in both."
-        Site("ragged.matmul").fail(NotImplementedError, problem, "Transpose it with respect to one operand.")
+        Site(call.options.name).fail(NotImplementedError, problem, "Transpose it with respect to one operand.")
     return tree.flatten_up_to(cotangents(ct, x, call, of, lambda wrt, x, call: bind(x, call)))
 
 

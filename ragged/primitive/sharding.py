@@ -268,7 +268,7 @@ def mapped(
     unreduced = tuple(name for name in found.summed if name in wanted.unreduced)
     if missing := sorted(wanted.unreduced - {*unreduced}):
         problem = f"`out_sharding` is unreduced over {missing[0]!r}, but the product isn't summed over it."
-        Site("ragged.matmul").fail(ValueError, problem, f"The product is summed over {found.summed}.")
+        Site(call.options.name).fail(ValueError, problem, f"The product is summed over {found.summed}.")
     found = found._replace(summed=tuple(name for name in found.summed if name not in unreduced))
     leaves, tree = jax.tree.flatten(x)
     have, need = jax.tree.leaves(specs), jax.tree.leaves(needed)

@@ -86,6 +86,7 @@ class Options(NamedTuple):
     cached: bool = True  # whether a product without a configuration takes one from the cache
     tiling: tuple[int, int, int] | None = None  # tiles of `m`, `k`, `n`, also in derivatives; a backend may shrink them
     buffers: int = 2  # buffers of each streamed operand of a TPU kernel, if no configuration sets them
+    name: str = "ragged.matmul"  # the public function, for errors after the call
 
     @property
     def calls_back(self) -> bool:
