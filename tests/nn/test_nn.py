@@ -63,7 +63,7 @@ class Program:
     kind: str = "auto"  # "manual": in a `shard_map` of the caller's
     transport: str = "dense"
     chunks: int = 1
-    each: int | None = None  # rows that a device may send to another one in each chunk
+    capacity: int | None = None
     padding: str = ""  # "mask", or "sizes" of a packed tensor
     save: str = "pre"
     dtype: str = "float32"
@@ -97,8 +97,8 @@ class Program:
             router = router.with_selection_bias(jnp.linspace(0.5, -0.5, EXPERTS))
         over: dict[str, Any] = {}
         if self.mesh:
-            capacity = None if self.each is None else self.axes["expert"] * self.chunks * self.each
-            over = {"axis": "expert" if self.axes["expert"] > 1 else None, "data_axes": ("data",), "capacity": capacity}
+            axis = "expert" if self.axes["expert"] > 1 else None
+            over = {"axis": axis, "data_axes": ("data",), "capacity": self.capacity}
             over |= {"tensor_axis": "model" if self.axes["model"] > 1 else None}
             over |= {"transport": self.transport, "chunks": self.chunks}
         return MoE(
@@ -189,8 +189,9 @@ class Program:
         for t, routing in routings.items():
             ids[t], weights[t] = routing.experts, routing.weights
         keep = np.ones(ids.shape, bool)
-        if self.each is not None:
-            keep = kept(ids, EXPERTS, self.axes["expert"], self.each, self.devices, self.chunks)
+        if self.capacity is not None:
+            slots = self.transport == "dense"
+            keep = kept(ids, EXPERTS, self.axes["expert"], self.capacity, self.devices, self.chunks, slots)
         experts, shared = named(layer.experts), None if layer.shared is None else named(layer.shared)
         gate = None if layer.shared_gate is None else np.asarray(layer.shared_gate, np.float64)
         options: Any = {"shared": shared, "shared_gate": gate, "weigh_inputs": layer.weigh_inputs}
@@ -246,7 +247,7 @@ def named(module: Any) -> Weights:
 
 def by_default() -> Iterator[Program]:
     yield Program("all", "1x1x2", padding="sizes", save="nothing")
-    yield Program("mixtral", "2x4x1", transport="ring", each=2, dtype="bfloat16")
+    yield Program("mixtral", "2x4x1", transport="ring", capacity=5, dtype="bfloat16")
 
 
 def long() -> Iterator[Program]:
@@ -260,7 +261,7 @@ def long() -> Iterator[Program]:
             padding = ("mask", "", "sizes")[(i + j) % 3] if kind != "manual" else ("mask", "")[i % 2]
             yield Program(("mixtral", "qwen2-moe")[j % 2], mesh, kind, transport, 1 + (i + j) % 2, padding=padding)
     for transport, padding in (("dense", "mask"), ("ring", "sizes"), ("dense", "")):
-        yield Program("mixtral", "1x4x1", transport=transport, chunks=2, each=2, padding=padding)
+        yield Program("mixtral", "1x4x1", transport=transport, chunks=2, capacity=18, padding=padding)
         yield Program("mixtral", "2x2x1", transport=transport, chunks=2, padding=padding, dtype="bfloat16")
     for save, model in (("pre", "mixtral"), ("out", "no gate"), ("nothing", "all")):
         yield Program(model, save=save, dtype="bfloat16")
