@@ -26,7 +26,7 @@ from ragged.core.scales import Scales
 from ragged.product.config import GpuConfig
 from ragged.product.operands import KernelOperand, Operand
 from tests import gpu, ones, products
-from tests.backends.tpu.test_tpu_compile import (
+from tests.backends.layers import (
     DEEP,
     LARGE,
     MANY,
