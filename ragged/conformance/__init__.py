@@ -330,9 +330,9 @@ def _products(name: str, products: Callable[[], Iterable[Product]], *, values: s
 # Values and gradients
 
 
-def _each(all_sizes: Iterable[Sequence[int]], rows: int | None = None, **options: Any) -> Iterator[Product]:
+def _each(all_sizes: Iterable[Sequence[int]], **options: Any) -> Iterator[Product]:
     """A product for each of these sizes."""
-    return (_product(sizes, rows, **options).with_(suffix=f" of sizes {list(sizes)}") for sizes in all_sizes)
+    return (_product(sizes, **options).with_(suffix=f" of sizes {list(sizes)}") for sizes in all_sizes)
 
 
 def _of(letter: str, *extents: int) -> Iterator[Product]:
