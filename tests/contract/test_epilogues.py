@@ -30,6 +30,8 @@ def by_default() -> Iterator[Case]:
     yield 30, Epilogue("forward", "bfloat16", top_k=2)
     yield 12, Epilogue("forward", top_k=2, mapped="sizes")
     yield 9, Epilogue("forward", "bfloat16", backend="pallas_tpu", activation="gelu_tanh", **both)
+    # The last tile of columns is partial, and the last tile of the second part would be past the end.
+    yield 9, Epilogue("forward", backend="pallas_tpu", tiles=(16, 128, 256), columns="interleaved", n=300, **both)
     of_shards: dict[str, Any] = {"bias": "each", "held": 3, "save": "out"}
     yield 9, Epilogue("forward", "bfloat16", backend="pallas_tpu", activation="sigmoid", **of_shards)
     yield 4, Epilogue("forward", "bfloat16", backend="triton_gpu", activation="clamped", held=3, **both)

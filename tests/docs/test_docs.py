@@ -313,7 +313,7 @@ def test_sizes_that_are_compared() -> None:
     import jax
     import jax.numpy as jnp
 
-    sentence = "a product with a ragged contracted dim, such as `wgrad`, also raises if the sizes"
+    sentence = "a product with a ragged contracted dim, such as `wgrad`, also raises if the group sizes"
     claims("README.md", f"Outside of `jit`, {sentence} of its operands differ.")
     claims("README.md", "No product checks that sizes fit the buffer")
     x, y = (ragged.GroupedTensor(jnp.ones((4, 3)), jnp.array(sizes, jnp.int32)) for sizes in ([2, 1], [1, 20]))

@@ -7,8 +7,8 @@ TPU = [
     ("launch", "axis) < count, x,", "axis) <= count, x,"),
     (
         "launch",
-        "base.apply_epilogue(self.rescale(total, x_scales, scales), existing)",
-        "self.rescale(base.apply_epilogue(total, existing), x_scales, scales)",
+        "base.apply_epilogue(self.launch.call, self.rescale(total, x_scales, scales), existing)",
+        "self.rescale(base.apply_epilogue(self.launch.call, total, existing), x_scales, scales)",
     ),
     ("launch", "select_rows(x, span[0] - first, span[1] - first)", "select_rows(x, span[0], span[1])"),
     ("launch", "(first >= span[0]) & (first < span[1])", "(first > span[0]) & (first < span[1])"),
@@ -30,7 +30,7 @@ TPU = [
         "out[...] = jnp.zeros_like(out) if existing is None else existing[...]",
         "out[...] = jnp.zeros_like(out)",
     ),
-    ("backend", "first = which * (n // tn) if kernel.problem.halves else 0", "first = 0"),
+    ("backend", "return which * (n // tn) + j", "return j"),
     ("backend", "@pl.when(is_first)", "@pl.when(at == 0)"),
     ("backend", "is_last = (at == end) | begins(", "is_last = begins("),
     (

@@ -54,9 +54,58 @@ def test_what_is_kept() -> None:
     def named(*names: str) -> Callable[..., Array]:
         return jax.checkpoint(gated, policy=jax.checkpoint_policies.save_only_these_names(*names))
 
-    assert kept(gated) == [jnp.bfloat16] * 2 == kept(named("ragged_pre_activation"))
+    assert kept(gated) == [jnp.bfloat16] * 2 == kept(named("ragged_gate", "ragged_up"))
     assert kept(partial(gated, save="out")) == [] == kept(named())
     assert (count(gated), count(partial(gated, save="out"))) == (1, 2)
+
+
+NAMED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "gated": ({"names": ("mlpwi_0", "mlpwi_1")}, ("mlpwi_0", "mlpwi_1")),
+    "gated, by default": ({}, ("ragged_gate", "ragged_up")),
+    "one weight": ({"names": ("mlpwi", "up"), "columns": "halves"}, ("mlpwi", "up")),
+    "activated": ({"activation": "silu", "name": "mlpwi"}, ("mlpwi",)),
+    "activated, by default": ({"activation": "silu"}, ("ragged_pre_activation",)),
+}
+
+
+@pytest.mark.parametrize(
+    "call", [*list(NAMED)[:1], *(pytest.param(n, marks=pytest.mark.long) for n in list(NAMED)[1:])]
+)
+def test_names(call: str) -> None:
+    """A policy saves or offloads each pre-activation by its name, the library's or the caller's, and the gradients
+    stay the same. What isn't saved is multiplied again."""
+    x, gate, up, _ = operands()
+    (options, names), policies = NAMED[call], jax.checkpoint_policies
+
+    def fn(rows: Array, gate: Array, up: Array) -> Array:
+        if "activation" in options:
+            return ragged.matmul(x.with_data(rows), gate, **options).data
+        weights = (jnp.concatenate([gate, up], axis=2),) if "columns" in options else (gate, up)
+        return ragged.gated_matmul(x.with_data(rows), *weights, **options).data
+
+    def kept(policy: Any) -> tuple[Any, list[Array]]:
+        def run(*args: Array) -> Any:
+            out, pull = jax.vjp(jax.checkpoint(fn, policy=policy), *args)
+            return pull(jnp.ones_like(out)), [each for each in jax.tree.leaves(pull) if each.shape == (24, 16)]
+
+        return jax.jit(run)(x.data, gate, up)
+
+    want, none = kept(policies.save_only_these_names("ragged", "mlp"))
+    assert not none
+    for name, w in zip(names, (gate, up), strict=False):
+        got, saved = kept(policies.save_only_these_names(name))
+        assert len(saved) == 1
+        np.testing.assert_allclose(saved[0], ragged.matmul(x, w).data, atol=1e-5)
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, want)
+    offload: Any = policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[*names],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    loss = jax.checkpoint(lambda *args: fn(*args).sum(), policy=offload)
+    program = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(x.data, gate, up))
+    assert program.count("<host>[24,16] = device_put") == len(names)
 
 
 @pytest.mark.parametrize("save", ["pre", pytest.param("out", marks=pytest.mark.long)])
@@ -209,11 +258,22 @@ def test_compiled_for_gpus(chip: str, activation: str) -> None:
     assert kernel.spill_bytes == 0
 
 
-@pytest.mark.parametrize("generation", ["v5e", pytest.param("tpu7x", marks=pytest.mark.long)])
-def test_tpus_read_halves_in_place(generation: str) -> None:
-    """One kernel takes the weight, and no other operation makes one of its halves."""
-    compiled = tpu.compile_for(generation, partial(of_one_weight, "halves"), X, BOTH, SHORT)
-    assert len(compiled.kernels) == 1 and "bf16[8,2048,1024]" not in compiled.text
+@pytest.mark.parametrize(
+    "generation, columns",
+    [
+        ("v5e", "halves"),
+        ("v5e", "interleaved"),
+        *(pytest.param(each, "interleaved", marks=pytest.mark.long) for each in ("v4", "v5p", "v6e", "tpu7x")),
+        pytest.param("tpu7x", "halves", marks=pytest.mark.long),
+    ],
+)
+def test_tpus_read_one_weight_in_place(generation: str, columns: str) -> None:
+    """One kernel takes the weight, whether its columns are halves or alternate, and no other operation splits it."""
+    n = 1024 if columns == "halves" else 2880  # gpt-oss's, no multiple of 128
+    both = Aval((8, 2048, 2 * n), jnp.bfloat16)
+    compiled = tpu.compile_for(generation, partial(of_one_weight, columns), X, both, SHORT)
+    assert len(compiled.kernels) == 1 and f"bf16[8,2048,{n}]" not in compiled.text
+    assert max(compiled.vmem) <= 0.75 * tpu.VMEM_MIB[generation]
 
 
 @pytest.mark.parametrize(

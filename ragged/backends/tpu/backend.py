@@ -169,10 +169,12 @@ def _refuse(call: Call, x: Operands, target: Target) -> Refusal | None:
     if name := too_old(_UNITS, x, generation):
         return Refusal(f"TPUs of generation {generation} have no matrix units for {name}")
     columns = call.columns
-    if columns == "interleaved":
-        return Refusal("pallas_tpu can't read every other column")
-    if columns and (call.shape[-1] % tiles.LANES or not x.sizes):
-        return Refusal(f"pallas_tpu reads halves of multiples of {tiles.LANES} columns, for ragged rows")
+    if columns and not x.sizes:
+        return Refusal("pallas_tpu reads one weight for gate and up only for ragged rows")
+    if columns == "halves" and call.shape[-1] % tiles.LANES:
+        return Refusal(f"pallas_tpu reads halves of multiples of {tiles.LANES} columns")
+    if columns == "interleaved" and call.shape[-1] < tiles.LANES:
+        return Refusal(f"pallas_tpu reads at least {2 * tiles.LANES} interleaved columns")
     return None if call.options.tiles is None else _misaligned(call.options.tiles, call, x)
 
 
@@ -180,7 +182,7 @@ def _misaligned(tile: dict[str, int], call: Call, x: Operands) -> Refusal | None
     """`Refusal` if a tile size doesn't fit the memory's tiles, else None."""
     p, lhs, rhs = call.product, x.lhs.data, x.rhs.data
     extents = dict.fromkeys("mkn", 0)
-    for letters, shape in ((p.lhs, lhs.shape), (p.rhs, rhs.shape), (p.out, call.shape)):
+    for letters, shape in call.buffers(x):
         extents |= {letter: max(extents[letter], n) for letter, n in zip(letters, shape[-2:], strict=True)}
     dtypes = (jnp.dtype(lhs.dtype), jnp.dtype(rhs.dtype), jnp.dtype(call.dtype))
     return tiles.refuse(tile, extents, p.ragged, dtypes)
@@ -202,6 +204,12 @@ def _illegal(
         letter = problem.letters[1]
         reason = f"tile_{letter}={a} cuts a block of scales, {details.lanes}."
         return Refusal(reason, f"It must be a multiple of {details.lanes}.")
+    if not tiles.splits(problem, b):
+        rule = "divide" if problem.columns == "halves" else f"be a multiple of {tiles.LANES}, for"
+        return Refusal(
+            f"tile_{problem.letters[2]}={b} doesn't split {problem.columns} of {problem.b} columns.",
+            f"It must {rule} {problem.b} columns.",
+        )
     vmem = tiles.vmem(problem, (rows, a, b))
     if not tiles.fits(problem, (rows, a, b), chip):
         # An error if the TPU is known: if XLA ran the product, the caller would measure another program.
@@ -240,7 +248,7 @@ def _details(call: Call, x: Operands, chip: tiles.Chip) -> Details:
         products=call.num_products,
         results=call.num_stored,
         instructions=call.epilogue.instructions if call.epilogue else 0,
-        halves=call.columns == "halves",
+        columns=call.columns,
     )
     return Details(problem, modes, math.gcd(*blocks) or None)
 
@@ -282,7 +290,7 @@ def _grouped(launch: Launch, x: Operands) -> Any:
 
 
 def _matrices(operand: KernelOperand, x: Operands, count: int) -> list[Operand]:
-    """The `count` arrays of matrices that rows are multiplied with; one array twice if it has both halves."""
+    """The `count` arrays of matrices that rows are multiplied with; one array twice if it has both matrices."""
     up, matrix = x.epilogue.up, Operand(operand.data, operand.scales)
     return [matrix] * count if up is None else [matrix, up]
 
@@ -317,14 +325,22 @@ def multiply_rows(
     def element(x: Array, b: Any, piece: Any, v: Visits) -> Any:
         return 0 if x.shape[0] == 1 else v.batch[piece] if by_visit else b
 
+    def block_of(which: int, j: Any) -> Any:
+        """The columns' block of a matrix, for the block `j` of the result's columns."""
+        if kernel.problem.columns == "halves":
+            return which * (n // tn) + j
+        if kernel.problem.columns == "interleaved":  # The last block may be past the end: its results aren't stored.
+            return jnp.minimum(2 * j + which, -(-2 * n // tn) - 1)
+        return j
+
     def lhs_index(j: Any, b: Any, at: Any, step: Any, v: Visits) -> Any:
         piece = v.piece[at]
         resting = v.rest[piece] >= 0
         row = jnp.where(resting, v.rest[piece], v.tile[at])
         return element(lhs, b, piece, v), row, jnp.where(resting, 0, step)
 
-    def rhs_index(first: int, j: Any, b: Any, at: Any, step: Any, v: Visits) -> Any:
-        piece, j = v.piece[at], first + j
+    def rhs_index(which: int, j: Any, b: Any, at: Any, step: Any, v: Visits) -> Any:
+        piece, j = v.piece[at], block_of(which, j)
         step = jnp.where(v.rest[piece] >= 0, 0, step)
         return element(rhs[0], b, piece, v), v.matrix[piece], *((j, step) if is_transposed else (step, j))
 
@@ -342,9 +358,8 @@ def multiply_rows(
         return v.matrix[v.piece[at]], 0, j
 
     def matrix(array: Array, which: int) -> Input:
-        first = which * (n // tn) if kernel.problem.halves else 0
         block = (None, None, tn, tk) if is_transposed else (None, None, tk, tn)
-        return Input(array, pl.BlockSpec(block, partial(rhs_index, first)))
+        return Input(array, pl.BlockSpec(block, partial(rhs_index, which)))
 
     lhs_scales, *rhs_scales = kernel.scales
     return kernel.run(
@@ -577,7 +592,7 @@ def _groups_body(kernel: Kernel, by_element: bool) -> Any:
             scaled = total if kernel.rescales_each else kernel.rescale(total, lhs_scales, rhs_scales)
             if scaled is not total:  # An empty group's scales may be NaN.
                 scaled = jnp.where(v.end[piece] > v.start[piece], scaled, jnp.zeros_like(scaled))
-            total = base.apply_epilogue(scaled, None if existing is None else existing[...])
+            total = base.apply_epilogue(kernel.launch.call, scaled, None if existing is None else existing[...])
             out[...] = total.astype(out.dtype)
 
         is_alone = is_full & is_first & is_last

@@ -201,9 +201,10 @@ class Kernel:
         self, totals: list[Array], x_scales: Any, y_scales: Any, existing: Any, biases: Any
     ) -> list[Array]:
         """Arrays to store, unrounded: `totals` after scales and epilogue."""
+        totals = split_interleaved(*totals) if self.problem.columns == "interleaved" else totals
         z = []
         for total, scales, bias in zip(totals, y_scales, biases, strict=True):
-            total = base.apply_epilogue(self.rescale(total, x_scales, scales), existing)
+            total = base.apply_epilogue(self.launch.call, self.rescale(total, x_scales, scales), existing)
             z.append(total if bias is None else total.astype(jnp.float32) + bias[...])
         return _activated(z, self.launch.call)
 
@@ -280,6 +281,25 @@ def _activated(z: list[Array], call: Call) -> list[Array]:
     function = call.epilogue.function
     results = z[0] if function is None else function.compute(*z, formulas=FORMULAS), *z
     return [each for each, is_stored in zip(results, call.epilogue.stored, strict=True) if is_stored]
+
+
+def split_interleaved(first: Array, second: Array) -> list[Array]:
+    """`[even, odd]`: the even and the odd columns of `[first, second]`, whose widths are equal multiples of 128.
+
+    Each register of 128 columns is permuted, so that every value is moved as it is, also NaN.
+    """
+    lanes = tiles.LANES
+    registers = [x[:, i : i + lanes] for x in (first, second) for i in range(0, x.shape[1], lanes)]
+    lane = lax.broadcasted_iota(jnp.int32, registers[0].shape, 1)
+    is_low = lane < lanes // 2
+    even_first = jnp.where(is_low, 2 * lane, 2 * lane - lanes + 1)
+    odd_first = jnp.where(is_low, 2 * lane + 1, 2 * lane - lanes)
+    even, odd = [], []
+    for left, right in zip(registers[::2], registers[1::2], strict=True):
+        left, right = (jnp.take_along_axis(x, at, 1) for x, at in ((left, even_first), (right, odd_first)))
+        even.append(jnp.where(is_low, left, right))
+        odd.append(pltpu.roll(jnp.where(is_low, right, left), lanes // 2, 1))
+    return [jnp.concatenate(each, 1) for each in (even, odd)]
 
 
 def in_chunks(low: Any, high: Any, rows: int, visit: Callable[[Any], None]) -> None:

@@ -116,7 +116,7 @@ class Problem(NamedTuple):
     products: int = 1  # number of matrices that the rows are multiplied with
     results: int = 1  # number of stored arrays
     instructions: int = 0  # of the epilogue, per element of the result
-    halves: bool = False  # whether both matrices are halves of one array
+    columns: str = ""  # as in `EpilogueSpec`
 
     @property
     def units(self) -> tuple[int, int, int]:
@@ -169,9 +169,16 @@ def ranked(problem: Problem, on: Chip) -> list[tuple[int, int, int]]:
 
 def fits(problem: Problem, tile: tuple[int, int, int], on: Chip) -> bool:
     """Whether a tile fits into VMEM, and the compiler can unroll its products in a few seconds."""
-    if problem.halves and problem.b % tile[2]:  # the second half must begin at a tile
+    if not splits(problem, tile[2]):
         return False
     return problem.products * math.prod(tile) <= 2**30 * on.mxu // 128 and vmem(problem, tile) <= on.vmem
+
+
+def splits(problem: Problem, columns: int) -> bool:
+    """Whether blocks with this number of columns split one array into the parts of both matrices."""
+    if problem.columns == "halves":  # the second half must begin at a block
+        return problem.b % columns == 0
+    return problem.columns == "" or columns % LANES == 0
 
 
 def fit(problem: Problem, tile: tuple[int, int, int], on: Chip) -> tuple[int, int, int]:
