@@ -334,9 +334,17 @@ SHOWN: dict[str, Callable[[str], bool]] = {
     "lora_serving": lambda out: figures(out, "largest difference")[0] < 1e-4,
     "rgcn": lambda out: all(figures(out, "RGCN")[0] > 1.2 * figures(out, x)[0] for x in ("popularity", "no messages")),
     "varlen_attention": lambda out: figures(out, "largest difference")[0] < 1e-4,
+    "finetune_checkpoint": lambda out: (
+        "bit for bit: True" in out and out.count(" goes on with ") == 2 and is_falling(out, "loss before step")
+    ),
     "expert_parallel": lambda out: same_on_all_devices(out, processes=1),
     "expert_parallel --processes 2": lambda out: same_on_all_devices(out, processes=2),
 }
+
+
+def is_falling(out: str, label: str) -> bool:
+    first, *_, last = (float(line.rpartition(" ")[2]) for line in out.splitlines() if line.startswith(label))
+    return last < first
 
 
 def learnt(losses: list[float]) -> bool:
