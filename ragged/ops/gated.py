@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.lax import PrecisionLike
@@ -13,6 +14,7 @@ from jaxtyping import Float, Int
 
 from ragged.core.errors import Site, is_arraylike
 from ragged.core.formats import AnyArray, accumulator_dtype, promote
+from ragged.core.mesh import is_of_one_device
 from ragged.ops.activated import with_epilogue
 from ragged.ops.epilogue import check_rows, check_save
 from ragged.ops.matmul import request_of
@@ -117,11 +119,14 @@ def gated_requests(x: Any, w_gate: Any, w_up: Any, arguments: Arguments, columns
         check_rows(site, each, "a gate")
     dtype = promote(gate.call.dtype, up.call.dtype)
     function = function_of(site, arguments.activation, 2, accumulator_dtype(dtype))
-    requests = (replace(each, call=each.call._replace(dtype=dtype), function=function) for each in (gate, up))
-    if both is None or recipes != (None, None):
-        return tuple(requests)
-    # Kernels read the one weight in place, unless it is quantised. It gets no gradient: the two matrices get it.
-    return tuple(replace(each, both=lax.stop_gradient(both), columns=columns) for each in requests)
+    gate, up = (replace(each, call=each.call._replace(dtype=dtype), function=function) for each in (gate, up))
+    if both is None or recipes != (None, None) or not is_of_one_device(jax.tree.leaves((gate.operands, both))):
+        return gate, up
+    # The one weight is read in place, and gets the gradient. The two matrices are for products that can't read it.
+    gate, up = (
+        replace(each, operands=each.operands._replace(rhs=lax.stop_gradient(each.operands.rhs))) for each in (gate, up)
+    )
+    return replace(gate, both=both, columns=columns), up
 
 
 def _both(site: Site, w: Any, w_up: Any, columns: Any) -> Array:

@@ -63,7 +63,9 @@ class Request:
     is_swapped: bool  # whether the product's buffer is the transposed result
     function: Function | None  # of the pre-activations of all requests
     save: str
-    both: Array | None = None  # the one weight of `gated_matmul(columns=...)`, or None
+    # The one weight of `gated_matmul(columns=...)`, or None; only in the gate's request. The two matrices in the operands
+    # then have no derivatives.
+    both: Array | None = None
     columns: str = ""  # the order of its columns: "halves" or "interleaved"
 
     @property

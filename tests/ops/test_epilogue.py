@@ -59,6 +59,20 @@ def test_what_is_kept() -> None:
     assert (count(gated), count(partial(gated, save="out"))) == (1, 2)
 
 
+@pytest.mark.parametrize("columns", ["halves", "interleaved"])
+def test_one_weight_is_one_product(columns: str) -> None:
+    """The derivative keeps the weight itself, neither of its matrices, and has one product by the rows and one by it."""
+    x, gate, *_ = operands()
+
+    def gated(rows: Array, w: Array) -> Array:
+        return ragged.gated_matmul(x.with_data(rows), w, columns=columns).data
+
+    residuals = jax.tree.leaves(jax.eval_shape(lambda *a: jax.vjp(gated, *a)[1], x.data, gate))
+    assert [each.shape for each in residuals if each.ndim == 3] == [gate.shape]
+    program = str(jax.make_jaxpr(jax.grad(lambda *a: jnp.sum(gated(*a)), argnums=(0, 1)))(x.data, gate))
+    assert (program.count("ragged_fused_matmul["), program.count("ragged_matmul[")) == (1, 2)
+
+
 @pytest.mark.parametrize("save", ["pre", pytest.param("out", marks=pytest.mark.long)])
 def test_pre_activations_beyond_float16(save: str) -> None:
     """The activation of -90,000 is zero, and so is its derivative, though float16 rounds it to infinity."""
@@ -225,6 +239,13 @@ def test_tpus_read_one_weight_in_place(generation: str, columns: str) -> None:
     compiled = tpu.compile_for(generation, partial(of_one_weight, columns), X, both, SHORT)
     assert len(compiled.kernels) == 1 and f"bf16[8,2048,{n}]" not in compiled.text
     assert max(compiled.vmem) <= 0.75 * tpu.VMEM_MIB[generation]
+    if generation == "v6e":  # in derivatives, too
+
+        def loss(x: Array, w: Array, sizes: Array) -> Array:
+            return jnp.sum(of_one_weight(columns, x, w, sizes).astype(jnp.float32))
+
+        compiled = tpu.compile_for(generation, jax.grad(loss, (0, 1)), X, both, SHORT)
+        assert len(compiled.kernels) == 3 and f"bf16[8,2048,{n}]" not in compiled.text
 
 
 @pytest.mark.parametrize(
