@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.lax import PrecisionLike
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
@@ -122,10 +122,7 @@ def gated_requests(x: Any, w_gate: Any, w_up: Any, arguments: Arguments, columns
     gate, up = (replace(each, call=each.call._replace(dtype=dtype), function=function) for each in (gate, up))
     if both is None or recipes != (None, None) or not is_of_one_device(jax.tree.leaves((gate.operands, both))):
         return gate, up
-    # The one weight is read in place, and gets the gradient. The two matrices are for products that can't read it.
-    gate, up = (
-        replace(each, operands=each.operands._replace(rhs=lax.stop_gradient(each.operands.rhs))) for each in (gate, up)
-    )
+    # Kernels and derivatives read the one weight in place. The two matrices are for products that can't.
     return replace(gate, both=both, columns=columns), up
 
 

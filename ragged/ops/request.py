@@ -63,8 +63,8 @@ class Request:
     is_swapped: bool  # whether the product's buffer is the transposed result
     function: Function | None  # of the pre-activations of all requests
     save: str
-    # The one weight of `gated_matmul(columns=...)`, or None; only in the gate's request. The two matrices in the operands
-    # then have no derivatives.
+    # The one weight of `gated_matmul(columns=...)`, or None; only in the gate's request. It gets the cotangent, and
+    # the matrices in the operands of both requests get none.
     both: Array | None = None
     columns: str = ""  # the order of its columns: "halves" or "interleaved"
 
