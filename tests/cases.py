@@ -10,11 +10,20 @@ import numpy as np
 import pytest
 
 from ragged import GroupedTensor
-from ragged.product.layout import LAYOUTS
 from tests import oracle
 
-NAMES = [layout.name for layout in LAYOUTS.values()]
-LETTERS = {layout.name: layout.ragged for layout in LAYOUTS.values()}
+LETTERS = {
+    "batched": "",
+    "forward": "m",
+    "forward_left": "n",
+    "wgrad": "k",
+    "outer": "mn",
+    "inner_rows": "mk",
+    "inner_columns": "kn",
+    "ragged": "mkn",
+}
+"""The ragged letters of each layout."""
+NAMES = [*LETTERS]
 SPREADS = ("even", "zipf", "half_empty", "giant")
 
 # Largest and rms error, relative to the largest element, by the dtype of the result.

@@ -24,6 +24,7 @@ SETUP = """
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import ragged
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from ragged import GroupedTensor, tuning
@@ -68,6 +69,25 @@ two = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
 def over(fn, *args, mesh=auto, **options):
     mapped = jax.shard_map(fn, mesh=mesh, in_specs=P("a"), out_specs=P("a"), **options)
     return jax.eval_shape(mapped, *args)
+
+
+class Param:  # as flax's `nnx.Param`
+    def __init__(self, array):
+        self._array = array
+
+    def __jax_array__(self):
+        return self._array
+
+    def __getitem__(self, index):
+        return self._array[index]
+
+
+class NamedArray:  # as haliax's
+    def __init__(self, array, axes):
+        self.array, self.axes = array, axes
+
+
+param, named = Param(w), NamedArray(w, ("experts", "d", "hidden"))
 
 
 def many(data):
@@ -138,6 +158,10 @@ eqx.filter_jit(lambda x, y: (x.validate(like=y) + y).sum())(x, GroupedTensor(jnp
 3 in x
 jnp.exp(x)
 x + jnp.ones(4)
+x + jnp.ones((4, 8))
+x + jnp.ones((4, 8))[:, None]
+x - jnp.ones(16)[:, None]
+x + Param(jnp.ones(8))
 x * jnp.ones((16, 8))
 jnp.ones(4) - x
 x.map(jnp.add, jnp.ones((4, 8)))
@@ -171,6 +195,14 @@ ragged.matmul(jnp.ones((2, 8)), jnp.ones((8, 2)))
 ragged.matmul(columns, GroupedTensor(jnp.ones((17, 6)), sizes))
 ragged.matmul(columns, GroupedTensor(jnp.ones((16, 6)), sizes[::-1]))
 ragged.matmul(x, "w")
+ragged.matmul(x, param)
+x @ named
+ragged.gated_matmul(x, param, param)
+ragged.gated_matmul(x, param, columns="halves")
+ragged.matmul(GroupedTensor(Param(x.data), sizes), w)
+ragged.grouped_matmul(x.data, named, sizes)
+ragged.grouped_matmul(x.data, w, sizes, existing_out=Param(jnp.ones((16, 6))))
+ragged.matmul(x, w, bias=Param(jnp.ones((4, 6))))
 ragged.matmul(x, jnp.ones(8))
 ragged.matmul(jnp.ones((4, 2, 3, 8)), columns)
 ragged.matmul(heads, w, out_sharding=P())
@@ -249,6 +281,11 @@ ragged.gated_matmul(heads, w, w)
 ragged.gated_matmul(x, w)
 ragged.gated_matmul(x, u)
 ragged.gated_matmul(x, w, w, activation="swish")
+ragged.gated_matmul(x, w, w, names="mlpwi")
+ragged.gated_matmul(x, w, w, names=("mlpwi_0", 1))
+ragged.gated_matmul(x, w, w, names=("mlpwi_0", "mlpwi_1"), save="out")
+ragged.matmul(x, w, activation="silu", name=b"mlpwi")
+ragged.matmul(x, w, name="mlpwi")
 ragged.gated_matmul(x, w, columns="thirds")
 ragged.gated_matmul(x, w, w, columns="halves")
 ragged.gated_matmul(x, w[..., :5], columns="halves")
@@ -277,7 +314,8 @@ ragged.gated_matmul(x, w, w, bias=jnp.ones((4, 6)))
 ragged.grouped_matmul(x, w, sizes)
 ragged.grouped_matmul(w, w, sizes)
 ragged.grouped_matmul(x.data, w[0], sizes)
-ragged.grouped_matmul(x.data, w, sizes.astype(jnp.int8))
+ragged.grouped_matmul(x.data, w, sizes.astype(jnp.float32))
+ragged.grouped_matmul(x.data, w, np.array([3, 5, 0, 2**40]))
 ragged.grouped_matmul(x.data, w, sizes, transpose_rhs=True)
 ragged.grouped_matmul(x.data, jnp.ones((5, 8, 6)), sizes)
 ragged.grouped_matmul(x.data, w, sizes, input_buffer_count=0)
@@ -436,6 +474,7 @@ over(lambda ids: ragged.exchange(ragged.route(ids, 4), "a", "mpi").dropped[None]
 over(lambda ids: ragged.exchange(ragged.route(ids, 4), "a", capacity=1).dropped[None], ids)
 over(lambda ids: ragged.exchange(ragged.route(ids, 4), "a", chunks=9).dropped[None], ids)
 over(lambda ids: ragged.exchange(ragged.route(ids, 4), "a", None, 3, 2).dropped[None], ids)
+over(lambda ids: ragged.exchange(ragged.route(ids, 4), "a", "ring", 1, 2).dropped[None], ids)
 over(lambda ids: ragged.exchange(ragged.route(ids, 4), "a", wire=ragged.Cast(None)).dropped[None], ids)
 over(lambda ids: ragged.exchange(ragged.route(ids, 4), "a", wire="tensorwise").dropped[None], ids)
 over(lambda ids: (ex := ragged.exchange(ragged.route(ids, 4), "a")).combine(ex.dispatch(rows).map(deeper)), ids)
@@ -446,7 +485,7 @@ ragged.parallel.estimate(tokens=8, d=8, hidden=8, experts=4, top_k=2, devices=3)
 ragged.parallel.estimate(tokens=8, d=8, hidden=8, experts=4, top_k=5, devices=2)
 ragged.parallel.estimate(tokens=8, d=8, hidden=8, experts=4, top_k=2, devices=2, chunks=9)
 ragged.parallel.estimate(tokens=8, d=8, hidden=8, experts=4, top_k=2, devices=2, transport="mpi")
-ragged.parallel.estimate(tokens=8, d=8, hidden=8, experts=4, top_k=2, devices=2, capacity=1)
+ragged.parallel.estimate(tokens=8, d=8, hidden=8, experts=4, top_k=2, devices=2, capacity=1, transport="dense")
 ragged.parallel.estimate(tokens=8, d=8, hidden=8, experts=4, top_k=2, devices=2, dtype="int8")
 """,
     "Layers": """

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from ragged.product.config import CONFIG_TYPES, XlaConfig
-from ragged.tuning import Configs, GpuConfig, TpuConfig
+from ragged.tuning import Configs, GpuConfig, TpuConfig, XlaConfig
 
 INTERPRETED: dict[str, Any] = {
     "xla": "xla",
@@ -14,9 +13,9 @@ INTERPRETED: dict[str, Any] = {
 
 def everywhere(backend: str, m: int, k: int, n: int, **others: Any) -> Configs:
     """The same tiles for a product and its derivatives, of interpreted kernels. XLA's take those of ragged dims."""
-    if backend == XlaConfig.backend:
+    if backend == "xla":
         record: Any = XlaConfig(m=(m,), k=(k,), n=(n,))
     else:
-        of: Any = CONFIG_TYPES[backend]
+        of: Any = {"pallas_tpu": TpuConfig, "triton_gpu": GpuConfig}[backend]
         record = of(m=m, k=k, n=n, **{"interpret": True, **others})
     return Configs(record, record, record)

@@ -25,7 +25,7 @@ from tests.contract.tensors import Kind
 from tests.everywhere import INTERPRETED
 
 DRAWS = {"xla": 60, "pallas_tpu": 12, "triton_gpu": 2}
-"""How often a program runs, by backend."""
+"""How often a program runs, by backend, unless `--draws` says more."""
 Check = Callable[[int], Any]
 CONTEXTS = ("constants", "constant sizes", "scan", "eager", "checkpoint", "shard_map", "shard_map unchecked")
 ON_KERNELS = [
@@ -175,9 +175,9 @@ OPERATIONS: dict[str, tuple[Callable[[Random, str], tuple[Any, Check]], tuple[st
 }
 
 
-def fuzz(name: str, backend: str, seed: int) -> Counter[str]:
+def fuzz(name: str, backend: str, seed: int, times: int = 1) -> Counter[str]:
     """Makes a program and runs it; prints it, and what is wrong, if it fails. Returns counts."""
-    began, count = time.monotonic(), DRAWS[backend]
+    began, count = time.monotonic(), times * DRAWS[backend]
     build, _ = OPERATIONS[name]
     program, check = build(Random(f"{name} {backend} {seed}"), backend)
     found = Counter(programs=1, draws=count)
@@ -195,6 +195,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--seed", type=int, default=0, help="of the first program of each operation")
+    parser.add_argument("--draws", type=int, default=1, help="so many times the usual number of draws a program")
     parser.add_argument("--only", default="", help="operations whose names contain this text")
     parser.add_argument("--backend", choices=[*DRAWS])
     arguments = parser.parse_args()
@@ -210,7 +211,7 @@ def main() -> int:
     while chosen and time.monotonic() < end:
         for each in chosen:
             if time.monotonic() < end:
-                totals[each] += fuzz(*each, seed)
+                totals[each] += fuzz(*each, seed, arguments.draws)
                 conftest.drop_programs_if_many()
         seed += 1
     print(f"{'operation':22}{'backend':12}{'programs':>9}{'draws':>9}{'failures':>10}{'seconds':>9}")

@@ -29,7 +29,7 @@ def run(launch: Launch, x: Operands) -> Array:
         f"{rows.letters},g{matrices.letters}->g{p.out}", rows.data, matrices.data, preferred_element_type=jnp.float32
     )
     total = jnp.sum(jnp.where(mine[:, :, None], every, 0), axis=0)
-    return apply_epilogue(total, x.epilogue.existing).astype(call.dtype)
+    return apply_epilogue(launch.call, total, x.epilogue.existing).astype(call.dtype)
 
 
 def candidates(launch: Launch, x: Operands) -> Iterable[Config]:

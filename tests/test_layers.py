@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from ragged.tuning import GpuConfig, TpuConfig, XlaConfig
+
 ROOT = Path(__file__).parent.parent
 LAYERS = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "design.md").read_text(), re.MULTILINE)
 
@@ -99,6 +101,19 @@ def test_no_module_uses_private_names_of_another(name: str) -> None:
             assert node.attr in own | TUPLES | {"_hlo_sharding"} or is_foreign, f"{name}: {ast.unparse(node)}"
 
 
+BACKENDS = {each.backend for each in (XlaConfig, TpuConfig, GpuConfig)}
+NAMES_BACKENDS = {"ragged.primitive.lowering", "ragged.product.config"}
+"""Modules that name each backend at most once: the registry, and configurations."""
+
+
+def test_only_the_registry_and_a_backend_itself_name_it() -> None:
+    for module, file in FILES.items():
+        if not module.startswith("ragged.backends."):
+            constants = [node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)]
+            found = [each for each in constants if isinstance(each, str) and each in BACKENDS]
+            assert len(found) == (len({*found}) if module in NAMES_BACKENDS else 0), f"{module} names {found}"
+
+
 LINES, PARAMETERS = 80, 10
 KERNELS = {
     "ragged.backends.gpu.kernel.grouped_product",
@@ -177,3 +192,58 @@ assert not loaded(), loaded()
 """
     environment = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+UNITS = {"backends": ("core", "product", "backends", "primitive"), "product": ("core", "product")}
+"""Folders of unit tests, whose arguments are made of what lies above in the chain: these layers."""
+SEAMS = {
+    "contract/executed.py": "what kernels and loops do each time that they run",
+    "contract/launches.py": "which kernels a program has",
+    "errors.py": "which places in the package raise an error of the page",
+    "docs/test_hints.py": "the place and the hint of an error",
+    "gpu.py": "what GPU kernels are compiled to, and their interpreter",
+    "backends/layers.py": "derivatives of products whose dtype JAX doesn't differentiate",
+    "ones.py": "a product and its derivatives, as `explain` has them",
+    "ops/test_errors.py": "the form of all errors",
+    "plain_backend.py": "a backend of two files",
+    "primitive/test_constants.py": "bits, which XLA gets wrong without care",
+    "primitive/test_lowered.py": "names of pipelined kernels",
+    "primitive/test_one_exit.py": "the one function of each backend that ends a kernel",
+    "product/test_function.py": "the operations that kernels have, to test each",
+    "products.py": "one backend's kernels, without JAX's primitive",
+    "ran.py": "which kernels ran",
+    "support.py": "which backend would compute a product on a device that isn't here",
+    "tools/test_explain.py": "the table of backends, with one more",
+    "tuning/test_cache.py": "keys and files of the cache",
+}
+"""Other files that import what isn't public, and what for."""
+TESTS = {str(file.relative_to(ROOT / "tests")): file for file in (ROOT / "tests").rglob("*.py")}
+TOOLS = ("benchmarks", "mutation", "typing")
+"""Folders without tests of the library."""
+PUBLIC_MODULES = {"ragged", *map("ragged.{}".format, ("__main__", "conformance", "lax", "nn", "parallel", "tuning"))}
+PUBLIC_CALLS = {"ragged.parallel.estimate"}  # a function, which hides the module of the same name
+
+
+def used(file: Path) -> Iterator[str]:
+    """The modules that a file imports, or gets as attributes of `ragged`."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            yield from (name if name in FILES and name not in PUBLIC_CALLS else str(node.module) for name in names)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) in FILES:
+            yield ast.unparse(node)
+
+
+def test_tests_use_public_names() -> None:
+    """Moving what is private rewrites no test, but for unit tests in the folder of their own layer."""
+    for name, file in TESTS.items():
+        folder, names = name.partition("/")[0], set(used(file))
+        allowed = UNITS.get(folder, (folder,))
+        private = names & set(FILES) - PUBLIC_MODULES - PUBLIC_CALLS
+        strange = sorted(each for each in private if each.split(".")[1] not in allowed)
+        if folder not in TOOLS:
+            assert bool(strange) == (name in SEAMS), f"{name} imports {strange}"
+        others = sorted(each for each in names if re.search(r"^tests\b.*\.test_\w+$", each))
+        assert not others, f"{name} imports {others}: what tests share is in a module of its own"

@@ -124,7 +124,7 @@ def spans(call: Call, x: Operands) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     They are positions in the buffers that pack the letter; if no buffer does, groups begin at 0.
     """
     p, extents = call.product, {}  # keyed by letter: extents of the buffers that don't pack it, and of those that do
-    for letters, shape in ((p.lhs, x.lhs_shape), (p.rhs, x.rhs.data.shape), (p.out, call.shape)):
+    for letters, shape in call.buffers(x):
         for place, letter in enumerate(letters):
             is_packed = letter in p.ragged and place == 0
             extents.setdefault(letter, ([], []))[is_packed].append(shape[place - 2])
@@ -306,17 +306,19 @@ def cost(call: Call, x: Operands) -> dict[str, Any]:
     }
 
 
-def apply_epilogue(total: Array, existing: Array | None) -> Array:
+def apply_epilogue(call: Call, total: Array, existing: Array | None) -> Array:
     """The linear part of the epilogue: an accumulator plus `existing`, unrounded.
 
-    XLA's and the TPU's kernels call it. The GPU's kernel has the function `_apply_epilogue` instead.
+    It is elementwise, and linear in `total` and `existing`. If it changes nothing, it returns `total` itself. XLA's and
+    the TPU's kernels call it. The GPU's kernel calls a Triton function that is generated from it.
     """
     return total if existing is None else plus_existing(total, existing)
 
 
-def changes_sums(existing: Array | None) -> bool:
+def changes_sums(call: Call, existing: Array | None) -> bool:
     """Whether `apply_epilogue` changes a sum. If not, a dot may round its sums to the result's dtype itself."""
-    return existing is not None
+    total: Any = np.zeros((), jnp.float32)
+    return existing is not None or apply_epilogue(call, total, None) is not total
 
 
 def plus_existing(total: Array, existing: Array) -> Array:

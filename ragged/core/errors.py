@@ -35,7 +35,10 @@ class Site:
     names: dict[str, str] = field(default_factory=dict)
 
     def fail(self, error: type[Exception], problem: str, hint: str) -> NoReturn:
-        """Raises `error` with the message of `text`."""
+        """Raises `error` with the message of `text`. If an operand wraps an array, the hint names the array."""
+        arrays = [array for name, x in self.operands.items() if (array := wrapped_array(name, x))]
+        if error is TypeError and arrays:
+            hint = f"Pass the wrapped array: {', '.join(f'`{array}`' for array in arrays)}."
         raise error(self.text(problem, hint))
 
     def text(self, problem: str, hint: str) -> str:
@@ -71,6 +74,16 @@ def describe(x: Any) -> str:
         return repr(x)
     wraps = ", not the array that it holds" if hasattr(x, "__jax_array__") else ""  # such as flax's `nnx.Param`
     return f"a {type(x).__name__}{wraps}"
+
+
+def wrapped_array(name: str, x: Any) -> str | None:
+    """Code for the array in `x`, an object of another library such as haliax's `NamedArray` or flax's `nnx.Param`; None
+    for other values."""
+    if is_arraylike(getattr(x, "array", None)) and hasattr(x, "axes"):
+        return f"{name}.array"
+    # Our tensors, modules of Equinox, have both methods too.
+    is_wrapper = hasattr(x, "__jax_array__") and hasattr(x, "__getitem__") and not is_arraylike(x)
+    return f"{name}[...]" if is_wrapper and not isinstance(x, eqx.Module) else None
 
 
 def short_name(dtype: str) -> str:

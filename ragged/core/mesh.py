@@ -7,12 +7,13 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.core import ShapedArray, Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import keystr
 
-from ragged.core.errors import Site
+from ragged.core.errors import Site, is_concrete
 from ragged.core.formats import accumulator_dtype, has_derivative
 
 
@@ -101,11 +102,36 @@ def partially_manual_mesh(leaves: Sequence[Any], requested: PartitionSpec | None
     return None if explicit_mesh(leaves, requested) is not None else next(partial, None)
 
 
-def is_of_one_device(leaves: Sequence[Any]) -> bool:
-    """Whether each array is local to one device: only manual mesh axes distribute it."""
+def automatic_meshes(leaves: Sequence[Any]) -> list[Any]:
+    """The meshes of several devices in the arrays' types that have only `Auto` axes."""
     meshes = [mesh for x in leaves if not (mesh := jax.typeof(x).sharding.mesh).empty]
-    automatic = any(mesh.size > 1 and not (mesh.manual_axes or mesh.explicit_axes) for mesh in meshes)
-    return not automatic and explicit_mesh(leaves) is None and partially_manual_mesh(leaves) is None
+    return [mesh for mesh in meshes if mesh.size > 1 and not (mesh.manual_axes or mesh.explicit_axes)]
+
+
+def is_of_one_device(leaves: Sequence[Any], requested: PartitionSpec | None = None) -> bool:
+    """Whether each array, and a result with the `requested` spec, is local to one device: only manual mesh axes
+    distribute it."""
+    is_explicit = explicit_mesh(leaves, requested) is not None
+    return not is_explicit and not automatic_meshes(leaves) and partially_manual_mesh(leaves, requested) is None
+
+
+def on_host(arrays: Sequence[Any], copy: bool = False) -> list[np.ndarray] | None:
+    """The arrays in NumPy, if all are NumPy's or on the CPU; None if one is traced or they are on several devices.
+
+    `copy`: arrays on an accelerator are copied to the host.
+    """
+    if not is_concrete(*arrays):
+        return None
+    devices = {device for x in arrays if isinstance(x, Array) for device in x.devices()}
+    if len(devices) > 1 or not (copy or all(device.platform == "cpu" for device in devices)):
+        return None
+    return [np.asarray(x) for x in arrays]
+
+
+def on_device(x: np.ndarray, like: Sequence[Any]) -> Array:
+    """`x` as an array of JAX, on the device of `like`. `jnp.asarray` would compile a program for each shape."""
+    committed = [each for each in like if isinstance(each, Array) and each.committed]
+    return jax.device_put(x, *committed[0].devices()) if committed else jax.device_put(x)
 
 
 def over_explicit_axes[F: Callable[..., Any]](function: F) -> F:

@@ -29,11 +29,15 @@ def as_int32(x: Any) -> Int[Array, "..."]:
     if getattr(x, "dtype", None) == jnp.int32:
         return jnp.asarray(x)
     # JAX would wrap Python ints and NumPy arrays around, so they are clipped before they are converted.
-    xp = jnp if isinstance(x, Array) else np
     x = x if hasattr(x, "dtype") else np.int64(min(max(x, -(2**63)), 2**63 - 1))
+    return jnp.asarray(clipped(x))
+
+
+def clipped(x: Any) -> Any:
+    """An array of integers as int32, in NumPy if it is NumPy's. Values out of range are clipped."""
     check_integers(x)
-    int32, given = jnp.iinfo(jnp.int32), jnp.iinfo(x.dtype)
-    return jnp.asarray(xp.clip(x, max(int32.min, given.min), min(int32.max, given.max)).astype(jnp.int32))
+    xp, int32, given = jnp if isinstance(x, Array) else np, jnp.iinfo(jnp.int32), jnp.iinfo(x.dtype)
+    return xp.clip(x, max(int32.min, given.min), min(int32.max, given.max)).astype(jnp.int32)
 
 
 def check_integers(sizes: Any) -> None:

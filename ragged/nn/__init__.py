@@ -1,4 +1,4 @@
-"""Layers with parameters for each group, as Equinox modules, short enough to copy."""
+"""Layers with parameters for each group, as Equinox modules."""
 
 from ragged.nn.linear import GroupedLinear as GroupedLinear
 from ragged.nn.moe import Experts as Experts

@@ -25,8 +25,6 @@ from ragged.tensor.tensor import GroupedTensor
 
 Requests = tuple[Request, ...]
 
-PRE_ACTIVATION = "ragged_pre_activation"
-"""The name of pre-activations in policies of `jax.checkpoint`."""
 _FLOAT16 = float(jnp.finfo(jnp.float16).min), float(jnp.finfo(jnp.float16).max)
 
 
@@ -113,11 +111,9 @@ def _combined(requests: Requests, z: Any) -> Array:
 def _one_product(requests: Requests) -> tuple[Operands, Call] | None:
     """`(operands, call)` of one product of the rows with one or two matrices; None if no kernel supports it."""
     x, call = requests[0].operands, requests[0].call
-    p = call.product
-    is_shared = any(
-        each.operands.lhs.data.ndim < p.ndim(p.lhs) or each.operands.rhs.data.ndim < p.ndim(p.rhs) for each in requests
-    )
-    if p.kernel not in fused.KERNELS or is_shared or x.epilogue.existing is not None or call.options.calls_back:
+    if any(each.merge is not None for each in requests) or x.epilogue.existing is not None:
+        return None
+    if call.product.kernel not in fused.KERNELS or call.options.calls_back:
         return None
     recipes = [each.recipe for each in requests]
     if any(each is not None and each.history is not None for each in recipes):
@@ -147,7 +143,7 @@ def _(primals: tuple[Requests], tangents: tuple[Requests]) -> tuple[Any, Any]:
     (requests,) = primals
     dtype = requests[0].call.dtype
     out, z = _activated(requests)
-    z = tuple(checkpoint_name(each, PRE_ACTIVATION) for each in z)
+    z = tuple(checkpoint_name(each, request.name) for each, request in zip(z, requests, strict=True))
     # Nonzero tangents: `moving`, by the index of a leaf; below, `dbiases`, by the index of a request.
     leaves, tree = jax.tree.flatten(requests)
     moving = {i: d for i, d in enumerate(tree.flatten_up_to(tangents[0])) if not isinstance(d, SymbolicZero)}

@@ -11,13 +11,12 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from ragged.backends.base import Refusal, Target
-from ragged.core.errors import Site, check_packed, describe, is_arraylike, is_count, is_extent
+from ragged.core.errors import Site, check_packed, describe, is_arraylike, is_count, is_extent, wrapped_array
 from ragged.core.formats import accumulator_dtype, promote
 from ragged.core.mesh import explicit_mesh
 from ragged.core.offsets import as_int32
 from ragged.primitive import lowering
 from ragged.primitive.sharding import axes_of, spec_of
-from ragged.primitive.shared import folded
 from ragged.product.config import Configs, backend_of, in_context, is_interpret_params
 from ragged.product.operands import Call, Operand, Operands, Options
 from ragged.tensor.arithmetic import Operators
@@ -103,6 +102,7 @@ def check_options(site: Site, backend: Any, precision: Any) -> Options:
         configs=configs if source == "backend" else context.configs,
         source=source,
         cached=context.cached,
+        name=site.call.partition("(")[0],
     )
 
 
@@ -151,13 +151,12 @@ def check_plan(site: Site, x: Operands, call: Call, casts: tuple[Any, Any] = (No
     platform isn't known yet.
     """
     p = call.product
-    for letters, shape in ((p.lhs, x.lhs_shape), (p.rhs, x.rhs.data.shape), (p.out, call.shape)):
+    for letters, shape in call.buffers(x):
         if letters[0] in p.ragged:
             check_packed(site, shape[-2])
     name = call.options.backend
     if name is None:
         return
-    x, call, _ = folded(x, call)
     lhs, rhs = (
         Operand(jax.ShapeDtypeStruct(data.shape, getattr(cast, "dtype", None) or data.dtype))
         for data, cast in zip((x.lhs.data, x.rhs.data), casts, strict=True)
@@ -225,7 +224,10 @@ def operand(site: Site, name: str, x: Any, more_dims: bool = False) -> GroupedTe
         for field, value in (("data", x.data), ("first_dims", x.first_dims), ("last_dims", x.last_dims)):
             if not is_arraylike(value) and (field == "data" or value is not None):
                 problem = f"`{name}` is a GroupedTensor whose {field} is {describe(value)}, not an array."
-                site.fail(TypeError, problem, "Pass a `GroupedTensor` of arrays.")
+                hint = "Pass a `GroupedTensor` of arrays."
+                if array := wrapped_array(f"{name}.{field}", value):
+                    problem, hint = f"`{name}.{field}` is not an array.", f"Build the tensor from `{array}`."
+                site.fail(TypeError, problem, hint)
         if x.is_cotangent:
             require_groups(x)
         if x.is_stack:

@@ -36,6 +36,7 @@ def einsum(
     max_last: int | None = None,
     activation: str | Callable[[Array], Array] | None = None,
     save: str = "pre",
+    name: str | None = None,
     backend: str | Config | Configs | None = None,
     recipe: Recipe | str | None = None,
 ) -> GroupedTensor:

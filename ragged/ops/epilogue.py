@@ -10,6 +10,9 @@ from ragged.ops.request import Request
 # Layouts that allow a bias and an activation.
 LAYOUTS = ("forward", "batched", "inner_rows")
 SAVES = ("pre", "out")
+PRE_ACTIVATION, GATE, UP = "ragged_pre_activation", "ragged_gate", "ragged_up"
+"""Names of pre-activations in policies of `jax.checkpoint`, unless the caller gives others: of `matmul`; of the two
+products of `gated_matmul`."""
 
 
 def check_save(site: Site, save: Any) -> None:
@@ -19,6 +22,16 @@ def check_save(site: Site, save: Any) -> None:
             hint = "The operation that uses the result saves it: wrap both in `jax.checkpoint`, or pass 'out' to "
             hint += "recompute only the pre-activations."
         site.fail(ValueError, f"unknown `save` {save!r}.", hint)
+
+
+def check_names(site: Site, names: dict[str, Any], save: str) -> None:
+    """Raises unless all `names`, keyed by argument, are strings, and `save` saves what they name."""
+    for argument, name in names.items():
+        if not isinstance(name, str) or not name:
+            site.fail(TypeError, f"`{argument}` is {name!r}.", "Pass a string that a policy of `jax.checkpoint` knows.")
+        if save != "pre":
+            problem = f"`{argument}` is {name!r}, but with `save={save!r}` pre-activations are recomputed."
+            site.fail(ValueError, problem, "Leave the names out, or pass `save='pre'`.")
 
 
 def check_epilogue(site: Site, request: Request, activation: Any) -> None:

@@ -16,7 +16,7 @@ from ragged.core.errors import Site, is_arraylike
 from ragged.core.formats import AnyArray, accumulator_dtype, promote
 from ragged.core.mesh import is_of_one_device
 from ragged.ops.activated import with_epilogue
-from ragged.ops.epilogue import check_rows, check_save
+from ragged.ops.epilogue import GATE, UP, check_names, check_rows, check_save
 from ragged.ops.matmul import request_of
 from ragged.ops.request import Arguments, Request
 from ragged.primitive.epilogue import split_columns
@@ -39,6 +39,7 @@ def gated_matmul(
     activation: str | Callable[[Array], Array] | Callable[[Array, Array], Array] | None = "silu",
     bias: tuple[Float[AnyArray, "*g n"] | None, Float[AnyArray, "*g n"] | None] | Float[AnyArray, "*g n"] | None = None,
     save: str = "pre",
+    names: tuple[str, str] = (GATE, UP),
     recipe: Recipe | str | tuple[Recipe | str | None, Recipe | str | None] | None = None,
     preferred_element_type: DTypeLike | None = None,
     precision: PrecisionLike = None,
@@ -61,6 +62,7 @@ def gated_matmul(
       arguments, `gate = x @ w_gate` and `up = x @ w_up`, that computes the whole result.
     - `bias`: a pair, one for each product: `(n,)`, `[groups, n]` or None. With `columns`, it may also be one array,
       `(2 * n,)` or `[groups, 2 * n]`, with the weight's columns.
+    - `names`: the names of the gate's and the other pre-activations in policies of `jax.checkpoint`.
     - `recipe`: as in `matmul`, for both products, or a pair, one for each. Recipes with a history must be a pair.
     - The rest: as in `matmul`, for both products.
 
@@ -77,11 +79,15 @@ def gated_matmul(
         assert ragged.gated_matmul(x, w_gate, w_up).shape == (16, 8)
         ```
     """
-    options = {name: value for name, value in locals().items() if name not in ("x", "w_gate", "w_up", "columns")}
-    return with_epilogue(gated_requests(x, w_gate, w_up, Arguments(**options), columns))
+    options = {
+        name: value for name, value in locals().items() if name not in ("x", "w_gate", "w_up", "columns", "names")
+    }
+    return with_epilogue(gated_requests(x, w_gate, w_up, Arguments(**options), columns, names))
 
 
-def gated_requests(x: Any, w_gate: Any, w_up: Any, arguments: Arguments, columns: Any = None) -> tuple[Request, ...]:
+def gated_requests(
+    x: Any, w_gate: Any, w_up: Any, arguments: Arguments, columns: Any = None, names: Any = (GATE, UP)
+) -> tuple[Request, ...]:
     """`(gate, up)`: the checked requests of the two products of `gated_matmul`.
 
     `arguments.bias` is a pair, or with `columns` one array; `arguments.recipe` is a pair, or one recipe for both.
@@ -106,21 +112,25 @@ def gated_requests(x: Any, w_gate: Any, w_up: Any, arguments: Arguments, columns
         site.fail(ValueError, "`recipe` has a history, which belongs to one product.", hint)
     biases = (None, None) if bias is None else bias
     recipes = recipe if isinstance(recipe, tuple) else (recipe, recipe)
-    for name, pair in (("bias", biases), ("recipe", recipes)):
+    for name, pair in (("bias", biases), ("recipe", recipes), ("names", names)):
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             hint = f"Pass a pair, first the gate's: `{name}=(..., ...)`."
             site.also(**{name: pair}).fail(TypeError, f"`{name}` is not a pair.", hint)
-    names = [{"lhs": "x", "rhs": name, "bias": f"bias[{i}]"} for i, name in enumerate(("w_gate", "w_up"))]
+    if tuple(names) != (GATE, UP):
+        check_names(site, {f"names[{i}]": name for i, name in enumerate(names)}, arguments.save)
+    outer = [{"lhs": "x", "rhs": name, "bias": f"bias[{i}]"} for i, name in enumerate(("w_gate", "w_up"))]
     gate, up = (
         request_of(x, w, replace(arguments, bias=b, recipe=r, activation=None), Site(site.call, names=n))
-        for w, b, r, n in zip((w_gate, w_up), biases, recipes, names, strict=True)
+        for w, b, r, n in zip((w_gate, w_up), biases, recipes, outer, strict=True)
     )
+    gate, up = (replace(each, name=name) for each, name in zip((gate, up), names, strict=True))
     for each in (gate, up):
         check_rows(site, each, "a gate")
     dtype = promote(gate.call.dtype, up.call.dtype)
     function = function_of(site, arguments.activation, 2, accumulator_dtype(dtype))
     gate, up = (replace(each, call=each.call._replace(dtype=dtype), function=function) for each in (gate, up))
-    if both is None or recipes != (None, None) or not is_of_one_device(jax.tree.leaves((gate.operands, both))):
+    has_two = both is None or recipes != (None, None) or gate.merge is not None
+    if has_two or not is_of_one_device(jax.tree.leaves((gate.operands, both))):
         return gate, up
     # Kernels and derivatives read the one weight in place. The two matrices are for products that can't.
     return replace(gate, both=both, columns=columns), up
@@ -137,7 +147,8 @@ def _both(site: Site, w: Any, w_up: Any, columns: Any) -> Array:
         w = jnp.asarray(w.data)
     if not is_arraylike(w) or w.ndim not in (2, 3) or w.shape[-1] % 2:
         hint = "With `columns`, the weight must be one array [groups, k, 2 * n] that isn't quantised."
-        site.fail(ValueError, "`w` doesn't have the columns of two matrices.", hint)
+        error = ValueError if is_arraylike(w) else TypeError
+        site.fail(error, "`w` doesn't have the columns of two matrices.", hint)
     return jnp.asarray(w)
 
 

@@ -4,15 +4,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.lax import PrecisionLike
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Int
 
-from ragged.core.errors import Site, as_extent, is_arraylike
+from ragged.core.errors import Site, as_extent, is_arraylike, is_concrete
 from ragged.core.formats import AnyArray
-from ragged.core.offsets import as_int32
+from ragged.core.offsets import as_int32, clipped
 from ragged.core.scaling import not_differentiable_8_bits
 from ragged.ops import check
 from ragged.ops.check import Tiling
@@ -46,7 +47,8 @@ def grouped_matmul(
     - `rhs`: `[g, k, n]`, or with `transpose_rhs` `[g, n, k]`, which is read in place. It may have fewer matrices, for
       the groups from `group_offset` (default 0) on. Rows of other groups are zero in the result, or equal to
       `existing_out`.
-    - `group_sizes`: `(g,)` int32 or uint32, the number of rows in each group.
+    - `group_sizes`: `(g,)` integers, the number of rows in each group. Sizes of 64 bits become int32; sizes that it
+      can't hold raise an error, or if they are traced, are clipped.
     - `tiling`: `(tile_m, tile_k, tile_n)`, a function of `(m, k, n)` that returns one, or None for the library's
       choice. Derivatives use the same tile for the same dim. XLA uses only the tile of the ragged dim. Legal tiles:
       see `ragged.tuning.TpuConfig` and `GpuConfig`. TPU tiles are halved if they don't fit into VMEM.
@@ -56,11 +58,11 @@ def grouped_matmul(
 
     **Returns:** `[m, n]`, with zeros in the tail.
 
-    **Raises:** `ValueError` for shapes and options, `TypeError` for dtypes.
+    **Raises:** `ValueError` for shapes, sizes and options, `TypeError` for dtypes.
     """
     arguments = {**locals()}
     site = Site("ragged.grouped_matmul(lhs, rhs, group_sizes)", {"lhs": lhs, "rhs": rhs, "group_sizes": group_sizes})
-    _check_arrays(site, lhs, 2, rhs, 3, group_sizes)
+    _check_arrays(site, lhs, rhs, 3, group_sizes)
     k_axis, n_axis = (2, 1) if transpose_rhs else (1, 2)
     m, k, n = lhs.shape[0], lhs.shape[1], rhs.shape[n_axis]
     if rhs.shape[k_axis] != k:
@@ -103,8 +105,8 @@ def transposed_grouped_matmul(
 
     - `lhs`: `[k, m]`. If it is `x.T`, `jit` makes no transposed copy.
     - `rhs`: `[m, n]`.
-    - `group_sizes`: `(g,)` int32 or uint32, the extent of each group along `m`. The tails of `lhs` and `rhs` may hold
-      anything.
+    - `group_sizes`: `(g,)` integers, the extent of each group along `m`, as in `ragged.grouped_matmul`. The tails of
+      `lhs` and `rhs` may hold anything.
     - `tiling`, `input_buffer_count`, `interpret`: as in `ragged.grouped_matmul`, in the letters `m`, `k`, `n` of this
       function.
     - `group_offset`, `num_actual_groups`: the result has `num_actual_groups` groups, from `group_offset` on. Groups
@@ -114,13 +116,13 @@ def transposed_grouped_matmul(
 
     **Returns:** `[num_actual_groups or g, k, n]`, with zeros for an empty group.
 
-    **Raises:** `ValueError` for shapes and options, `TypeError` for dtypes.
+    **Raises:** `ValueError` for shapes, sizes and options, `TypeError` for dtypes.
     """
     arguments = {**locals()}
     site = Site(
         "ragged.transposed_grouped_matmul(lhs, rhs, group_sizes)", {"lhs": lhs, "rhs": rhs, "group_sizes": group_sizes}
     )
-    _check_arrays(site, lhs, 2, rhs, 2, group_sizes)
+    _check_arrays(site, lhs, rhs, 2, group_sizes)
     (k, m), n = lhs.shape, rhs.shape[1]
     if rhs.shape[0] != m:
         site.fail(
@@ -140,10 +142,10 @@ def transposed_grouped_matmul(
     return _bind(site, lhs.T, rhs, product, shape, options, arguments)
 
 
-def _check_arrays(site: Site, lhs: Any, lhs_rank: int, rhs: Any, rhs_rank: int, group_sizes: Any) -> None:
-    for name, x, rank in (("lhs", lhs, lhs_rank), ("rhs", rhs, rhs_rank), ("group_sizes", group_sizes, 1)):
+def _check_arrays(site: Site, lhs: Any, rhs: Any, rhs_rank: int, group_sizes: Any) -> None:
+    for name, x, rank in (("lhs", lhs, 2), ("rhs", rhs, rhs_rank), ("group_sizes", group_sizes, 1)):
         if not is_arraylike(x):
-            hint = "Pass int32 sizes." if name == "group_sizes" else "`ragged.matmul` takes a `GroupedTensor`."
+            hint = "Pass an array of integers." if name == "group_sizes" else "`ragged.matmul` takes a `GroupedTensor`."
             site.fail(TypeError, f"`{name}` is not an array.", hint)
         if x.ndim != rank:
             hint = "This function computes one product. For several products, use `jax.vmap`."
@@ -157,8 +159,14 @@ def _check_arrays(site: Site, lhs: Any, lhs_rank: int, rhs: Any, rhs_rank: int, 
                 f"`{name}` must have {rank} dims, but has {x.ndim}.",
                 hint,
             )
-    if group_sizes.dtype not in (jnp.int32, jnp.uint32):
-        site.fail(TypeError, "`group_sizes` must be int32 or uint32.", "Cast it: `group_sizes.astype(jnp.int32)`.")
+    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        site.fail(TypeError, "`group_sizes` must be integers.", "Cast them: `group_sizes.astype(jnp.int32)`.")
+    if is_concrete(group_sizes) and group_sizes.dtype.itemsize > 4:
+        beyond = np.asarray(group_sizes) != clipped(np.asarray(group_sizes))
+        if beyond.any():
+            i = int(beyond.argmax())
+            problem = f"`group_sizes[{i}]` is {group_sizes[i]}, which int32 can't hold."
+            site.fail(ValueError, problem, f"Pass the number of rows in each group. `lhs` has shape {lhs.shape}.")
 
 
 def _bind(
@@ -173,7 +181,9 @@ def _bind(
     """The product of `lhs` and `rhs`, packed axis first. `arguments`: all arguments of the public function."""
     existing_out = arguments["existing_out"]
     if existing_out is not None and not is_arraylike(existing_out):
-        site.fail(TypeError, "`existing_out` is not an array.", "Pass an array like the result.")
+        site.also(existing_out=existing_out).fail(
+            TypeError, "`existing_out` is not an array.", "Pass an array like the result."
+        )
     dtype = check.result_dtype(site, lhs.dtype, rhs.dtype, arguments["preferred_element_type"], existing_out)
     if existing_out is not None:
         check.check_existing(site, existing_out, shape, dtype)

@@ -21,9 +21,10 @@ from ragged.core.offsets import as_int32
 from ragged.core.scaling import not_differentiable, not_differentiable_8_bits
 from ragged.ops import check
 from ragged.ops.activated import with_epilogue
-from ragged.ops.epilogue import check_epilogue, check_save
+from ragged.ops.epilogue import PRE_ACTIVATION, check_epilogue, check_names, check_save
 from ragged.ops.letters import Einsum, EinsumOperand, einsum_of
 from ragged.ops.request import Arguments, Request
+from ragged.primitive.shared import merged
 from ragged.product.config import Config, Configs
 from ragged.product.function import function_of
 from ragged.product.layout import Layout, Product, infer_layout
@@ -50,6 +51,7 @@ def matmul(
     bias: Float[AnyArray, "*n"] | None = None,
     activation: str | Callable[[Array], Array] | None = None,
     save: str = "pre",
+    name: str | None = None,
     backend: str | Config | Configs | None = None,
     recipe: Recipe | str | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
@@ -99,8 +101,9 @@ def matmul(
       before rounding. The result must be a float, in a layout that allows a bias. `ragged.explain` shows whether a
       kernel or XLA computes it.
     - `save`: what the derivative of an activation saves, besides the operands and the result. `"pre"` saves the
-      pre-activations, rounded to the result's dtype, as `"ragged_pre_activation"` in policies of `jax.checkpoint`. With
-      `"out"`, the backward pass recomputes them.
+      pre-activations, rounded to the result's dtype. With `"out"`, the backward pass recomputes them.
+    - `name`: the name of the saved pre-activations in policies of `jax.checkpoint`, by default
+      `"ragged_pre_activation"`.
     - `backend`: `"xla"`, `"pallas_tpu"`, `"triton_gpu"`, or None for the platform's own backend. Or a configuration for
       one of them, `ragged.tuning.XlaConfig`, `TpuConfig` or `GpuConfig`. Derivatives run on the same backend with their
       own tiles, which `ragged.tuning.Configs(out, lhs, rhs)` sets too. Without a configuration, tiles come from
@@ -184,8 +187,11 @@ def einsum_of_matmul(lhs: Any, rhs: Any, group_offset: Any = None) -> Einsum:
     return einsum_of(one, other, (*group, *m, *n), ("g",))
 
 
-def request_of(lhs: Any, rhs: Any, arguments: Arguments, site: Site | None = None) -> Request:
-    """The checked request of a call of `matmul`. Errors name the call and the operands of `site`, if given."""
+def request_of(lhs: Any, rhs: Any, arguments: Arguments, site: Site | None = None, *, merges: bool = True) -> Request:
+    """The checked request of a call of `matmul`. Errors name the call and the operands of `site`, if given.
+
+    `merges`: whether groups that share a matrix become one group.
+    """
     given, lhs, rhs = (lhs, rhs), unquantized(lhs), unquantized(rhs)
     gathered = lhs if _is_in_place(lhs, rhs) else None
     if gathered is not None:  # The checks need only shapes and dtypes, so nothing is gathered.
@@ -236,13 +242,26 @@ def request_of(lhs: Any, rhs: Any, arguments: Arguments, site: Site | None = Non
     call = Call(einsum, shape, dtype, options, out_spec=out_spec)
     # In `forward_left`, `rhs` has the rows and `lhs` the weights.
     recipe = recipe.transposed if recipe is not None and layout.ragged == "n" else recipe
-    check.check_plan(site, operands, call, (None, None) if recipe is None else recipe.forward)
     operands = with_quantized_weights(recipe, operands, call, *given)
     first_dims, last_dims = getattr(lhs, "first_dims", None), getattr(rhs, "last_dims", None)
-    bias, save = arguments.bias, arguments.save
-    request = Request(operands, recipe, bias, first_dims, last_dims, call, layout, swapped, None, save)
+    bias, save, name = arguments.bias, arguments.save, arguments.name
+    if name is not None:
+        check_names(site, {"name": name}, save)
+        if arguments.activation is None:
+            hint = f"Name the result's buffer: `jax.ad_checkpoint.checkpoint_name((lhs @ rhs).data, {name!r})`."
+            site.fail(ValueError, f"`name` is {name!r}, but there is no activation.", hint)
+    request = Request(
+        operands, recipe, bias, first_dims, last_dims, call, layout, swapped, None, save, name or PRE_ACTIVATION
+    )
     check_epilogue(site, request, arguments.activation)
-    return replace(request, function=function_of(site, arguments.activation, 1, accumulator_dtype(dtype)))
+    operands, call, merge = merged(operands, call)
+    check.check_plan(site, operands, call, (None, None) if recipe is None else recipe.forward)
+    function = function_of(site, arguments.activation, 1, accumulator_dtype(dtype))
+    # Over explicit axes, groups of an unreduced result can't be merged; `sharding.mapped` merges those of a device.
+    is_unreduced = out_spec is not None and out_spec.unreduced
+    if merges and (recipe is not None or not is_unreduced):
+        request = replace(request, operands=operands, call=call, merge=merge)
+    return replace(request, function=function)
 
 
 def _is_in_place(lhs: Any, rhs: Any) -> bool:

@@ -10,6 +10,7 @@ from jax import Array
 
 from ragged.core.errors import Site
 from ragged.primitive.primitive import bind
+from ragged.primitive.shared import Merge
 from ragged.product.function import Function
 from ragged.product.layout import Layout
 from ragged.product.operands import Call, Operands
@@ -30,6 +31,7 @@ class Arguments:
     bias: Any = None
     activation: Any = None
     save: Any = "pre"
+    name: Any = None
     backend: Any = None
     recipe: Any = None
     out_sharding: Any = None
@@ -47,7 +49,7 @@ class Arguments:
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["operands", "recipe", "bias", "first_dims", "last_dims", "both"],
-    meta_fields=["call", "layout", "is_swapped", "function", "save", "columns"],
+    meta_fields=["call", "layout", "is_swapped", "function", "save", "name", "columns", "merge"],
 )
 @dataclass(frozen=True)
 class Request:
@@ -63,10 +65,12 @@ class Request:
     is_swapped: bool  # whether the product's buffer is the transposed result
     function: Function | None  # of the pre-activations of all requests
     save: str
+    name: str  # of the saved pre-activations in policies of `jax.checkpoint`
     # The one weight of `gated_matmul(columns=...)`, or None; only in the gate's request. It gets the cotangent, and
     # the matrices in the operands of both requests get none.
     both: Array | None = None
     columns: str = ""  # the order of its columns: "halves" or "interleaved"
+    merge: Merge | None = None  # If all groups share a matrix: `operands` and `call` have one group.
 
     @property
     def has_epilogue(self) -> bool:
@@ -75,8 +79,10 @@ class Request:
     def product(self) -> Array:
         """The product's buffer, before bias and activation. A recipe, if any, quantises the operands."""
         if self.recipe is None:
-            return bind(self.operands, self.call)
-        return quantized_product(self.recipe, self.operands, self.call)
+            out = bind(self.operands, self.call)
+        else:
+            out = quantized_product(self.recipe, self.operands, self.call)
+        return out if self.merge is None else self.merge.undo(out)
 
     def quantized(self) -> tuple[Operands, Call]:
         """`(operands, call)`: the operands, quantised if there is a recipe, and the call that multiplies them."""

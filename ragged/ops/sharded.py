@@ -72,7 +72,7 @@ def sharded_matmul(
     if not isinstance(in_specs, tuple | list) or len(in_specs) != 2:
         site.fail(TypeError, f"`in_specs` is {in_specs!r}.", "Pass two `PartitionSpec`s, for `lhs` and `rhs`.")
     _check_callback(site, out_shard_callback)
-    product = request_of(lhs, rhs, arguments, site)
+    product = request_of(lhs, rhs, arguments, site, merges=False)  # Each device merges the groups of its shard.
     product = replace(product, operands=dispatched(product.operands))
     x, call = product.operands, product.call
     out_rank = len(call.shape)

@@ -64,6 +64,8 @@ BACKENDS = {
     ),
 }
 
+FALLBACK = next(name for name, backend in BACKENDS.items() if backend.runs_anywhere)
+"""The backend that runs every product, on every platform."""
 PLATFORMS = {backend.platform: name for name, backend in BACKENDS.items() if backend.platform}
 """The default backend of each platform. If it refuses a product, XLA runs it."""
 
@@ -81,11 +83,11 @@ def plan(platform: str, x: Operands, call: Call, target: Target) -> Launch:
     """
     x = jax.tree.map(_aval, x)
     _check_batch(x, call)
-    own, passed_over = PLATFORMS.get(platform, "xla"), ()
+    own, passed_over = PLATFORMS.get(platform, FALLBACK), ()
     name = call.options.backend or own
     found = ask(name, x, call, target)
     if isinstance(found, Launch) and name != own and not (BACKENDS[name].runs_anywhere or target.interpret):
-        available = ", ".join(repr(each) for each in dict.fromkeys((own, "xla")))
+        available = ", ".join(repr(each) for each in dict.fromkeys((own, FALLBACK)))
         hint = f"Available there: {available}. `backend=None` uses the platform's own backend."
         if name in CONFIG_TYPES:
             config = f"`backend=ragged.tuning.{CONFIG_TYPES[name].__name__}(interpret=True)`"
@@ -93,9 +95,9 @@ def plan(platform: str, x: Operands, call: Call, target: Target) -> Launch:
         found = Refusal(f"backend {name!r} does not run on {platform}.", hint)
     if isinstance(found, Refusal) and not found.hint:
         passed_over = ((name, found.reason),)
-        found = ask("xla", x, call, target)
+        found = ask(FALLBACK, x, call, target)
     if isinstance(found, Refusal):
-        Site("ragged.matmul").fail(found.error, found.reason, found.hint)
+        Site(call.options.name).fail(found.error, found.reason, found.hint)
     is_composed = call.epilogue is not None and not BACKENDS[found.backend].has_epilogues
     return replace(found, passed_over=passed_over, is_composed=is_composed)
 
@@ -103,12 +105,12 @@ def plan(platform: str, x: Operands, call: Call, target: Target) -> Launch:
 def _check_batch(x: Operands, call: Call) -> None:
     """Raises if int32 can't count the packed rows of all mapped elements, which a kernel sees as one buffer."""
     p, batch = call.product, call.batch(x)
-    for letters, shape in ((p.lhs, x.lhs_shape), (p.rhs, x.rhs.data.shape), (p.out, call.shape)):
+    for letters, shape in call.buffers(x):
         rows = shape[-2]
         if letters[0] in p.ragged and isinstance(batch, int) and isinstance(rows, int) and batch * rows > MAX_ROWS:
             problem = f"{batch} mapped elements of {rows} packed rows (or columns) have more than {MAX_ROWS} in total."
             hint = "Kernels count them in int32. Map with `jax.lax.map` instead of `jax.vmap`."
-            Site("ragged.matmul").fail(ValueError, problem, hint)
+            Site(call.options.name).fail(ValueError, problem, hint)
 
 
 def ask(name: str, x: Operands, call: Call, target: Target) -> Launch | Refusal:
@@ -222,7 +224,7 @@ def target_of(
     exported. `automatic`: whether XLA partitions it over several devices.
     """
     # An interpreted kernel is for a device of its backend's platform, whatever `platform` is.
-    requested = BACKENDS[options.backend or "xla"]
+    requested = BACKENDS[options.backend or FALLBACK]
     kernel_platform = platform if requested.runs_anywhere else requested.platform
     target = Target(
         portable=portable and not (options.backend and requested.in_exports),

@@ -27,6 +27,7 @@ from ragged.backends.base import Target
 from ragged.core.errors import Site
 from ragged.core.formats import accumulator_dtype
 from ragged.core.mesh import (
+    automatic_meshes,
     axes_beyond,
     explicit_mesh,
     explicit_spec,
@@ -39,14 +40,13 @@ from ragged.core.mesh import (
 )
 from ragged.core.rows import collect_rows
 from ragged.primitive import lowering, sharding
-from ragged.primitive.shared import folded
 from ragged.product.operands import Call, Epilogue, Index, Operand, Operands
 
 
 def bind(x: Operands, call: Call) -> Array:
+    """The product. No operand may be one matrix for all groups: see `merged`. Only `sharding.mapped` allows it."""
     if call.out_spec is not None and call.out_spec.unreduced:  # The primitive's result is never unreduced.
         return _mapped(*jax.tree.flatten(x), call)
-    x, call, restore = folded(x, call)
     leaves, tree = jax.tree.flatten(x)
     if (mesh := partially_manual_mesh(leaves, call.out_spec)) is not None and not call.options.calls_back:
         # XLA would partition the product's operations, not its kernel, and put collectives into loops whose trip counts
@@ -58,9 +58,9 @@ def bind(x: Operands, call: Call) -> Array:
             out_specs=PartitionSpec(),
             axis_names={*mesh.axis_names} - {*mesh.manual_axes},
         )
-        return restore(whole(*jax.tree.leaves(vary_except_data(x))))
+        return whole(*jax.tree.leaves(vary_except_data(x)))
     primitive = partitioned_matmul_p if _is_partitioned(leaves, call) else ragged_matmul_p
-    return restore(primitive.bind(*jax.tree.leaves(vary_except_data(x)), tree=tree, call=call))
+    return primitive.bind(*jax.tree.leaves(vary_except_data(x)), tree=tree, call=call)
 
 
 def vary_except_data(x: Operands, like: Sequence[Any] = ()) -> Operands:
@@ -102,8 +102,7 @@ prim_requires_devices_during_lowering.add(partitioned_matmul_p)
 
 def _is_partitioned(leaves: Sequence[Any], call: Call) -> bool:
     """Whether the operands' types have a mesh of several devices, with only `Auto` axes."""
-    meshes = [mesh for x in leaves if not (mesh := jax.typeof(x).sharding.mesh).empty]
-    several = [mesh for mesh in meshes if mesh.size > 1 and not (mesh.manual_axes or mesh.explicit_axes)]
+    several = automatic_meshes(leaves)
     # If the mesh has no devices, the program may run in another process, and XLA can't call back into this one to
     # partition the product.
     return bool(several) and all(mesh.abstract_device for mesh in several) and not call.options.calls_back
@@ -225,7 +224,7 @@ def _sum(terms: list[Array]) -> Array:
 def check_cotangent(call: Call) -> None:
     """Raises `TypeError` if the cotangent of a product's result would have 8 bits: too few without scales."""
     if jnp.dtype(call.dtype).itemsize == 1:
-        Site("ragged.matmul").fail(
+        Site(call.options.name).fail(
             TypeError,
             f"the result is {jnp.dtype(call.dtype).name}, so its cotangent would have 8 bits too.",
             "Pass `preferred_element_type=jnp.bfloat16`, and quantise or cast the result.",
@@ -260,7 +259,7 @@ def _transpose(ct: Any, *args: Any, tree: Any, call: Call) -> list[Any]:
     x, of = tree.unflatten(args), tree.unflatten([arg.aval if ad.is_undefined_primal(arg) else None for arg in args])
     if (of.lhs.data is not None or _rows(of) is not None) and of.rhs.data is not None:
         problem = "a product is linear in each operand, not in both."
-        Site("ragged.matmul").fail(NotImplementedError, problem, "Transpose it with respect to one operand.")
+        Site(call.options.name).fail(NotImplementedError, problem, "Transpose it with respect to one operand.")
     return tree.flatten_up_to(cotangents(ct, x, call, of, lambda wrt, x, call: bind(x, call)))
 
 

@@ -32,6 +32,7 @@ from ragged.core.mesh import resharded
 from ragged.core.offsets import as_int32, group_offsets
 from ragged.core.scales import by_row
 from ragged.primitive import lowering
+from ragged.primitive.shared import merged
 from ragged.product.operands import Call, Epilogue, Operand, Operands
 
 Axes = tuple[str, ...]
@@ -198,8 +199,14 @@ def _num_shards(names: Axes, mesh: Mapping[str, int]) -> int:
 def local(x: Operands, call: Call, sharding: Sharding, product: Callable[[Operands, Call], Array]) -> Array:
     """A device's shard of the result, from its shards of the operands. Called where the mesh axes are manual.
 
-    `product(operands, call)` multiplies the shards.
+    `product(operands, call)` multiplies the shards. If all groups share a matrix, it gets one group.
     """
+
+    def multiply(x: Operands, call: Call) -> Array:
+        x, call, merge = merged(x, call)
+        out = product(x, call)
+        return out if merge is None else merge.undo(out)
+
     of, letters, _, _, summed = sharding
     num_batch_axes = len(of.out) - len(call.shape)
 
@@ -224,9 +231,9 @@ def local(x: Operands, call: Call, sharding: Sharding, product: Callable[[Operan
     lhs, rhs = (_with_scales(each, term, letters, x.sizes) for each, term in ((x.lhs, of.lhs), (x.rhs, of.rhs)))
     shard = x._replace(lhs=lhs, rhs=rhs, sizes=sizes, offset=offset)
     if not summed:
-        return product(shard, call._replace(shape=partial_shape))
+        return multiply(shard, call._replace(shape=partial_shape))
     wide = call._replace(shape=partial_shape, dtype=call.sum_dtype(x))
-    out = product(shard._replace(epilogue=Epilogue()), wide)
+    out = multiply(shard._replace(epilogue=Epilogue()), wide)
 
     # 3. The sum over devices, then `existing_out` and rounding.
     for axis, (before, after) in enumerate(zip(sharding.partial, sharding.out, strict=True)):
@@ -261,7 +268,7 @@ def mapped(
     unreduced = tuple(name for name in found.summed if name in wanted.unreduced)
     if missing := sorted(wanted.unreduced - {*unreduced}):
         problem = f"`out_sharding` is unreduced over {missing[0]!r}, but the product isn't summed over it."
-        Site("ragged.matmul").fail(ValueError, problem, f"The product is summed over {found.summed}.")
+        Site(call.options.name).fail(ValueError, problem, f"The product is summed over {found.summed}.")
     found = found._replace(summed=tuple(name for name in found.summed if name not in unreduced))
     leaves, tree = jax.tree.flatten(x)
     have, need = jax.tree.leaves(specs), jax.tree.leaves(needed)

@@ -1,24 +1,38 @@
 """Products with one matrix that all groups share: the other operand's groups are merged into one."""
 
-from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import PartitionSpec
 
 from ragged.core.mesh import over_explicit_axes, resharded
 from ragged.core.offsets import group_offsets
 from ragged.core.scales import of_rows, spread
 from ragged.product.operands import Call, Operand, Operands
 
-Folded = tuple[Operands, Call, Callable[[Array], Array]]
-"""`(operands, call, restore)`: a product without a shared matrix, and a function from its result to the original
-product's result."""
+
+class Merge(NamedTuple):
+    """How the result of a product whose groups were merged becomes the original product's result."""
+
+    shape: tuple[Any, ...] | None = None  # `[g, rows, columns]`; None if the results are the same
+    is_transposed: bool = False
+    spec: PartitionSpec | None = None  # `Call.out_spec` of the original product
+
+    def undo(self, out: Array) -> Array:
+        """The original product's result."""
+        if self.shape is None:
+            return out
+        out = _reshaped(out, self.shape)
+        out = out.mT if self.is_transposed else out
+        return out if self.spec is None else resharded(out, jax.typeof(out).sharding.mesh, self.spec)
 
 
-def folded(x: Operands, call: Call) -> Folded:
-    """Merges all groups into one if an operand is one matrix that they share; otherwise the product is unchanged."""
+def merged(x: Operands, call: Call) -> tuple[Operands, Call, Merge | None]:
+    """`(operands, call, merge)`: the product with all groups merged into one if they share one matrix; otherwise the
+    same product, and None."""
     p = call.product
     # The operand that isn't shared: its name, letters and value.
     if x.lhs.data.ndim < p.ndim(p.lhs):
@@ -26,11 +40,11 @@ def folded(x: Operands, call: Call) -> Folded:
     elif x.rhs.data.ndim < p.ndim(p.rhs):
         shared, other, letters, groups = "rhs", "lhs", p.lhs, x.lhs
     else:
-        return x, call, lambda out: out
+        return x, call, None
     x = x._replace(**{shared: getattr(x, shared)._replace(data=getattr(x, shared).data[None])})
     if x.sizes:
         one, sizes = _rows(groups, x.sizes[p.ragged])
-        return x._replace(**{other: one}, sizes={p.ragged: sizes}), call, lambda out: out
+        return x._replace(**{other: one}, sizes={p.ragged: sizes}), call, Merge()
 
     # Groups `[g, rows, contracted]` become one, `[1, g * rows, contracted]`.
     shape, existing = call.shape[1:], x.epilogue.existing
@@ -42,16 +56,10 @@ def folded(x: Operands, call: Call) -> Folded:
         p, shape = p._replace(out=p.out[::-1]), shape[::-1]
         existing = None if existing is None else existing.mT
     g, rows = groups.data.shape[:2]
-    one_group, out_spec = (1, g * rows, shape[1]), call.out_spec
+    one_group, merge = (1, g * rows, shape[1]), Merge((g, *shape), is_transposed, call.out_spec)
     epilogue = x.epilogue._replace(existing=None if existing is None else _reshaped(existing, one_group))
     x = x._replace(epilogue=epilogue, **{other: _one(groups)})
-
-    def restore(out: Array) -> Array:
-        out = _reshaped(out, (g, *shape))
-        out = out.mT if is_transposed else out
-        return out if out_spec is None else resharded(out, jax.typeof(out).sharding.mesh, out_spec)
-
-    return x, call._replace(product=p._replace(**{other: letters}), shape=one_group, out_spec=None), restore
+    return x, call._replace(product=p._replace(**{other: letters}), shape=one_group, out_spec=None), merge
 
 
 @over_explicit_axes

@@ -20,12 +20,23 @@ import jax
 
 from ragged.core.errors import Site, is_count
 
+CONFIG_TYPES: dict[str, type["Config"]] = {}
+"""The type of each backend's configurations."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """How one backend computes one product. A field that is None is the library's choice."""
 
     backend: ClassVar[str]
+
+    def __init_subclass__(cls) -> None:
+        CONFIG_TYPES[cls.backend] = cls
+
+    @staticmethod
+    def calls_back(interpret: Any, buffers: int) -> bool:
+        """Whether a kernel is interpreted by callbacks that are effects of the program. `buffers`: see `TpuConfig`."""
+        return False
 
     def along(self, letters: str) -> tuple[Any, ...]:
         """The tiles of `letters`, in their order."""
@@ -113,6 +124,11 @@ class TpuConfig(Config):
         is_valid = isinstance(self.interpret, bool) or is_interpret_params(self.interpret)
         self._check("interpret", is_valid, "a bool, or `pltpu.InterpretParams`")
 
+    @staticmethod
+    def calls_back(interpret: Any, buffers: int) -> bool:
+        """Pallas uses callbacks for `InterpretParams`, and for every interpreted kernel with more than two buffers."""
+        return not isinstance(interpret, bool) or (interpret and buffers > 2)
+
 
 def is_interpret_params(x: Any) -> bool:
     from jax.experimental.pallas.tpu import InterpretParams  # imported here, since it imports all of Pallas
@@ -142,9 +158,6 @@ class GpuConfig(Config):
         self._check_counts("programs", minimum=0)
         self._check("tma", isinstance(self.tma, bool), "a bool")
         self._check("interpret", isinstance(self.interpret, bool), "a bool")
-
-
-CONFIG_TYPES: dict[str, type[Config]] = {config.backend: config for config in (XlaConfig, TpuConfig, GpuConfig)}
 
 
 def to_json(config: Config) -> dict[str, Any]:

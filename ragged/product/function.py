@@ -280,6 +280,12 @@ def _is_of_jax(x: Any) -> bool:
     return callable(x) and (getattr(x, "__module__", None) or "").startswith("jax.")
 
 
+def elementwise(name: str, call: Callable[..., Array], *dtypes: Any) -> Function:
+    """An elementwise function of arrays in these dtypes, without derivatives."""
+    operations, result, _ = _operations(call, [jax.ShapeDtypeStruct(_SHAPE, dtype) for dtype in dtypes])
+    return Function(name, None, len(dtypes), operations, result, _text_of(operations, result))
+
+
 @lru_cache(256)
 def _traced(activation: Any, arity: int, dtype: str, numbers: str | None) -> Function:
     """An activation as a `Function`. `numbers`, from `_numbers_read`, is only a part of the cache's key."""
@@ -341,7 +347,7 @@ def _operations(call: Callable[..., Array], z: list[Any]) -> tuple[tuple[Operati
     if getattr(out, "shape", None) != shape:
         gives = "several results" if getattr(out, "shape", None) is None else f"a result of shape {out.shape}"
         raise _Unsuitable(f"isn't elementwise: for arrays of shape {shape}, it returns {gives}", maps=False)
-    if not jnp.issubdtype(out.dtype, jnp.floating):
+    if jnp.issubdtype(z[0].dtype, jnp.floating) and not jnp.issubdtype(out.dtype, jnp.floating):
         problem = f"returns {out.dtype.name} for {z[0].dtype.name} of shape {shape}"
         raise _Unsuitable(problem, TypeError, maps=False)
     operations: list[Operation] = []

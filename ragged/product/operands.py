@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from ragged.core.formats import accumulator_dtype, compute_dtype, promote
 from ragged.core.mesh import explicit_spec
 from ragged.core.scales import Scales
-from ragged.product.config import Configs, TpuConfig
+from ragged.product.config import CONFIG_TYPES, Configs
 from ragged.product.function import Function
 from ragged.product.layout import Product
 
@@ -24,7 +24,7 @@ class Operand(NamedTuple):
     data: Any  # None if a derivative needs only `quantized`
     scales: Scales | None = None
     # Only for recipes: quantised copies, keyed by the letter that they can be contracted along. In a uniform copy, this
-    # letter is stored last. If a matrix is shared, the copies are of the operand after `folded`.
+    # letter is stored last.
     quantized: "dict[str, Operand] | None" = None
 
 
@@ -86,17 +86,16 @@ class Options(NamedTuple):
     cached: bool = True  # whether a product without a configuration takes one from the cache
     tiling: tuple[int, int, int] | None = None  # tiles of `m`, `k`, `n`, also in derivatives; a backend may shrink them
     buffers: int = 2  # buffers of each streamed operand of a TPU kernel, if no configuration sets them
+    name: str = "ragged.matmul"  # the public function, for errors after the call
 
     @property
     def calls_back(self) -> bool:
-        """Whether the kernel is interpreted by callbacks, which are effects of the program.
-
-        Pallas uses them for `InterpretParams`, and for every interpreted TPU kernel with more than two buffers.
-        """
-        configs = [config for several in self.configs for config in several or () if isinstance(config, TpuConfig)]
-        buffers = max(self.buffers, *(config.buffers for config in configs), 2)
-        by_callbacks = not isinstance(self.interpret, bool) or (self.interpret and buffers > 2)
-        return self.backend == TpuConfig.backend and by_callbacks
+        """Whether the kernel is interpreted by callbacks, which are effects of the program."""
+        if self.backend not in CONFIG_TYPES:
+            return False
+        configs = [each for several in self.configs for each in several or () if each.backend == self.backend]
+        buffers = max([self.buffers, *(getattr(each, "buffers", 0) for each in configs)])
+        return CONFIG_TYPES[self.backend].calls_back(self.interpret, buffers)
 
     @property
     def tiles(self) -> dict[str, int] | None:
@@ -172,6 +171,11 @@ class Call(NamedTuple):
     @property
     def num_stored(self) -> int:
         return 1 if self.epilogue is None else sum(self.epilogue.stored)
+
+    def buffers(self, x: Operands) -> tuple[tuple[str, tuple[Any, ...]], ...]:
+        """`(letters, shape)` of `lhs`, with the gathered rows, of `rhs`, and of the result."""
+        p = self.product
+        return (p.lhs, x.lhs_shape), (p.rhs, x.rhs.data.shape), (p.out, self.shape)
 
     def accumulator(self, x: Operands) -> Any:
         lhs, rhs = x.lhs.data.dtype, x.rhs.data.dtype

@@ -18,14 +18,15 @@ from jax import Array, lax
 from jax.custom_batching import custom_vmap
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import PartitionSpec
 
 from ragged.core.errors import Site
 from ragged.core.formats import LARGEST
+from ragged.core.mesh import explicit_spec, resharded
 from ragged.core.rows import spread_rows
 from ragged.core.scaling import NAMED
 from ragged.primitive.moved_rows import dispatched
 from ragged.primitive.primitive import bind, check_cotangent, cotangents, rows_of, vary_except_data, without_rows
-from ragged.primitive.shared import folded
 from ragged.product.layout import Product
 from ragged.product.operands import Call, Epilogue, Operand, Operands
 from ragged.quant.quantize import amax, divided, quantize, scale_of
@@ -37,18 +38,16 @@ from ragged.tensor.tensor import GroupedTensor
 def quantized_product(recipe: Recipe, operands: Operands, call: Call) -> Array:
     """The product of the quantised `operands`, with straight-through derivatives. Operands and result have the
     primitive's layout."""
-    operands, call, restore = folded(operands, call)
     recipe = recipe.unsealed()
     operands = vary_except_data(operands, like=jax.tree.leaves(recipe))
     if recipe.history is not None:
         _check_axes_are_tracked()
-    return restore(_product(recipe, operands, call))
+    return _product(recipe, operands, call)
 
 
 def quantized_rows(recipe: Recipe, operands: Operands, call: Call) -> Operand:
     """`lhs` quantised for the product and for the derivative by `rhs`, so that several products can share it."""
-    whole, call, _ = folded(operands, call)
-    whole, by_letter = vary_except_data(whole), {}
+    whole, by_letter = vary_except_data(operands), {}
     derivative = recipe.derivative("rhs"), call.product.derivative("rhs")
     for each, product in ((recipe, call.product), derivative):
         if (q := _quantized_operand("lhs", each, whole, product)) is not None:
@@ -171,6 +170,8 @@ def _(primals: Any, tangents: Any) -> NoReturn:
 
 def _backward(call: Call, residuals: Residuals, ct: Array) -> tuple[Recipe, Operands]:
     recipe, operands = residuals.recipe, residuals.operands
+    if (spec := explicit_spec(ct)) is not None and spec.reduced:  # The cotangent of an unreduced result.
+        ct = resharded(ct, jax.typeof(ct).sharding.mesh, PartitionSpec(*spec.partitions))
     if recipe.save == "quantized":
         operands, ct = _not_twice_differentiable((operands, ct), ())
 

@@ -9,6 +9,7 @@ so that the error doesn't grow with the size of a group.
 
 import math
 import operator
+import re
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +23,7 @@ from jax import Array
 from jax.core import Tracer
 from jaxtyping import Int, Shaped
 
-from ragged.core.errors import Site, describe, is_arraylike, is_count
+from ragged.core.errors import Site, describe, is_arraylike, is_count, wrapped_array
 from ragged.core.formats import AnyArray, accumulator_dtype, array_field
 from ragged.core.mesh import over_explicit_axes
 from ragged.core.offsets import IN_BOUNDS, as_int32, group_ids, take
@@ -253,6 +254,9 @@ class Arithmetic(GroupedBase, Operators):
     def _combine(self, other: Any, fn: Callable[[Any, Any], Array], symbol: str, reflected: bool = False) -> Any:
         require_plain(self)
         if not isinstance(other, Arithmetic | Wrapped | SCALARS):
+            if wrapped_array("v", other):
+                site = Site(f"GroupedTensor {symbol} array", {"x": self, "v": other})
+                site.fail(TypeError, "`v` is not an array.", "Pass an array.")
             return NotImplemented
         x = _host(self, other)
         own_values, values = _aligned(x, self, symbol), _aligned(x, other, symbol, reflected)
@@ -712,16 +716,24 @@ def _hint(x: Arithmetic, shape: tuple[int, ...], symbol: str, reflected: bool) -
     if axis is not None:
         name = "column" if axis == -1 else "row"
         of[x.num_groups, *_others(x)] = f"One {name} per group is `ragged.per_group(v)`."
-    hints = [of[shape]] if shape in of else []
-    # A uniform tensor has the group axis first.
-    if shape == x.shape[: len(shape)] and (axis is None) < len(shape) < x.ndim and not x.is_cotangent:
-        hints.append("One value per row is `ragged.per_row(v)`.")
-    if shape == x.shape[-1:]:
-        hints.append("One value per column is `ragged.per_column(v)`.")
-    elif shape == x.shape:
-        hints.append(f"One value per element is `x.map(lambda data: {data})`.")
-    return " ".join(hints) or (
-        "Wrap it: `ragged.per_group(v)` for one value per group, `ragged.per_row(v)` for one per row, "
+
+    def hints(shape: tuple[int, ...]) -> str:
+        found = [of[shape]] if shape in of else []
+        # A uniform tensor has the group axis first.
+        if shape == x.shape[: len(shape)] and (axis is None) < len(shape) < x.ndim and not x.is_cotangent:
+            found.append("One value per row is `ragged.per_row(v)`.")
+        if shape == x.shape[-1:]:
+            found.append("One value per column is `ragged.per_column(v)`.")
+        elif shape == x.shape:
+            found.append(f"One value per element is `x.map(lambda data: {data})`.")
+        return " ".join(found)
+
+    without_ones = tuple(n for n in shape if n != 1)  # `bias[:, None]` is meant as `bias`.
+    squeezed = f"ragged.\\1(v.reshape({', '.join(map(str, without_ones))}))"
+    return (
+        hints(shape)
+        or re.sub(r"ragged\.(\w+)\(v\)", squeezed, hints(without_ones))
+        or "Wrap it: `ragged.per_group(v)` for one value per group, `ragged.per_row(v)` for one per row, "
         "`ragged.per_column(v)` for one per column. "
         "Or pass a function that closes over it to `x.map`."
     )

@@ -1,16 +1,19 @@
 """Conversions between packed buffers and lists of matrices or padded arrays."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Int, Shaped
 
 from ragged.core.errors import Site, is_arraylike, is_count
 from ragged.core.formats import AnyArray
-from ragged.core.mesh import over_explicit_axes, refuse_explicit
-from ragged.core.offsets import as_int32, group_offsets, rows_from, take
+from ragged.core.mesh import on_device, on_host, over_explicit_axes, refuse_explicit
+from ragged.core.offsets import as_int32, clipped, group_offsets, known_offsets, rows_from, take
 from ragged.tensor.arithmetic import broadcast_accumulated
 from ragged.tensor.base import GroupedBase, require_packed, require_plain
 
@@ -33,29 +36,38 @@ def from_list(
         site.also(groups=given).fail(ValueError, problem, 'Pack them along rows: `ragged="first"`.')
     if capacity is not None:
         _check_extent(site, "capacity", capacity)
-    arrays = [jnp.asarray(a) for a in given]
-    firsts, lasts = [a.shape[0] for a in arrays], [a.shape[-1] for a in arrays]
-    if len({a.shape[1:-1] for a in arrays}) > 1:
-        problem = f"the groups' inner dims differ: {[a.shape[1:-1] for a in arrays]}."
+    firsts, lasts = [a.shape[0] for a in given], [a.shape[-1] for a in given]
+    if len({a.shape[1:-1] for a in given}) > 1:
+        problem = f"the groups' inner dims differ: {[a.shape[1:-1] for a in given]}."
         site.fail(ValueError, problem, "Only the first and the last dim can be ragged.")
-    if ragged == "last":
-        if len(set(firsts)) > 1:
-            hint = 'Pass `ragged="first"` if only the first dims differ, `ragged="both"` if the last dims differ too.'
-            site.fail(ValueError, f"the groups' first dims differ: {firsts}.", hint)
-        data, sizes, _ = from_list([a.mT for a in arrays], "first", capacity)
-        return data.mT, None, sizes
+    if ragged == "last" and len(set(firsts)) > 1:
+        hint = 'Pass `ragged="first"` if only the first dims differ, `ragged="both"` if the last dims differ too.'
+        site.fail(ValueError, f"the groups' first dims differ: {firsts}.", hint)
     if ragged == "first" and len(set(lasts)) > 1:
         hint = 'Pass `ragged="last"` if only the last dims differ, `ragged="both"` if the first dims differ too.'
         site.fail(ValueError, f"the groups' last dims differ: {lasts}.", hint)
-    total = sum(firsts)
+    sizes, total = (lasts, sum(lasts)) if ragged == "last" else (firsts, sum(firsts))
     capacity = total if capacity is None else int(capacity)
     if capacity < total:
         hint = f"Pass at least {total}, or leave `capacity` out."
         site.fail(ValueError, f"`capacity` is {capacity}, but the groups need {total}.", hint)
-    widest = max(lasts)
-    rows = [jnp.pad(a, [*[(0, 0)] * (a.ndim - 1), (0, widest - a.shape[-1])]) for a in arrays]
-    data = jnp.concatenate([*rows, jnp.zeros((capacity - total, *rows[0].shape[1:]), arrays[0].dtype)])
-    return data, jnp.array(firsts, jnp.int32), jnp.array(lasts, jnp.int32) if ragged == "both" else None
+    # A program would be compiled again for each list of shapes.
+    arrays, like = on_host(given, copy=True), given
+    if arrays is None:
+        data, like = _packed(jnp, [jnp.asarray(a) for a in given], ragged, capacity - total), ()
+    else:
+        data = on_device(_packed(np, arrays, ragged, capacity - total), like)
+    dims, last_dims = (on_device(np.array(each, np.int32), like) for each in (sizes, lasts))
+    return (data, None, dims) if ragged == "last" else (data, dims, last_dims if ragged == "both" else None)
+
+
+def _packed(xp: Any, groups: Sequence[AnyArray], ragged: str, tail: int) -> Any:
+    """The buffer of these groups, with a tail of zeros. `xp`: `numpy` or `jax.numpy`."""
+    if ragged == "last":
+        return xp.concatenate([*groups, xp.zeros((groups[0].shape[0], tail), groups[0].dtype)], axis=1)
+    widest = max(a.shape[-1] for a in groups)
+    rows = [xp.pad(a, [*[(0, 0)] * (a.ndim - 1), (0, widest - a.shape[-1])]) for a in groups]
+    return xp.concatenate([*rows, xp.zeros((tail, *rows[0].shape[1:]), groups[0].dtype)])
 
 
 @over_explicit_axes
@@ -64,7 +76,7 @@ def from_padded(
 ) -> tuple[Shaped[Array, "rows *more last"], Int[Array, " g"]]:
     """`(data, first_dims)` of a tensor with the groups in `[g, max_first, *more, last]`."""
     site = Site("GroupedTensor.from_padded", {"padded": padded, "first_dims": first_dims})
-    padded, first_dims = jnp.asarray(padded), first_dims if is_arraylike(first_dims) else jnp.asarray(first_dims)
+    padded, first_dims = (x if is_arraylike(x) else jnp.asarray(x) for x in (padded, first_dims))
     if padded.ndim < 3:
         problem = f"`padded` must be [g, max_first, *more, last], but has {padded.ndim} dims."
         site.fail(ValueError, problem, "Pass an array as `to_padded` returns it.")
@@ -77,8 +89,19 @@ def from_padded(
         problem = f"`padded` has {g} groups but `first_dims` has shape {first_dims.shape}."
         site.fail(ValueError, problem, "`first_dims` needs one size per group, including empty groups.")
     capacity = g * longest if capacity is None else int(capacity)
-    dims = jnp.clip(as_int32(first_dims), 0, longest)
-    offsets = group_offsets(dims, capacity)
+    if (found := on_host((padded, first_dims))) is None:
+        return _unpadded(jnp.asarray(padded), as_int32(first_dims), capacity)
+    sizes = np.diff(known_offsets(np.minimum(clipped(found[1]), longest), capacity))
+    rows = found[0][np.arange(longest) < sizes[:, None]]
+    data = np.concatenate([rows, np.zeros((capacity - len(rows), *inner), padded.dtype)])
+    like = padded, first_dims
+    return on_device(data, like), on_device(sizes.astype(np.int32), like)
+
+
+@partial(jax.jit, inline=True, static_argnums=2)
+def _unpadded(padded: Array, first_dims: Array, capacity: int) -> tuple[Array, Array]:
+    g, longest, *inner = padded.shape
+    offsets = group_offsets(jnp.clip(as_int32(first_dims), 0, longest), capacity)
     source = rows_from(jnp.arange(g, dtype=jnp.int32) * longest, offsets, capacity, g * longest)
     return take(padded.reshape(g * longest, *inner), source, 0), jnp.diff(offsets)
 

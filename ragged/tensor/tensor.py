@@ -224,7 +224,8 @@ class GroupedTensor(Arithmetic):
         """Ragged rows from `[g, max_first, *more, last]` and each group's number of rows: the inverse of `to_padded`.
 
         `capacity`: number of rows of the buffer, by default `g * max_first`. Sizes are clipped to `0 .. max_first`, and
-        rows beyond the capacity are dropped.
+        rows beyond the capacity are dropped. Outside of `jit`, arrays of NumPy and on the CPU are packed on the host,
+        without a compiled program.
         """
         return cls(*convert.from_padded(padded, first_dims, capacity))
 
@@ -240,6 +241,9 @@ class GroupedTensor(Arithmetic):
           that aren't ragged must be equal.
         - `ragged`: `"first"` (ragged rows), `"last"` (ragged columns) or `"both"`.
         - `capacity`: the extent of the packed axis; by default the sum of the sizes. The tail is zero.
+
+        Outside of `jit`, groups are packed on the host, without a compiled program. Groups on an accelerator are copied
+        to the host and back.
         """
         return cls(*convert.from_list(groups, ragged, capacity))
 

@@ -16,7 +16,6 @@ from ragged.ops.matmul import request_of
 from ragged.ops.request import Arguments
 from ragged.primitive.moved_rows import dispatched
 from ragged.primitive.primitive import bind, derivative
-from ragged.primitive.shared import folded
 from ragged.product.operands import Call, Epilogue, Operand, Operands
 from ragged.quant.recipe import PRESETS, Cast, Recipe
 from ragged.quant.training import as_tensor, quantize_operand
@@ -145,7 +144,7 @@ def error_table(
     # A recipe is passed only for its checks, such as that operands are floats. Any recipe will do.
     options = {"preferred_element_type": jnp.float32, "precision": "highest", "existing_out": dy, "recipe": recipes[0]}
     product = request_of(x, w, Arguments(**options))
-    operands, call, _ = folded(dispatched(product.operands), product.call)
+    operands, call = dispatched(product.operands), product.call
     ct = jax.random.normal(jax.random.key(0), call.shape) if dy is None else operands.epilogue.existing
     operands = operands._replace(epilogue=Epilogue())
     is_weight_lhs = call.product.ragged == "n"

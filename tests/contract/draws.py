@@ -21,9 +21,10 @@ class Draw(NamedTuple):
     first: np.ndarray  # the group of the first matrix
 
 
-def size_table(groups: int, capacity: int, tile: int, rng: np.random.Generator) -> np.ndarray:
+def size_table(groups: int, capacity: int, tile: int, rng: np.random.Generator, count: int = 0) -> np.ndarray:
     """Vectors of sizes, `[n, groups]` int32: every pattern of empty groups, edges of tiles, one giant group, sums
-    below, at and beyond the capacity, negative sizes, and sizes whose sum leaves int32."""
+    below, at and beyond the capacity, negative sizes, and sizes whose sum leaves int32. More random ones for a large
+    `count` of draws."""
 
     def split(total: int, has: np.ndarray) -> np.ndarray:
         """`total` rows among the groups that `has` names, each at least one."""
@@ -46,7 +47,7 @@ def size_table(groups: int, capacity: int, tile: int, rng: np.random.Generator) 
     table += [n * row for row in np.eye(groups, dtype=np.int64)[:few] for n in (1, capacity - 1, capacity)]
     table += [cycled(n) for n in (1, tile // 2, tile - 1, tile, tile + 1, 2 * tile, capacity)]
     table += [np.roll(cycled(tile, 2 * tile, 1, 0, 11), i) for i in range(few)]
-    table += [random() for _ in range(30)]
+    table += [random() for _ in range(max(30, count // 8))]
     wrong = [(3, -2, 9, 4, 1), (5, capacity, 2, 0, 7), (MOST,), (MOST, MOST, 5, 0, 1), (-5,), (0, 0, 0, 0, 999)]
     table += [*itertools.starmap(cycled, wrong), cycled(2, 30, LEAST, 30, 3)]
     return np.stack(table).astype(np.int32)
@@ -76,8 +77,9 @@ def draws(
     or infinity all over one group, of one buffer or of all of them.
     """
     rng, batch = np.random.default_rng(seed), program.batch
-    table = size_table(program.groups, program.capacity, 16, rng)
-    rows = {z: [i for _ in range(9) for i in rng.permutation(len(table))] for z in program.ragged}
+    table = size_table(program.groups, program.capacity, 16, rng, count)
+    times = 1 + count * batch // len(table)
+    rows = {z: [i for _ in range(times) for i in rng.permutation(len(table))] for z in program.ragged}
     full = {name: values(rng, program.shape(name), dtype) for name, dtype in program.dtypes.items()}
     for name in program.casts:  # of very different magnitudes, so that each scale counts
         by_row, by_column = (np.exp2(rng.integers(-4, 5, n)) for n in full[name].shape[-2:])

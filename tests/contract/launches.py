@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import jax
 import pytest
 
 from ragged.primitive.lowering import BACKENDS
@@ -30,3 +31,13 @@ def launches() -> Iterator[list[tuple[str, str]]]:
 
                 patch.setattr(module, "run", run)
         yield found
+
+
+def equations(jaxpr: Any, primitive: str) -> list[Any]:
+    """Those of a primitive, in a jaxpr and in all that it calls."""
+    found = []
+    for eqn in jaxpr.eqns:
+        found += [eqn] if eqn.primitive.name == primitive else []
+        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            found += equations(getattr(value, "jaxpr", value), primitive) if hasattr(value, "eqns") else []
+    return found

@@ -1,7 +1,7 @@
 """A program: a product and its derivatives, compiled once, to run on many draws."""
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
@@ -488,3 +488,19 @@ def runner(context: str, compute: Callable[..., Any]) -> tuple[Callable[[tuple[A
         return exported[0].call(*draw)
 
     return one(call)
+
+
+Case = tuple[int, Program]  # how many draws, of which program
+
+
+def quantised(backend: str, count: int, layouts: list[str], step: int = 37, **options: Any) -> Iterator[Case]:
+    """A pair of scalings for each layout, as different as they can be from the one before."""
+    for i, layout in enumerate(layouts):
+        lhs, rhs = PAIRS[i * step % len(PAIRS)]
+        dtype = BITS[i % len(BITS)]
+        casts: dict[str, Any] = {
+            "lhs_cast": lhs and (dtype, lhs),
+            "rhs_cast": rhs and (FP8 if dtype == FP8_WIDE else dtype, rhs),
+        }
+        chip = gpu.FIRST_WITH_FP8 if backend == "triton_gpu" else ""
+        yield count, Program(layout, backend=backend, k=72, n=20, out_dtype="float32", chip=chip, **casts, **options)

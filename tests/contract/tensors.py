@@ -241,8 +241,9 @@ class Kind:
         """Every pattern of sizes in turn. NaN or infinities around the groups; in every third draw in a group, too. The
         elements of a map share what isn't mapped."""
         rng = np.random.default_rng(seed)
-        table = size_table(self.groups, self.capacity, 4, rng)
-        rows = {z: itertools.chain.from_iterable(_order(rng, len(table)) for _ in range(9)) for z in self.ragged}
+        table = size_table(self.groups, self.capacity, 4, rng, count)
+        times = 1 + count // len(table)
+        rows = {z: itertools.chain.from_iterable(_order(rng, len(table)) for _ in range(times)) for z in self.ragged}
         sizes: Arrays = {}
         arrays, clean, tangents = {}, {}, {}
         for number in range(count):

@@ -16,25 +16,11 @@ from ragged import Scaling
 from tests import gpu
 from tests.cases import LETTERS
 from tests.contract.draws import draws
-from tests.contract.programs import BITS, FLOATS, FP8, FP8_WIDE, INTEGERS, PAIRS, Program
+from tests.contract.programs import BITS, FLOATS, FP8, INTEGERS, Case, Program, quantised
 
 LARGE: dict[str, Any] = {"capacity": 150, "width": 140, "m": 37, "k": 150, "n": 140}  # several tiles of each kernel
 TWO_CORES = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
 SUBSETS = [" ".join(some) for n in (1, 2, 3) for some in itertools.combinations(("lhs", "sizes", "rhs"), n)]
-Case = tuple[int, Program]  # how many draws, of which program
-
-
-def quantised(backend: str, count: int, layouts: list[str], step: int = 37, **options: Any) -> Iterator[Case]:
-    """A pair of scalings for each layout, as different as they can be from the one before."""
-    for i, layout in enumerate(layouts):
-        lhs, rhs = PAIRS[i * step % len(PAIRS)]
-        dtype = BITS[i % len(BITS)]
-        casts: dict[str, Any] = {
-            "lhs_cast": lhs and (dtype, lhs),
-            "rhs_cast": rhs and (FP8 if dtype == FP8_WIDE else dtype, rhs),
-        }
-        chip = gpu.FIRST_WITH_FP8 if backend == "triton_gpu" else ""
-        yield count, Program(layout, backend=backend, k=72, n=20, out_dtype="float32", chip=chip, **casts, **options)
 
 
 def by_default() -> Iterator[Case]:

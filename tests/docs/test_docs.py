@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import ragged
+from tests.docs.context import jax_defaults
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -312,7 +313,7 @@ def test_sizes_that_are_compared() -> None:
     import jax
     import jax.numpy as jnp
 
-    sentence = "a product with a ragged contracted dim, such as `wgrad`, also raises if the sizes"
+    sentence = "a product with a ragged contracted dim, such as `wgrad`, also raises if the group sizes"
     claims("README.md", f"Outside of `jit`, {sentence} of its operands differ.")
     claims("README.md", "No product checks that sizes fit the buffer")
     x, y = (ragged.GroupedTensor(jnp.ones((4, 3)), jnp.array(sizes, jnp.int32)) for sizes in ([2, 1], [1, 20]))
@@ -353,18 +354,3 @@ def script(name: str) -> Any:
     assert spec and spec.loader
     spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
     return module
-
-
-class jax_defaults:
-    """Examples are for users, who have JAX's default promotion."""
-
-    def __enter__(self) -> None:
-        import jax
-
-        self.contexts = [jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")]
-        for context in self.contexts:
-            context.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        for context in reversed(self.contexts):
-            context.__exit__(*error)

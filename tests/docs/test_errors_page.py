@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests import errors, gpu
-from tests.docs.test_docs import jax_defaults
+from tests.docs.context import jax_defaults
 
 
 def test_the_page_is_what_calls_print(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ import ragged
 from ragged import GroupedTensor, tuning
 from ragged.core import errors as core_errors
 from tests import errors
-from tests.docs.test_docs import jax_defaults
+from tests.docs.context import jax_defaults
 
 SPACES = (ragged, tuning, jax, jax.lax, AxisType, GroupedTensor, builtins)
 """Where a name may be from."""

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import ragged
-from tests.docs.test_docs import jax_defaults
+from tests.docs.context import jax_defaults
 
 qwix, linen = pytest.importorskip("qwix"), pytest.importorskip("flax.linen")
 pytestmark = pytest.mark.long
@@ -74,3 +74,15 @@ def check(dtype: str, gradients: str | None, is_compiled: bool) -> None:
     ours, theirs = errors(True, page["RaggedProvider"](rules)), errors(False, qwix.QtProvider(rules))
     print(dtype, " ".join(f"{x:.4f}" for x in theirs), "|", " ".join(f"{x:.4f}" for x in ours))
     assert all(0.5 * y < x < 1.3 * y for x, y in zip(ours, theirs, strict=True)), (ours, theirs)
+
+
+def test_params() -> None:
+    """Errors name the array in an `nnx.Param`, and what they name runs."""
+    nnx: Any = pytest.importorskip("flax.nnx")
+    x, param = ragged.GroupedTensor(jnp.ones((64, 32)), SIZES), nnx.Param(jnp.ones((4, 32, 16)))
+    for call in (lambda w: x @ w, lambda w: ragged.grouped_matmul(x.data, w, SIZES)):
+        with pytest.raises(TypeError, match=re.escape("Pass the wrapped array: `rhs[...]`.")):
+            call(param)
+        call(param[...])
+    with pytest.raises(TypeError, match=re.escape("Pass the wrapped array: `v[...]`.")):
+        _ = x + nnx.Param(jnp.ones(32))

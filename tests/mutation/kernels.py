@@ -7,8 +7,8 @@ TPU = [
     ("launch", "axis) < count, x,", "axis) <= count, x,"),
     (
         "launch",
-        "base.apply_epilogue(self.rescale(total, x_scales, scales), existing)",
-        "self.rescale(base.apply_epilogue(total, existing), x_scales, scales)",
+        "base.apply_epilogue(self.launch.call, self.rescale(total, x_scales, scales), existing)",
+        "self.rescale(base.apply_epilogue(self.launch.call, total, existing), x_scales, scales)",
     ),
     ("launch", "select_rows(x, span[0] - first, span[1] - first)", "select_rows(x, span[0], span[1])"),
     ("launch", "(first >= span[0]) & (first < span[1])", "(first > span[0]) & (first < span[1])"),

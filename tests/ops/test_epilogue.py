@@ -54,7 +54,7 @@ def test_what_is_kept() -> None:
     def named(*names: str) -> Callable[..., Array]:
         return jax.checkpoint(gated, policy=jax.checkpoint_policies.save_only_these_names(*names))
 
-    assert kept(gated) == [jnp.bfloat16] * 2 == kept(named("ragged_pre_activation"))
+    assert kept(gated) == [jnp.bfloat16] * 2 == kept(named("ragged_gate", "ragged_up"))
     assert kept(partial(gated, save="out")) == [] == kept(named())
     assert (count(gated), count(partial(gated, save="out"))) == (1, 2)
 
@@ -86,6 +86,55 @@ def test_tiles_that_dont_split_one_weight(columns: str, n: int, message: str) ->
     config = TpuConfig(m=16, k=128, n=300 if columns == "interleaved" else 256, interpret=True)
     with pytest.raises(ValueError, match=message):
         ragged.gated_matmul(rows, jnp.ones((2, 128, 2 * n)), columns=columns, backend=config)
+
+
+NAMED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "gated": ({"names": ("mlpwi_0", "mlpwi_1")}, ("mlpwi_0", "mlpwi_1")),
+    "gated, by default": ({}, ("ragged_gate", "ragged_up")),
+    "one weight": ({"names": ("mlpwi", "up"), "columns": "halves"}, ("mlpwi", "up")),
+    "activated": ({"activation": "silu", "name": "mlpwi"}, ("mlpwi",)),
+    "activated, by default": ({"activation": "silu"}, ("ragged_pre_activation",)),
+}
+
+
+@pytest.mark.parametrize(
+    "call", [*list(NAMED)[:1], *(pytest.param(n, marks=pytest.mark.long) for n in list(NAMED)[1:])]
+)
+def test_names(call: str) -> None:
+    """A policy saves or offloads each pre-activation by its name, the library's or the caller's, and the gradients
+    stay the same. What isn't saved is multiplied again."""
+    x, gate, up, _ = operands()
+    (options, names), policies = NAMED[call], jax.checkpoint_policies
+
+    def fn(rows: Array, gate: Array, up: Array) -> Array:
+        if "activation" in options:
+            return ragged.matmul(x.with_data(rows), gate, **options).data
+        weights = (jnp.concatenate([gate, up], axis=2),) if "columns" in options else (gate, up)
+        return ragged.gated_matmul(x.with_data(rows), *weights, **options).data
+
+    def kept(policy: Any) -> tuple[Any, list[Array]]:
+        def run(*args: Array) -> Any:
+            out, pull = jax.vjp(jax.checkpoint(fn, policy=policy), *args)
+            return pull(jnp.ones_like(out)), [each for each in jax.tree.leaves(pull) if each.shape == (24, 16)]
+
+        return jax.jit(run)(x.data, gate, up)
+
+    want, none = kept(policies.save_only_these_names("ragged", "mlp"))
+    assert not none
+    for name, w in zip(names, (gate, up), strict=False):
+        got, saved = kept(policies.save_only_these_names(name))
+        assert len(saved) == 1
+        np.testing.assert_allclose(saved[0], ragged.matmul(x, w).data, atol=1e-5)
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, want)
+    offload: Any = policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[*names],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    loss = jax.checkpoint(lambda *args: fn(*args).sum(), policy=offload)
+    program = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(x.data, gate, up))
+    assert program.count("<host>[24,16] = device_put") == len(names)
 
 
 @pytest.mark.parametrize("save", ["pre", pytest.param("out", marks=pytest.mark.long)])

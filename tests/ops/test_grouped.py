@@ -40,9 +40,39 @@ def test_they_are_matmul(shard: dict[str, Any]) -> None:
     ]
     for call, same, args in pairs:
         programs = [jax.make_jaxpr(each)(*args, dims) for each in (lambda *a, f=call: f(*a, **shard), same)]
-        assert re.sub(r"id=\d+", "", str(programs[0])) == re.sub(r"id=\d+", "", str(programs[1]))
+        texts = [re.sub(r"id=\d+|name='ragged\.\w+'", "", str(program)) for program in programs]
+        assert texts[0] == texts[1]
     transposed = jax.jit(partial(ragged.grouped_matmul, transpose_rhs=True, **shard))(lhs, np.swapaxes(w, 1, 2), dims)
     np.testing.assert_array_equal(transposed, ragged.grouped_matmul(jnp.asarray(lhs), jnp.asarray(w), dims, **shard))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "uint8",
+        "int64",
+        *(pytest.param(d, marks=pytest.mark.long) for d in ("int8", "int16", "uint16", "uint32", "uint64")),
+    ],
+)
+def test_sizes_of_any_integer_dtype(dtype: str) -> None:
+    """The same bits as by int32, from NumPy, from JAX, traced and with 64 bits. What int32 can't hold is an error."""
+    lhs, rhs, dout, sizes = operands()
+    # The sum of small integers is larger than they can hold.
+    sizes = np.array([100, 27, 0, 100, 73], dtype) if dtype.endswith("8") else sizes.astype(dtype)
+    lhs, dout = (np.concatenate([x[:60]] * 5) for x in (lhs, dout))
+    for fn, args in ((ragged.grouped_matmul, (lhs, rhs)), (ragged.transposed_grouped_matmul, (lhs.T, dout))):
+        want = fn(*args, sizes.astype(np.int32))
+        np.testing.assert_array_equal(fn(*args, sizes), want)
+        with jax.enable_x64(True):
+            np.testing.assert_array_equal(fn(*args, jnp.asarray(sizes)), want)
+            np.testing.assert_array_equal(jax.jit(fn)(*args, sizes), want)
+            if dtype.endswith("64"):
+                beyond = np.where(np.arange(5) == 3, 2**32 + 1, sizes).astype(dtype)  # its low 32 bits are 1
+                for each in (beyond, jnp.asarray(beyond)):
+                    with pytest.raises(ValueError, match=r"`group_sizes\[3\]` is 4294967297, which int32 can't hold"):
+                        fn(*args, each)
+                clipped = fn(*args, np.where(np.arange(5) == 3, 2**31 - 1, sizes))
+                np.testing.assert_array_equal(jax.jit(fn)(*args, beyond), clipped)
 
 
 def test_options_reach_the_product() -> None:

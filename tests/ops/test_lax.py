@@ -1,8 +1,6 @@
 """`ragged.lax`: the definition in NumPy, and second JAX's own results, on the cases of JAX's tests and on more."""
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from typing import Any
@@ -16,6 +14,7 @@ from jax.lax import DotAlgorithmPreset, RaggedDotDimensionNumbers
 from jax.sharding import AxisType, PartitionSpec
 
 import ragged
+from tests.docs.context import jax_defaults
 
 JAX: Any = lax
 BASIC = RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
@@ -251,13 +250,6 @@ def numbers_of(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> 
     most = {"bool": 2, "int4": 7, "int8": 50, "uint8": 200, "float4_e2m1fn": 3}.get(dtype, 4)
     x = jnp.asarray(rng.integers(0, most, shape)).astype(dtype)
     return x * (1 + 2j) + jnp.conj(x[::-1]) if dtype == "complex64" else x
-
-
-@contextmanager
-def jax_defaults() -> Iterator[None]:
-    """JAX's own promotion of dtypes and ranks, which its `ragged_dot` needs."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def check_dtypes(a: str, b: str, out: str | None) -> None:

@@ -17,7 +17,7 @@ from ragged import GroupedTensor
 from ragged.backends.tpu import pipeline
 from ragged.tuning import GpuConfig, TpuConfig
 from tests import gpu
-from tests.backends.tpu.test_tpu_compile import product
+from tests.backends.layers import product
 from tests.cases import NAMES, split
 
 TILES = TpuConfig(m=128, k=128, n=128), GpuConfig(m=128, k=128, n=128, warps=8, stages=2)

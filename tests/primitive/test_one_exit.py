@@ -1,5 +1,7 @@
-"""Each backend applies the linear epilogue in one function: no kernel, layout or derivative goes round it."""
+"""All backends apply the linear epilogue in one function: no kernel, layout or derivative goes round it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -15,17 +17,19 @@ from tests import cases, gpu, ran
 
 gpu.needs_triton()
 
-import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
-
-from ragged.backends.gpu import kernel  # noqa: E402
 from tests.everywhere import INTERPRETED  # noqa: E402
 
 
-@triton.jit
-def twice(total, out, place, mask, ADDS: tl.constexpr):
-    """Stands in for the Triton kernel's `_apply_epilogue`."""
-    return 2 * total
+@contextmanager
+def sums_doubled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In here, `apply_epilogue` doubles its sums."""
+    exact = base.apply_epilogue
+    with monkeypatch.context() as patch:
+        for module in (base, xla_backend):
+            patch.setattr(module, "apply_epilogue", lambda call, total, existing: exact(call, 2 * total, existing))
+        jax.clear_caches()
+        yield
+    jax.clear_caches()
 
 
 ALL = [(backend, layout) for backend in ("xla", "pallas_tpu", "triton_gpu") for layout in cases.NAMES]
@@ -54,12 +58,27 @@ def test_every_kernel_has_one_exit(backend: str, layout: str, monkeypatch: pytes
     with ran.watch() as launches:
         once = results()
     assert backend == "xla" or {name for name, _ in launches} == {backend}
-    exact = base.apply_epilogue
-    for module in (base, xla_backend):
-        monkeypatch.setattr(module, "apply_epilogue", lambda total, existing: exact(2 * total, existing))
-    monkeypatch.setattr(kernel, "_apply_epilogue", twice)
-    jax.clear_caches()
-    for got, want in zip(results(), once, strict=True):
+    with sums_doubled(monkeypatch):
+        twice = results()
+    for got, want in zip(twice, once, strict=True):
         np.testing.assert_allclose(got, 2 * np.asarray(want), rtol=1e-6, atol=1e-6)
         assert np.abs(np.asarray(want)).max() > 0.1
-    jax.clear_caches()
+
+
+@pytest.mark.parametrize("layout", ["forward", "batched"])
+@pytest.mark.parametrize("backend", ["xla", "pallas_tpu", "triton_gpu"])
+def test_kernels_of_two_products_have_it_too(backend: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Doubled sums make the product of a gate and another product four times as large."""
+    case = cases.make(layout, capacity=64, uniform=(16, 16, 16), fill=0.0)
+
+    def result() -> Any:
+        with ran.watch() as launches:
+            options: Any = {"activation": None, "backend": INTERPRETED[backend]}
+            out = jax.jit(lambda x, w: ragged.gated_matmul(x, w, w + 1, **options).data)(case.lhs, case.rhs)
+        return np.asarray(out), launches
+
+    once, launches = result()
+    assert backend == "xla" or len(launches) == 1, launches
+    with sums_doubled(monkeypatch):
+        np.testing.assert_allclose(result()[0], 4 * once, rtol=1e-6, atol=1e-6)
+    assert np.abs(once).max() > 0.1

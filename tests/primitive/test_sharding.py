@@ -295,6 +295,19 @@ def test_gradients_that_are_left_unreduced(recipe: str | None) -> None:
         assert np.asarray(jax.reshard(dw, P())).item() == 4
 
 
+def test_gradients_of_a_result_that_is_left_unreduced() -> None:
+    """A recipe quantises the cotangent, whose type says that all devices have the same."""
+    with jax.set_mesh(two_by_two("explicit")):
+        x, w = jax.device_put(jnp.ones((4, 2)), P(None, "a")), jax.device_put(jnp.ones((1, 2, 1)), P(None, "a"))
+
+        def loss(w: Array) -> Array:
+            rows = ragged.GroupedTensor(x, jnp.array([4], jnp.int32))
+            out = ragged.matmul(rows, w, recipe="rowwise", out_sharding=P(unreduced=frozenset("a")))
+            return jax.reshard(out.data, P()).sum()
+
+        np.testing.assert_array_equal(jax.jit(jax.grad(loss))(w), np.full((1, 2, 1), 4))
+
+
 def test_validate_sizes_that_vary() -> None:
     """Each device checks its own; one that finds bad sizes is enough."""
 

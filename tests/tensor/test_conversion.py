@@ -1,5 +1,7 @@
 """Padded arrays, lists and joined tensors hold the groups of any sizes, and nothing of a tail; so do derivatives."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -7,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import ragged
 from ragged import GroupedTensor
@@ -23,6 +26,30 @@ TERMS = {
     "ragged both, packed columns": (Term("mn", "mn", "n", (6, 60)), Term("mn", "mn", "n", (6, 31))),
 }
 Sizes = dict[str, np.ndarray]
+
+
+@contextmanager
+def no_programs() -> Iterator[None]:
+    """Fails if JAX compiles anything."""
+    events: list[str] = []
+
+    def note(event: str, duration_secs: float, **_: Any) -> None:
+        events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        yield
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+    assert not [each for each in events if "backend_compile" in each]
+
+
+def same(got: Any, want: Any) -> None:
+    """The same fields, bit for bit, in arrays of JAX."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert isinstance(one, Array) and one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
 
 
 def with_nan(data: np.ndarray, where: list[Place | None]) -> np.ndarray:
@@ -78,7 +105,7 @@ def test_conversions(kind: str) -> None:
             return {name: found[name] for name in cts}, found
 
         _, pull, found = jax.vjp(both, data, has_aux=True)
-        return found, pull(cts)[0], ragged.concat([*map(tensor, data, sizes)]).offsets
+        return found, pull(cts)[0], ragged.concat([*map(tensor, data, sizes)])
 
     data = [values(rng, term.shape, "float32") for term in terms]
     table = {z: size_table(G, 60, 8, rng) for z in terms[0].ragged}
@@ -88,7 +115,18 @@ def test_conversions(kind: str) -> None:
     for sizes in zip(draws, [*draws[3:], *draws[:3]], strict=True):
         where = [places({"x": term}, its, G)["x"] for term, its in zip(terms, sizes, strict=True)]
         given = [*map(with_nan, data, where)]
-        got, (d_x, d_y), offsets = jax.tree.map(np.asarray, run(given, list(sizes), cts))
+        got, (d_x, d_y), both = run(given, list(sizes), cts)
+        offsets = np.asarray(both.offsets)
+        got, d_x, d_y = jax.tree.map(np.asarray, (got, d_x, d_y))
+        for numpy in (True, False):  # Outside of `jit`, groups are put together on the host.
+            on_host: Any = given, list(sizes), got["padded"], sizes[1].get("m")
+            data_, sizes_, padded_, lengths_ = on_host if numpy else jax.device_put(on_host)
+            tensors = [*map(tensor, data_, sizes_)]
+            with no_programs():
+                same(ragged.concat(tensors), both)
+                if kind == "ragged rows":
+                    back = GroupedTensor.from_padded(padded_, lengths_, capacity=20)
+                    same((back.data, back.first_dims), jax.device_put((got["packed"], got["packed sizes"])))
         for name, longest, fill in (("padded", LONGEST, FILL), ("cut", 2, 0)):
             np.testing.assert_array_equal(got[name], padded(data[0], where[0], is_turned, longest, fill))
         # Joined, the groups follow one another without the tails between them: of both, and of the first again.
@@ -191,8 +229,28 @@ def test_from_list(which: str, shapes: list[tuple[int, int]], shape: tuple[int, 
         for dims, axis in ((x.first_dims, 0), (x.last_dims, 1)):
             assert dims is None or dims.tolist() == [s[axis] for s in shapes]
     assert make(groups)[0].shape == shape
+    for each in (groups, jax.device_put(groups), [group.astype(np.float64) for group in groups]):
+        with no_programs():
+            found = [GroupedTensor.from_list(each, ragged=which, capacity=c) for c in (None, 12)]
+        same(found, make(groups))
     with pytest.raises(ValueError, match=r"`capacity` is 3, but the groups need 8"):
         GroupedTensor.from_list(groups, ragged=which, capacity=3)
+
+
+def test_arrays_on_devices() -> None:
+    """What is put together stays on the arrays' device, or is sharded as they are."""
+    device, mesh = jax.devices()[3], jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,))
+    groups = [floats(3, 2), floats(5, 2)]
+    x = GroupedTensor.from_list(jax.device_put(groups, device))
+    padded = GroupedTensor.from_padded(jax.device_put(floats(2, 4, 2), device), np.array([3, 1]))
+    for each in (x, padded, ragged.concat([x, padded])):
+        assert all(leaf.devices() == {device} for leaf in jax.tree.leaves(each))
+    shards = jax.device_put(GroupedTensor.from_list(groups), NamedSharding(mesh, PartitionSpec()))
+    same(ragged.concat([shards, shards]), ragged.concat([GroupedTensor.from_list(groups)] * 2))
+    rows = jax.device_put(floats(4, 4, 2), NamedSharding(mesh, PartitionSpec("a")))
+    lengths = np.array([3, 0, 2**40, 1])  # more than int32 can hold: cut to the rows that there are
+    same(GroupedTensor.from_padded(rows, lengths), GroupedTensor.from_padded(floats(4, 4, 2), lengths))
+    assert GroupedTensor.from_padded(rows, lengths).offsets.tolist() == [0, 3, 3, 7, 8]
 
 
 def test_lists_that_make_no_tensor() -> None:

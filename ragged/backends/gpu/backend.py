@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from ragged.backends import base
 from ragged.backends.base import (
     KERNELS,
     Launch,
@@ -38,6 +39,7 @@ from ragged.backends.gpu.tiles import Chip, Problem
 from ragged.core.formats import FORMATS, accumulator_dtype, bits, compute_dtype
 from ragged.core.scales import Scales
 from ragged.product.config import GpuConfig
+from ragged.product.function import Function, elementwise
 from ragged.product.layout import Product
 from ragged.product.operands import Call, KernelOperand, Operands, precision_name
 
@@ -518,6 +520,7 @@ def _static(launch: Launch, x: Operands, operands: list[_Operand]) -> dict[str, 
             longest_sum=_LONGEST_FP8_SUM if dot.is_fp8 and tile_k > _LONGEST_FP8_SUM else None,
         ),
         "SUMMED": details.summed,
+        "LINEAR": _linear(launch, x),
         "FUNCTION": call.epilogue and call.epilogue.function,
         "BAND": config.band,
     }
@@ -528,6 +531,19 @@ def _static(launch: Launch, x: Operands, operands: list[_Operand]) -> dict[str, 
         static[name] = buffer(stored, outer, p, given.letters[0], **tile, tile_k=tile_k // dot.per_element, tma=tma)
         static[f"{name}_SCALES"] = scaling(given, mode, outer, p)
     return static
+
+
+def _linear(launch: Launch, x: Operands) -> Function | None:
+    """`apply_epilogue` as a function of a sum and, if any, an existing value; None if it changes nothing."""
+    call, details, has_existing = launch.call, launch.details, x.epilogue.existing is not None
+    total = jnp.float32 if any(details.dot.modes) else details.dot.accumulator  # Scales have multiplied the sum.
+    dtypes = (total, details.stored) if has_existing else (total,)
+
+    def linear(total: Array, existing: Array | None = None) -> Array:
+        return base.apply_epilogue(call, total, existing)
+
+    function = elementwise("linear", linear, *dtypes)
+    return function if function.operations else None
 
 
 def _arrays(x: Operands, p: Product, operands: list[_Operand], static: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Activations in Triton: the source of a `@triton.jit` function, one line per operation.
+"""Elementwise functions in Triton: the source of a `@triton.jit` function, one line per operation.
 
-    jax.nn.silu    ->    def activation(v0):
+    jax.nn.silu    ->    def function(v0):
                              v1 = _sigmoid(v0)
                              v2 = v0 * v1
                              return v2
@@ -55,8 +55,8 @@ FORMULAS: dict[str, str | Callable[..., str]] = {
 
 
 def source(function: Function) -> str:
-    """Source of the Triton function for an activation, whose arguments are float32 tiles."""
-    lines = [f"def activation({', '.join(f'v{i}' for i in range(function.arity))}):"]
+    """Source of the Triton function, whose arguments are tiles."""
+    lines = [f"def function({', '.join(f'v{i}' for i in range(function.arity))}):"]
     for i, operation in enumerate(function.operations, function.arity):
         formula, operands = FORMULAS[operation.primitive.name], [*map(_text, operation.operands)]
         code = formula(operation, *operands) if callable(formula) else formula.format(*operands)
@@ -77,12 +77,12 @@ def _text(operand: int | np.generic) -> str:
 
 @cache
 def compiled(function: Function) -> Any:
-    """The `triton.JITFunction` for an activation."""
+    """The `triton.JITFunction` of a function."""
     import triton
 
     from ragged.backends.gpu import kernel
 
-    text, file, scope = source(function), f"<activation {function.key}>", dict(vars(kernel))
+    text, file, scope = source(function), f"<function {function.key}>", dict(vars(kernel))
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # for Triton
     exec(compile(text, file, "exec"), scope)
-    return triton.jit(scope["activation"])
+    return triton.jit(scope["function"])

@@ -1,6 +1,6 @@
 """The Triton kernel of all grouped products on a GPU.
 
-    out[i][r, c] = sum_k a[i][r, k] * b[i][c, k]        plus the old value of `out`, if `OUT.adds`
+    out[i][r, c] = sum_k a[i][r, k] * b[i][c, k]        after `LINEAR`
 
 With an `EpilogueSpec`, let `z` be this sum plus a bias, and let `up_z` be the same with `up` instead of `b`. Then
 
@@ -70,6 +70,7 @@ def grouped_product(
     OUT: tl.constexpr,  # `arguments.Result`
     DOT: tl.constexpr,  # `arguments.Dot`
     SUMMED: tl.constexpr,  # number of summed batch elements
+    LINEAR: tl.constexpr,  # a `@triton.jit` function of a sum and, if `OUT.adds`, an old value of `out`; or None
     FUNCTION: tl.constexpr,  # a `@triton.jit` function, or None: the identity
     BAND: tl.constexpr,  # rows of tiles that are visited column by column, for the L2 cache
 ):
@@ -259,9 +260,12 @@ def grouped_product(
         corner += (out_row + r).to(tl.int64) * C
         place = corner + (tl.arange(0, TILE_R)[:, None] * C + in_c[None, :])
         mask = (in_r < out_rows)[:, None] & (in_c < C)[None, :]
-        total = _apply_epilogue(total, out, place, mask, OUT)
-        if GATED or OUT.interleaved:
-            up_total = _apply_epilogue(up_total, out, place, mask, OUT)
+        if OUT.adds:
+            total = LINEAR(total, tl.load(out + place, mask=mask, other=0.0))
+        elif LINEAR is not None:
+            total = LINEAR(total)
+            if GATED or OUT.interleaved:
+                up_total = LINEAR(up_total)
         if not OUT.fuses:
             tl.store(out + place, total.to(out.dtype.element_ty), mask=mask)
         else:
@@ -491,15 +495,6 @@ def _add(total, x, y, x_scales, y_scales, rest, X: tl.constexpr, Y: tl.constexpr
         return total + tl.dot(x, tl.trans(y), max_num_imprecise_acc=DOT.longest_sum)
     else:
         return tl.dot(x, tl.trans(y), total, input_precision=DOT.precision, out_dtype=total.dtype)
-
-
-@_jit
-def _apply_epilogue(total, out, place, mask, OUT: tl.constexpr):
-    """The linear part of the epilogue: `total`, plus old values if `OUT.adds`."""
-    if OUT.adds:
-        old = tl.load(out + place, mask=mask, other=0.0)
-        total = total.to(tl.float32) + old if old.dtype.is_floating() else total + old.to(total.dtype)
-    return total
 
 
 @_jit

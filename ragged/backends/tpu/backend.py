@@ -182,7 +182,7 @@ def _misaligned(tile: dict[str, int], call: Call, x: Operands) -> Refusal | None
     """`Refusal` if a tile size doesn't fit the memory's tiles, else None."""
     p, lhs, rhs = call.product, x.lhs.data, x.rhs.data
     extents = dict.fromkeys("mkn", 0)
-    for letters, shape in ((p.lhs, lhs.shape), (p.rhs, rhs.shape), (p.out, call.shape)):
+    for letters, shape in call.buffers(x):
         extents |= {letter: max(extents[letter], n) for letter, n in zip(letters, shape[-2:], strict=True)}
     dtypes = (jnp.dtype(lhs.dtype), jnp.dtype(rhs.dtype), jnp.dtype(call.dtype))
     return tiles.refuse(tile, extents, p.ragged, dtypes)
@@ -581,7 +581,7 @@ def _groups_body(kernel: Kernel, by_element: bool) -> Any:
             scaled = total if kernel.rescales_each else kernel.rescale(total, lhs_scales, rhs_scales)
             if scaled is not total:  # An empty group's scales may be NaN.
                 scaled = jnp.where(v.end[piece] > v.start[piece], scaled, jnp.zeros_like(scaled))
-            total = base.apply_epilogue(scaled, None if existing is None else existing[...])
+            total = base.apply_epilogue(kernel.launch.call, scaled, None if existing is None else existing[...])
             out[...] = total.astype(out.dtype)
 
         is_alone = is_full & is_first & is_last

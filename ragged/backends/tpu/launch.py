@@ -204,7 +204,7 @@ class Kernel:
         totals = split_interleaved(*totals) if self.problem.columns == "interleaved" else totals
         z = []
         for total, scales, bias in zip(totals, y_scales, biases, strict=True):
-            total = base.apply_epilogue(self.rescale(total, x_scales, scales), existing)
+            total = base.apply_epilogue(self.launch.call, self.rescale(total, x_scales, scales), existing)
             z.append(total if bias is None else total.astype(jnp.float32) + bias[...])
         return _activated(z, self.launch.call)
 

@@ -578,7 +578,7 @@ def _launch(
     def body(ids: Any, t: _Tables, refs: Any, existing: Any, out: Any, accumulator: Any, *scratch: Any) -> None:
         blocks = {operand.name: each for operand, each in zip(p.inputs, refs, strict=True)}
         windows = {operand.name: window for operand, window in zip(shifted, scratch, strict=True)}
-        _body(p, t, p.place(ids, t), blocks, windows, existing, out, accumulator)
+        _body(launch, t, p.place(ids, t), blocks, windows, existing, out, accumulator)
 
     pipeline = Pipeline(
         grid=(
@@ -624,7 +624,7 @@ def _by_lanes(shape: tuple[int, int]) -> tuple[int, int, int]:
 
 
 def _body(
-    p: _Geometry,
+    launch: Launch,
     t: _Tables,
     place: _Place,
     blocks: dict[str, dict[tuple[int, int], Any]],
@@ -641,6 +641,7 @@ def _body(
        masks elements outside of the group along it, and adds the product to the accumulator.
     4. The last step of a piece applies the other scales and the epilogue, and stores the group's elements.
     """
+    p: _Geometry = launch.details
     group = t.group[place.piece]
     begin, end = p.span(p.contracted, group, t)
     low = place.tile[p.contracted] * p.tile[p.contracted]
@@ -702,7 +703,8 @@ def _body(
                 # `axis` of the sum is the operand's axis that isn't contracted.
                 transposed = operand.sides[axis].letter == p.contracted
                 total = total.astype(jnp.float32) * load_scales(operand, scales, transposed)
-        total = base.apply_epilogue(total, None if existing is None else existing[...]).astype(store_dtype)
+        total = base.apply_epilogue(launch.call, total, None if existing is None else existing[...])
+        total = total.astype(store_dtype)
         in_group = jnp.ones((1, 1), bool)
         for axis, letter in enumerate((p.row, p.column)):
             if letter in p.ragged:

@@ -135,8 +135,8 @@ def _illegal(call: Call, x: Operands, config: XlaConfig) -> Refusal | None:
 
 def _ragged_extents(call: Call, x: Operands) -> dict[str, int]:
     """The smallest extent of the buffers along each ragged letter, without symbolic extents."""
-    p, extents = call.product, {}
-    for letters, shape in ((p.lhs, x.lhs.data.shape), (p.rhs, x.rhs.data.shape), (p.out, call.shape)):
+    extents: dict[str, int] = {}
+    for letters, shape in call.buffers(x):
         for letter, n in zip(letters, shape[-2:], strict=True):
             if letter in x.sizes and isinstance(n, int):
                 extents[letter] = min(extents.get(letter, n), n)
@@ -158,7 +158,7 @@ def _tile_sizes(call: Call, x: Operands, tiling: dict[str, int] | None) -> dict[
         fitting = tuple(t for t in tile_sizes if t < m and t <= (largest or t))
         return {p.ragged: fitting or (min(m, largest or m),)}
     tiles: dict[str, int] = {}
-    for (packed, other), shape in ((p.lhs, x.lhs.data.shape), (p.rhs, x.rhs.data.shape), (p.out, call.shape)):
+    for (packed, other), shape in call.buffers(x):
         rows, columns = shape[-2:]
         for letter, extent, tile in ((packed, rows, _mean_tile(rows, x.num_groups)), (other, columns, 256)):
             if letter in x.sizes:
@@ -185,7 +185,7 @@ def _batched_dtype(call: Call, common: Any, existing: Array | None) -> Any:
     bfloat16 only if operands and result are bfloat16 and nothing is added to the sums, because the dot rounds them
     itself.
     """
-    is_rounded = common == call.dtype == jnp.bfloat16 and not changes_sums(existing)
+    is_rounded = common == call.dtype == jnp.bfloat16 and not changes_sums(call, existing)
     return common if is_rounded else accumulator_dtype(common)
 
 
@@ -331,7 +331,7 @@ def _tiled(launch: Launch, x: Operands) -> Array:
         begin, extent = tiles.window("out", group, at)
         total = tiles.total(group, count, at, extent)
         old = lax.dynamic_slice(out, begin, extent)
-        new = apply_epilogue(total, None if existing is None else old).astype(call.dtype)
+        new = apply_epilogue(call, total, None if existing is None else old).astype(call.dtype)
         new = jnp.where(tiles.inside("out", out_letters, group, at), new, old)
         return lax.dynamic_update_slice(out, new, begin)
 
@@ -388,7 +388,7 @@ def _grouped(launch: Launch, x: Operands) -> Array:
 
     def put(y: Array, at: Array, in_group: Array, out: Array) -> Array:
         old = _slice(out, at, y.shape[0])
-        y = apply_epilogue(y, None if existing is None else _from_carry(old, call.dtype)).astype(call.dtype)
+        y = apply_epilogue(call, y, None if existing is None else _from_carry(old, call.dtype)).astype(call.dtype)
         return _put(out, jnp.where(in_group, _to_carry(y), old), at)
 
     def segment(start: Array, end: Array, matrix: Array, base: Array, out: Array) -> Array:
@@ -498,7 +498,7 @@ def _transposed_grouped(launch: Launch, x: Operands) -> Array:
             count = jnp.asarray(summed, jnp.int32)
             total = lax.fori_loop(_ZERO, count, lambda e, total: total + element(e), zeros)
         old = _from_carry(_slice(out, i, 1)[0], call.dtype)
-        total = apply_epilogue(total, None if existing is None else old)
+        total = apply_epilogue(call, total, None if existing is None else old)
         if in_two_parts:  # `old` is the first rows' product, with the epilogue
             total = total + old.astype(total.dtype)
         return _put(out, _to_carry(total.astype(call.dtype))[None], i)
@@ -512,7 +512,7 @@ def _transposed_grouped(launch: Launch, x: Operands) -> Array:
             at, in_group = jax.vmap(partial(_window, k, rows))(starts, ends[0])
             slices = [_slices(z, at + base[0] if is_stacked else at, rows) for z, is_stacked in operands]
             out = _product_of_rows(launch, slices, in_group, common, result)
-            return apply_epilogue(out, None).astype(call.dtype)
+            return apply_epilogue(call, out, None).astype(call.dtype)
 
         batch_them = _is_worth(launch, x, ends[0] - starts[0])
         out = lax.cond(batch_them, first_rows, lambda _: jnp.zeros(shape, call.dtype), starts[0])
@@ -759,4 +759,4 @@ def _batched(launch: Launch, x: Operands) -> Array:
         out = product(folded, other, (outer + contracted, other_letters, outer + other_outer))
         order = (1, 0, 2, 3) if p.out[0] == outer else (1, 0, 3, 2)
         out = jnp.transpose(out.reshape(*rows.shape[:-1], out.shape[-1]), order)
-    return apply_epilogue(out, existing).astype(call.dtype)
+    return apply_epilogue(call, out, existing).astype(call.dtype)

@@ -19,14 +19,13 @@ import ragged
 from ragged.backends.base import Target
 from ragged.backends.gpu import call as triton_call
 from ragged.core.scales import Scales
-from ragged.quant.recipe import PRESETS
 from tests import cases, gpu, oracle, products
 from tests.benchmarks.gpu_first import graph
 from tests.cases import NAMES, TOLERANCE
 from tests.contract.draws import draws
 from tests.contract.epilogues import ACTIVATIONS, Epilogue, epilogue_draws
-from tests.contract.programs import Program
-from tests.contract.test_products import quantised
+from tests.contract.programs import Program, quantised
+from tests.contract.recipes import PRESETS
 from tests.everywhere import everywhere
 
 pytestmark = pytest.mark.gpu

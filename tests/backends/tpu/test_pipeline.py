@@ -12,6 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ragged.backends.tpu.pipeline import Pipeline, buffered_pallas_call
 from tests import products
 from tests.cases import split
+from tests.contract.launches import equations
 
 
 def gather_and_scale(rows: Any, table: Any, count: int, scale: Any, buffers: Any, **options: Any) -> Any:
@@ -101,16 +102,6 @@ def test_buffer_counts_that_make_no_sense(counts: list[int], text: str) -> None:
     with pytest.raises(ValueError) as caught:
         gather_and_scale(jnp.zeros(8, jnp.int32), table, 8, jnp.ones(2), counts)
     assert text in str(caught.value)
-
-
-def equations(jaxpr: Any, primitive: str) -> list[Any]:
-    """Those of a primitive, in a jaxpr and in all that it calls."""
-    found = []
-    for eqn in jaxpr.eqns:
-        found += [eqn] if eqn.primitive.name == primitive else []
-        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-            found += equations(getattr(value, "jaxpr", value), primitive) if hasattr(value, "eqns") else []
-    return found
 
 
 @pytest.mark.parametrize("transpose_rhs", [False, True])

@@ -23,59 +23,25 @@ from ragged.backends.tpu import units
 from ragged.backends.tpu.tiles import Problem
 from ragged.core.scales import Scales
 from ragged.nn import MoE
-from ragged.ops.matmul import request_of
-from ragged.ops.request import Arguments
-from ragged.primitive.primitive import bind, derivative
 from ragged.tuning import TpuConfig
 from tests import ones, products, tpu
-from tests.backends.tpu.test_tpu_units import on
-from tests.cases import LETTERS, NAMES, split
+from tests.backends.layers import (
+    DEEP,
+    LARGE,
+    MANY,
+    ODD,
+    TINY,
+    Aval,
+    Shape,
+    dequantized,
+    product,
+    sharded_gradients,
+    train,
+    trained_avals,
+)
+from tests.cases import NAMES, split
 from tests.contract.meshes import moved
 from tests.moe import moe as layer_of
-
-Shape = tuple[int, int, int, int]  # rows of all groups, two extents that are the same in all of them, groups
-Aval = jax.ShapeDtypeStruct
-DEEP = (8192, 7168, 2048, 64)
-LARGE, MANY, ODD, TINY = (4096, 2048, 2048, 8), (16384, 2048, 768, 128), (1000, 500, 300, 7), (128, 64, 10, 3)
-
-
-def product(layout: str, shape: Shape, dtype: Any, **options: Any) -> tuple[Any, tuple[Any, ...]]:
-    """A function of two buffers and the sizes, and its arguments. Forward and backward, but for integers."""
-    rows, *uniform, groups = shape
-    letters = LETTERS[layout]
-    uniform = iter(uniform if letters else [rows // groups, *uniform])
-    extent = {letter: rows if letter in letters else next(uniform) for letter in "mkn"}
-    sizes = Aval((groups,), jnp.int32)
-
-    def aval(term: str) -> Any:
-        if set(term) <= set(letters):
-            return Aval((rows, min(rows, 512)), dtype)  # columns left-aligned
-        lead = () if set(term) & set(letters) else (groups,)
-        return Aval((*lead, *(extent[letter] for letter in term)), dtype)
-
-    if layout in ("outer", "ragged"):
-        options["max_last"] = min(512, rows)
-
-    def operands(lhs: Array, rhs: Array, dims: dict[str, Array]) -> list[GroupedTensor]:
-        return [GroupedTensor(lhs, dims.get("m"), dims.get("k")), GroupedTensor(rhs, dims.get("k"), dims.get("n"))]
-
-    def value(lhs: Array, rhs: Array, dims: dict[str, Array]) -> Array:
-        return jnp.sum(ragged.matmul(*operands(lhs, rhs, dims), **options).data.astype(jnp.float32) ** 2)
-
-    def three(lhs: Array, rhs: Array, dims: dict[str, Array]) -> list[Array]:
-        """fp8 has no gradient: the same three products, each of fp8."""
-        a, b = operands(lhs, rhs, dims)
-        request = request_of(a, b, Arguments(**options))
-        x, call = request.operands, request.call
-        out = bind(x, call)
-        by = [derivative(wrt, out.astype(dtype), x, call, getattr(x, wrt).data) for wrt in ("lhs", "rhs")]
-        return [out, *(bind(terms, of._replace(dtype=jnp.bfloat16)) for terms, of in by)]
-
-    if jnp.issubdtype(dtype, jnp.integer):
-        function = value
-    else:
-        function = three if jnp.dtype(dtype).itemsize == 1 else jax.value_and_grad(value, argnums=(0, 1))
-    return function, (aval("mk"), aval("kn"), dict.fromkeys(letters, sizes))
 
 
 @pytest.mark.parametrize("layout", split(["forward"], [name for name in NAMES if name != "forward"]))
@@ -186,28 +152,6 @@ def test_compiles_tiled_with_scales(generation: str) -> None:
     assert max(compiled.vmem) <= 12
 
 
-def train(recipe: Any, x: Array, w: Array, dy: Array, sizes: Array, backend: str | None = None) -> Any:
-    """A forward, a dgrad and a wgrad, all quantised."""
-
-    def forward(x: Array, w: Array) -> Array:
-        return ragged.matmul(GroupedTensor(x, sizes), w, recipe=recipe, backend=backend).data
-
-    out, pull = jax.vjp(forward, x, w)
-    return out, pull(dy)
-
-
-def trained_avals(shape: Shape) -> tuple[Any, ...]:
-    rows, k, n, groups = shape
-    dims = (rows, k), (groups, k, n), (rows, n)
-    return *(Aval(each, jnp.bfloat16) for each in dims), Aval((groups,), jnp.int32)
-
-
-def dequantized(text: str, size: int) -> list[str]:
-    """What a lowered program converts from 8 bits outside of kernels, in arrays as large as an operand."""
-    wide = r"stablehlo\.convert [^\n]*: \(tensor<([\dx]+)x(?:f8\w+|i8)>\) -> tensor<[\dx]+x(?:bf16|f16|f32)>"
-    return [dims for dims in re.findall(wide, text) if math.prod(map(int, dims.split("x"))) >= size]
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     "generation, recipe", [("v5e", "rowwise"), ("v6e", "mxfp8"), ("tpu7x", "blockwise"), ("tpu7x", "delayed")]
@@ -266,7 +210,7 @@ ONE_COLUMN = [  # stored as one row: of `rhs`, or of what a derivative contracts
 def check_ones(case: ones.Case, generation: str, compiles: bool = False) -> None:
     """That a product and its derivatives are lowered to kernels where `explain` says that they run."""
     avals = case.avals
-    with on(generation):
+    with tpu.on(generation):
         plans = ragged.explain(*avals, platform="tpu", **case.options).plans
         text = lowered(case.product, *avals)
     expected = sum(plan.backend == "pallas_tpu" for plan in plans)
@@ -465,17 +409,6 @@ def test_chunks_overlap() -> None:
         overlapped[chunks] = kernels_meanwhile(lowered.compile().as_text() or "")
     assert overlapped[1] == [0, 0]
     assert len(overlapped[4]) == 8 and sum(count > 0 for count in overlapped[4]) >= 4
-
-
-def sharded_gradients(mesh: Mesh, x: P, w: P) -> tuple[Any, list[Any]]:
-    """A product's gradients by rows and by matrices, which are sharded as `x` and `w`, and their avals."""
-    shapes = ((8192, 2048), x, jnp.bfloat16), ((16, 2048, 1024), w, jnp.bfloat16), ((16,), P(), jnp.int32)
-    avals = [Aval(shape, dtype, sharding=NamedSharding(mesh, spec)) for shape, spec, dtype in shapes]
-
-    def loss(x: Array, w: Array, sizes: Array) -> Array:
-        return jnp.sum(jnp.sin(ragged.grouped_matmul(x, w, sizes).astype(jnp.float32)))
-
-    return jax.grad(loss, (0, 1)), avals
 
 
 @pytest.mark.long

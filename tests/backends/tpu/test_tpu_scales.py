@@ -1,5 +1,6 @@
 """Scales that are multiplied into a tile on a TPU: in bfloat16 where that is exact, each element's own."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,13 +15,10 @@ from ragged import GroupedTensor, Scaling, quantize
 from ragged.backends.base import Target
 from ragged.backends.tpu import scales
 from ragged.core.scales import Scales
-from ragged.ops.matmul import request_of
-from ragged.ops.request import Arguments
-from ragged.primitive import lowering
 from ragged.tuning import TpuConfig
 from tests import products, ran, tpu
-from tests.backends.tpu.test_pipeline import equations
 from tests.cases import check_error
+from tests.contract.launches import equations
 
 Aval = jax.ShapeDtypeStruct
 
@@ -75,11 +73,8 @@ def test_powers_of_two_are_exact_in_bfloat16(block: tuple[int, int]) -> None:
         got = ragged.matmul(qx, qw, preferred_element_type=jnp.float32).data
         jax.block_until_ready(got)
         assert [name for name, _ in launches] == ["pallas_tpu"]
-    request = request_of(qx, qw, Arguments(preferred_element_type=jnp.float32))
-    given, call = request.operands, request.call
-    with lowering.target_of("tpu", call.options) as target:
-        details = lowering.launch_of("tpu", given, call, target).details
-        assert details.tiled.dot[:2] == (jnp.bfloat16, jnp.bfloat16) and details.modes == ("tile", "tile")
+    multiply = partial(ragged.matmul, preferred_element_type=jnp.float32)
+    assert tpu.matmuls("v5e", lambda *x: multiply(*x).data, qx, qw) == {("bf16", "bf16")}
     rows, matrices = np.asarray(qx.dequantize().data, np.float64), np.asarray(qw.dequantize().data, np.float64)
     for row, group in enumerate(np.repeat(np.arange(4), sizes)):
         want = rows[row] @ matrices[group]

@@ -1,8 +1,6 @@
 """What a TPU's matrix units multiply as it is: in which dtypes, that no value is lost, and that the kernels do it."""
 
-import base64
 import itertools
-import json
 from functools import partial
 from typing import Any
 
@@ -11,24 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from jax.extend.mlir import ir
-from jax.sharding import AbstractDevice, AbstractMesh
 
 import ragged
 from ragged import GroupedTensor
 from ragged.backends.base import Target
 from ragged.backends.tpu import tiles, units
 from ragged.core.scales import Scales
-from tests import oracle, products
+from tests import oracle, products, tpu
 
 Aval = jax.ShapeDtypeStruct
-DEVICES: dict[str, tuple[str, int] | None] = {
-    "unknown": None,
-    "v5e": ("TPU v5 lite", 1),
-    "v5p": ("TPU v5", 2),
-    "v6e": ("TPU v6 lite", 1),
-    "tpu7x": ("TPU7x", 1),
-}
 E4M3, E5M2, B11 = "float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz"
 MIXED = ("bfloat16", "bfloat16")
 SMALL = {  # of each generation: in which dtypes the units take these pairs
@@ -45,10 +34,10 @@ def pair(lhs: str, rhs: str, generation: str) -> tuple[str, str]:
     return SMALL.get((lhs, rhs), {}).get(generation, common)
 
 
-@pytest.mark.parametrize("generation", DEVICES)
+@pytest.mark.parametrize("generation", tpu.KINDS)
 def test_dtypes_of_a_dot(generation: str) -> None:
     """Operands are taken as they are where the units have both formats; else in one that holds both."""
-    chip = tiles.chip(DEVICES[generation])
+    chip = tiles.chip(tpu.KINDS[generation])
     for lhs, rhs in itertools.product((E4M3, E5M2, "int8", "int4", "bfloat16"), repeat=2):
         dot = units.dot(lhs, rhs, chip)
         assert (dot.lhs.name, dot.rhs.name) == pair(lhs, rhs, generation)
@@ -56,10 +45,10 @@ def test_dtypes_of_a_dot(generation: str) -> None:
 
 
 @pytest.mark.parametrize("lhs, rhs", [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E5M2)])
-@pytest.mark.parametrize("generation", DEVICES)
+@pytest.mark.parametrize("generation", tpu.KINDS)
 def test_every_value(generation: str, lhs: str, rhs: str) -> None:
     """Each product of two of all 256 bit patterns is exact: NaN, infinities, -0 and the smallest numbers too."""
-    dot = units.dot(lhs, rhs, tiles.chip(DEVICES[generation]))
+    dot = units.dot(lhs, rhs, tiles.chip(tpu.KINDS[generation]))
     bits = np.arange(256, dtype=np.uint8)
     x, y = bits.view(jnp.dtype(lhs))[:, None], bits.view(jnp.dtype(rhs))[None]
     got = jax.jit(lambda x, y: dot(x, y, 1, 0))(x, y)
@@ -73,12 +62,12 @@ def test_every_value(generation: str, lhs: str, rhs: str) -> None:
 )
 def test_integers_without_units(lhs: str, rhs: str, longest: int) -> None:
     """Where the compiler sums integers in float32, no more of them than it holds exactly."""
-    for generation, device in DEVICES.items():
+    for generation, device in tpu.KINDS.items():
         dot = units.dot(lhs, rhs, tiles.chip(device))
         assert dot.longest == (longest if generation in ("unknown", "tpu7x") else None)
     least = [int(jnp.iinfo(dtype).min) for dtype in (lhs, rhs)]
     assert longest * least[0] * least[1] == 2**24
-    dot = units.dot("int8", "int8", tiles.chip(DEVICES["tpu7x"]))
+    dot = units.dot("int8", "int8", tiles.chip(tpu.KINDS["tpu7x"]))
     x, y = np.full((8, 2500), 127, np.int8), np.full((2500, 8), 127, np.int8)
     jaxpr: Any = jax.make_jaxpr(lambda x, y: dot(x, y, 1, 0))(x, y)
     extents = [each.invars[0].aval.shape[1] for each in jaxpr.eqns if each.primitive.name == "dot_general"]
@@ -86,11 +75,11 @@ def test_integers_without_units(lhs: str, rhs: str, longest: int) -> None:
     np.testing.assert_array_equal(dot(jnp.asarray(x), jnp.asarray(y), 1, 0), x.astype(np.int64) @ y.astype(np.int64))
 
 
-@pytest.mark.parametrize("generation", DEVICES)
+@pytest.mark.parametrize("generation", tpu.KINDS)
 @pytest.mark.parametrize("lhs, rhs", [(E4M3, E4M3), (E5M2, E4M3), ("int8", "int8"), ("bfloat16", "int4")])
 def test_one_row_of_the_second_operand(lhs: str, rhs: str, generation: str) -> None:
     """Contracted along lanes, by no dot, for which Pallas has no lowering; exact, NaN and infinities too."""
-    dot, bits = units.dot(lhs, rhs, tiles.chip(DEVICES[generation])), np.arange(256, dtype=np.uint8)
+    dot, bits = units.dot(lhs, rhs, tiles.chip(tpu.KINDS[generation])), np.arange(256, dtype=np.uint8)
     values = {"bfloat16": bits.astype(jnp.bfloat16), "int4": (bits % 16 - 8.0).astype(jnp.int4)}
     x, y = (values[name] if name in values else bits.view(jnp.dtype(name)) for name in (lhs, rhs))
 
@@ -102,37 +91,6 @@ def test_one_row_of_the_second_operand(lhs: str, rhs: str, generation: str) -> N
     assert got.dtype == dot.result
     with np.errstate(invalid="ignore"):
         np.testing.assert_array_equal(got, y.astype(np.float64)[:, None] * x.astype(np.float64))
-
-
-def on(generation: str) -> Any:
-    """Where what is lowered is for a generation."""
-    kind, cores = DEVICES[generation] or ("", 0)
-    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(kind, cores, "tpu")))
-
-
-def matmuls(generation: str, function: Any, *avals: Any) -> set[tuple[str, str]]:
-    """The types of the operands of all matrix products in the kernels of `function`, as Mosaic gets them."""
-    found: set[tuple[str, str]] = set()
-
-    def in_kernel(operation: Any) -> Any:
-        if operation.name.endswith(".matmul"):
-            lhs, rhs, *_ = (str(ir.VectorType(x.type).element_type) for x in operation.operands)
-            found.add((lhs, rhs))
-        return ir.WalkResult.ADVANCE
-
-    def visit(operation: Any) -> Any:
-        target = operation.attributes["call_target_name"].value if "custom_call" in operation.name else ""
-        if target == "tpu_custom_call":
-            body = json.loads(operation.attributes["backend_config"].value)["custom_call_config"]["body"]
-            with ir.Context() as context:
-                context.allow_unregistered_dialects = True
-                ir.Module.parse(base64.b64decode(body)).operation.walk(in_kernel)
-        return ir.WalkResult.ADVANCE
-
-    with on(generation):
-        module: Any = jax.jit(function).trace(*avals).lower(lowering_platforms=("tpu",)).compiler_ir("stablehlo")
-    module.operation.walk(visit)
-    return found
 
 
 def all_kernels(lhs: Any, rhs: Any, weights: Any, sizes: Any) -> list[Any]:
@@ -152,13 +110,13 @@ def test_kernels_multiply_it_as_it_is(generation: str) -> None:
     """The products in the code of every kernel, of two formats; in a masked tile as in a whole one."""
     rows, weights = (200, 128), (3, 128, 128)
     avals = (Aval(rows, E4M3), Aval(rows, E5M2), Aval(weights, E5M2), Aval((3,), jnp.int32))
-    got = matmuls(generation, all_kernels, *avals)
+    got = tpu.matmuls(generation, all_kernels, *avals)
     assert got == {tuple(TYPES[name] for name in pair(E4M3, E5M2, generation))}
 
 
 def test_a_scale_in_the_tile_is_multiplied_in_float32() -> None:
     """Blocks of 32 along the contraction; blocks of 128 and whole rows leave the operands as they are."""
-    sizes, device = Aval((2,), jnp.int32), DEVICES["tpu7x"]
+    sizes, device = Aval((2,), jnp.int32), tpu.KINDS["tpu7x"]
 
     def forward(x: Any, w: Any, sizes: Any, scales: Any, block: int | None) -> Any:
         options: dict[str, Any] = {"preferred_element_type": jnp.float32, "target": Target(device=device)}
@@ -167,7 +125,7 @@ def test_a_scale_in_the_tile_is_multiplied_in_float32() -> None:
     for block, wide in ((32, True), (128, False), (None, False)):
         scales = Aval((64, 256 // block if block else 1), jnp.float32)
         avals = Aval((64, 256), E4M3), Aval((2, 256, 128), E4M3), sizes, scales
-        got = matmuls("tpu7x", partial(forward, block=block), *avals)
+        got = tpu.matmuls("tpu7x", partial(forward, block=block), *avals)
         assert ("f32", "f32") in got if wide else got == {(TYPES[E4M3], TYPES[E4M3])}
 
 
@@ -196,7 +154,7 @@ def test_values(generation: str, interpret: Any) -> None:
 
     @jax.jit
     def kernels(x: Any, y: Any, w: Any, scales: Any, dims: Any) -> Any:
-        target = Target(interpret=interpret, device=DEVICES[generation])
+        target = Target(interpret=interpret, device=tpu.KINDS[generation])
         options: dict[str, Any] = {"preferred_element_type": jnp.float32, "target": target}
         letters, axes = {"m": dims, "n": dims}, ("mk", "nk", "mn")
         return (
@@ -205,7 +163,7 @@ def test_values(generation: str, interpret: Any) -> None:
             products.tiled_matmul("pallas_tpu", x, w[0].T, letters, axes=axes, shape=(rows, 128), **options),
         )
 
-    with on(generation):
+    with tpu.on(generation):
         forward, wgrad, outer = kernels(x, y, w, scales, jnp.array(sizes, jnp.int32))
     groups = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
     xs, ys, columns = [x[s] for s in groups], [y[s] for s in groups], [w[0][:, s] for s in groups]
@@ -221,7 +179,7 @@ def test_the_model_knows_the_rate() -> None:
     """Fp8 at twice bfloat16's rate takes half the time, where nothing else counts; integers as long as bfloat16."""
 
     def seconds(dtype: str, generation: str) -> float:
-        chip, each = tiles.chip(DEVICES[generation]), jnp.dtype(dtype)
+        chip, each = tiles.chip(tpu.KINDS[generation]), jnp.dtype(dtype)
         dtypes = (each, each, jnp.dtype(jnp.bfloat16))
         problem = tiles.Problem("rows", 2**22, 8192, 1024, 1, dtypes, units.dot(each, each, chip), 2)
         return tiles._seconds(problem, (512, 8192, 1024), chip)
@@ -233,7 +191,7 @@ def test_the_model_knows_the_rate() -> None:
 def test_interpreted_int4() -> None:
     """Where it is interpreted, int4 is multiplied as int8: XLA has no such product on the CPU."""
     x, w = np.full((32, 64), -8, np.int8), np.full((2, 64, 128), 7, np.int8)
-    sizes, target = jnp.array([20, 5], jnp.int32), Target(interpret=True, device=DEVICES["v6e"])
+    sizes, target = jnp.array([20, 5], jnp.int32), Target(interpret=True, device=tpu.KINDS["v6e"])
     lhs, rhs = (jnp.asarray(each).astype(jnp.int4) for each in (x, w))
     got = products.grouped_matmul("pallas_tpu", lhs, rhs, sizes, preferred_element_type=jnp.int32, target=target)
     np.testing.assert_array_equal(got[:25], -8 * 7 * 64)
