@@ -487,6 +487,7 @@ over(lambda ids: ragged.exchange(ragged.route(ids, 4), "a", "mpi").dropped[None]
 over(lambda ids: ragged.exchange(ragged.route(ids, 4), "a", capacity=1).dropped[None], ids)
 over(lambda ids: ragged.exchange(ragged.route(ids, 4), "a", chunks=9).dropped[None], ids)
 over(lambda ids: ragged.exchange(ragged.route(ids, 4), "a", None, 3, 2).dropped[None], ids)
+over(lambda ids: ragged.exchange(ragged.route(ids, 4), "a", "ring", 1, 2).dropped[None], ids)
 over(lambda ids: ragged.exchange(ragged.route(ids, 4), "a", wire=ragged.Cast(None)).dropped[None], ids)
 over(lambda ids: ragged.exchange(ragged.route(ids, 4), "a", wire="tensorwise").dropped[None], ids)
 over(lambda ids: (ex := ragged.exchange(ragged.route(ids, 4), "a")).combine(ex.dispatch(rows).map(deeper)), ids)
@@ -497,7 +498,7 @@ ragged.parallel.estimate(tokens=8, d=8, hidden=8, experts=4, top_k=2, devices=3)
 ragged.parallel.estimate(tokens=8, d=8, hidden=8, experts=4, top_k=5, devices=2)
 ragged.parallel.estimate(tokens=8, d=8, hidden=8, experts=4, top_k=2, devices=2, chunks=9)
 ragged.parallel.estimate(tokens=8, d=8, hidden=8, experts=4, top_k=2, devices=2, transport="mpi")
-ragged.parallel.estimate(tokens=8, d=8, hidden=8, experts=4, top_k=2, devices=2, capacity=1)
+ragged.parallel.estimate(tokens=8, d=8, hidden=8, experts=4, top_k=2, devices=2, capacity=1, transport="dense")
 ragged.parallel.estimate(tokens=8, d=8, hidden=8, experts=4, top_k=2, devices=2, dtype="int8")
 """,
     "Layers": """

@@ -31,14 +31,16 @@ PAGE = Path(__file__).parent.parent / "docs" / "support.md"
 GROUPS, CAPACITY, EXTENT = 4, 1024, 256
 
 PLATFORMS = {
-    "pallas_tpu": ("TPU v5e", "TPU7x"),
-    "triton_gpu": ("A100", "H200", "B200"),
+    "pallas_tpu": ("v5e", "v5p", "v6e", "tpu7x"),
+    "triton_gpu": ("A100", "L4", "H100", "H200", "B200", "B300"),
     "xla": ("CPU",),
 }
+ALIKE = {"L4": "H200", "H100": "H200", "B300": "B200"}
+"""Devices that the page mentions only in its introduction: each has the marks of the other device."""
+_TPUS = {"v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite", "tpu7x": "TPU7x"}
 DEVICES: dict[str, AbstractDevice | None] = {
-    "TPU v5e": AbstractDevice("TPU v5 lite", 1, "tpu"),
-    "TPU7x": AbstractDevice("TPU7x", 1, "tpu"),
-    **{name: AbstractDevice(f"NVIDIA {name}", None, "gpu") for name in ("A100", "L4", "H200", "B200")},
+    **{name: AbstractDevice(kind, 1, "tpu") for name, kind in _TPUS.items()},
+    **{name: AbstractDevice(f"NVIDIA {name}", None, "gpu") for name in PLATFORMS["triton_gpu"]},
     "CPU": None,
 }
 
@@ -67,13 +69,14 @@ def by_recipe(recipe: str) -> Format:
 
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "int8", "int4")
+RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4", "delayed")
 FORMATS: dict[str, Format] = {
     **{f"`{name}`": plain(name) for name in DTYPES},
     "`float8_e4m3fn`, `row` scales": quantised("float8_e4m3fn", "row"),
     "`float8_e4m3fn`, `mx` scales": quantised("float8_e4m3fn", "mx"),
     "`float4_e2m1fn`, `nvfp4` scales": quantised("float4_e2m1fn", "nvfp4"),
     "`int8`, `row` scales": quantised("int8", "row"),
-    **{f"`bfloat16`, recipe `{name}`": by_recipe(name) for name in ("rowwise", "blockwise", "mxfp8", "nvfp4")},
+    **{f"`bfloat16`, recipe `{name}`": by_recipe(name) for name in RECIPES},
 }
 
 
@@ -212,7 +215,7 @@ There is one table for each platform.
 | ● | the backend named in the heading computes all eight layouts |
 | ◐ | this backend computes some layouts, and XLA computes the layouts in the note |
 | ○ | XLA computes all eight layouts |
-| – | not supported. The note has the error. Without a note: JAX doesn't differentiate integers |
+| – | not supported: the note has the error. Without a note: JAX doesn't differentiate integers |
 
 A number in brackets is the number of a note at the end of the page. [Layouts](layouts.md) are the eight products. Each
 row is a format of both operands:
@@ -223,8 +226,9 @@ row is a format of both operands:
 
 Operands of different formats, and other limits, are on the pages [TPU](tpu.md) and [GPU](gpu.md).
 
-The column "on" names the devices; "all" is v5e and tpu7x in the table of TPUs, and A100, H200 and B200 in the table of
-GPUs. The other columns are transformations:
+The column "on" names the devices. "All" TPUs are v5e, v5p, v6e and tpu7x. "All" GPUs are A100, H200 and B200, and these
+also stand for other GPUs: L4 and H100 have the marks of the H200, B300 has the marks of the B200. The other columns are
+transformations:
 
 | column | what is computed |
 |---|---|
@@ -253,7 +257,7 @@ def page(cells: dict[tuple[str, str], Cell]) -> str:
             return "●"
         if not errors and len(others) == len(NAMES) and set(others.values()) == {"xla"}:
             return "○"
-        shared = "XLA computes some of a call's products (`grad` has two), and the backend the others, for"
+        shared = f"`{backend}` computes one of the gradient's two products, and XLA the other, for"
         words = {"xla": "XLA computes", f"{backend} and xla": shared}
         said = (
             f"{words[text]} {', '.join(f'`{layout}`' for layout in others if others[layout] == text)}."
@@ -275,7 +279,9 @@ def page(cells: dict[tuple[str, str], Cell]) -> str:
                 row = tuple(mark(cells.get((name, what)), device, backend) for what in TRANSFORMATIONS)
                 rows.setdefault(row, []).append(device)
             for row, on in rows.items():
-                lines += [f"| {name} | {'all' if len(on) == len(devices) else ', '.join(on)} | {' | '.join(row)} |"]
+                assert all((device in on) == (other in on) for device, other in ALIKE.items())
+                named = ", ".join(device for device in on if device not in ALIKE)
+                lines += [f"| {name} | {'all' if len(on) == len(devices) else named} | {' | '.join(row)} |"]
         lines += [""]
     lines += ["## Notes", "", *(f"{i}. {text}" for i, text in enumerate(notes, 1))]
     return "\n".join(lines) + "\n"

@@ -124,7 +124,7 @@ def spans(call: Call, x: Operands) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     They are positions in the buffers that pack the letter; if no buffer does, groups begin at 0.
     """
     p, extents = call.product, {}  # keyed by letter: extents of the buffers that don't pack it, and of those that do
-    for letters, shape in ((p.lhs, x.lhs_shape), (p.rhs, x.rhs.data.shape), (p.out, call.shape)):
+    for letters, shape in call.buffers(x):
         for place, letter in enumerate(letters):
             is_packed = letter in p.ragged and place == 0
             extents.setdefault(letter, ([], []))[is_packed].append(shape[place - 2])

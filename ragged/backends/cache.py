@@ -73,7 +73,7 @@ def product_key(call: Call, x: Operands, backend: str) -> str:
 
     # A ragged letter's extent is taken from a buffer that packs it; other buffers only limit the width of a group.
     extents = {}
-    for letters, shape in ((p.lhs, x.lhs_shape), (p.rhs, x.rhs.data.shape), (p.out, call.shape)):
+    for letters, shape in call.buffers(x):
         for place, (letter, n) in enumerate(zip(letters, shape[-2:], strict=True)):
             is_packed = letter in sizes and place == 0
             if letter not in extents or is_packed:

@@ -330,9 +330,9 @@ def _products(name: str, products: Callable[[], Iterable[Product]], *, values: s
 # Values and gradients
 
 
-def _each(all_sizes: Iterable[Sequence[int]], rows: int | None = None, **options: Any) -> Iterator[Product]:
+def _each(all_sizes: Iterable[Sequence[int]], **options: Any) -> Iterator[Product]:
     """A product for each of these sizes."""
-    return (_product(sizes, rows, **options).with_(suffix=f" of sizes {list(sizes)}") for sizes in all_sizes)
+    return (_product(sizes, **options).with_(suffix=f" of sizes {list(sizes)}") for sizes in all_sizes)
 
 
 def _of(letter: str, *extents: int) -> Iterator[Product]:
@@ -442,7 +442,7 @@ def _(f: Subject) -> None:
 
 @_check("gradients", "gradients in the tail")
 def _(f: Subject) -> None:
-    """Rows outside of groups have a gradient of zero, because it flows on into the layers before."""
+    """Rows outside of groups have a gradient of zero. Other values would reach the layers before."""
     x = _product(SHORT, ROWS)
     f.leave_nan(x, f.pull)
     _compare("the tail of the cotangent of lhs", f.pull(x)[0][x.tail_start :], np.zeros((ROWS - x.tail_start, 128)))
@@ -541,7 +541,7 @@ _products(
 _products(
     "k not a multiple of 128",
     lambda: _of("k", 131),
-    gradients="The gradients have k columns, and k rows per matrix, although tiles extend further.",
+    gradients="The gradient of lhs has k columns, and each matrix's has k rows, although tiles extend further.",
 )
 _products(
     "k of 1",

@@ -102,11 +102,17 @@ def partially_manual_mesh(leaves: Sequence[Any], requested: PartitionSpec | None
     return None if explicit_mesh(leaves, requested) is not None else next(partial, None)
 
 
-def is_of_one_device(leaves: Sequence[Any]) -> bool:
-    """Whether each array is local to one device: only manual mesh axes distribute it."""
+def automatic_meshes(leaves: Sequence[Any]) -> list[Any]:
+    """The meshes of several devices in the arrays' types that have only `Auto` axes."""
     meshes = [mesh for x in leaves if not (mesh := jax.typeof(x).sharding.mesh).empty]
-    automatic = any(mesh.size > 1 and not (mesh.manual_axes or mesh.explicit_axes) for mesh in meshes)
-    return not automatic and explicit_mesh(leaves) is None and partially_manual_mesh(leaves) is None
+    return [mesh for mesh in meshes if mesh.size > 1 and not (mesh.manual_axes or mesh.explicit_axes)]
+
+
+def is_of_one_device(leaves: Sequence[Any], requested: PartitionSpec | None = None) -> bool:
+    """Whether each array, and a result with the `requested` spec, is local to one device: only manual mesh axes
+    distribute it."""
+    is_explicit = explicit_mesh(leaves, requested) is not None
+    return not is_explicit and not automatic_meshes(leaves) and partially_manual_mesh(leaves, requested) is None
 
 
 def on_host(arrays: Sequence[Any], copy: bool = False) -> list[np.ndarray] | None:

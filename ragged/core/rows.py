@@ -28,14 +28,15 @@ def flat_rows(x: Shaped[Array, "n *d"]) -> Shaped[Array, "n flat"]:
 
 
 def spread_rows(
-    x: Shaped[Array, "*b n d"], source: Int[Array, "*c p"], places: Int[Array, "*c n k"]
+    x: Shaped[Array, "*b n d"], source: Int[Array, "*c p"], places: Int[Array, "*c n k"], dtype: Any = None
 ) -> Shaped[Array, "*e p d"]:
-    """`out[i] = x[source[i]]`, zeros where `source[i]` is out of range. Each argument may have one leading batch axis.
+    """`out[i] = x[source[i]]` in `dtype`, by default that of `x`; zeros where `source[i]` is out of range. Each array
+    may have one leading batch axis.
 
     `places` is the inverse of `source`: row `t` of `x` goes to the rows `places[t]` of the result. Places out of range
     are unused.
     """
-    return _bind(x, source, places, collect=False)
+    return _bind(x, source, places, collect=False, dtype=dtype)
 
 
 def collect_rows(
@@ -47,27 +48,31 @@ def collect_rows(
 
 
 def collect_weighted(
-    y: Shaped[Array, "p d"], weights: Float[Array, "n k"], weight_index: Int[Array, " p"], places: Int[Array, "n k"]
+    y: Shaped[Array, "p d"],
+    weights: Float[Array, "n k"],
+    weight_index: Int[Array, " p"],
+    places: Int[Array, "n k"],
+    dtype: Any = None,
 ) -> Shaped[Array, "n d"]:
-    """`out[t] = sum_j weights[t, j] * y[places[t, j]]` in the dtype of `y`, computed in the weights' dtype, which must
-    be the accumulator's.
+    """`out[t] = sum_j weights[t, j] * y[places[t, j]]` in `dtype`, by default that of `y`, computed in the weights'
+    dtype, which must be the accumulator's.
 
     `weight_index[i]`: index `t * k + j` of the weight of row `i`; out of range for a row without a token. Such rows,
     and weights without a row, may hold anything. The derivative saves `y` and the weights, but no float32 copy of `y`.
     """
-    return _weighted(y, weights, weight_index, places)
+    return _weighted(jnp.dtype(dtype or y.dtype), y, weights, weight_index, places)
 
 
-@jax.custom_jvp
-def _weighted(y: Array, weights: Array, weight_index: Array, places: Array) -> Array:
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _weighted(dtype: Any, y: Array, weights: Array, weight_index: Array, places: Array) -> Array:
     """`collect_weighted`."""
     each = spread_rows(y, places.reshape(-1), weight_index[:, None]).astype(weights.dtype)
     weights = jnp.where(places < y.shape[0], weights, jnp.zeros((), weights.dtype))
-    return jnp.sum(each.reshape(*places.shape, y.shape[1]) * weights[:, :, None], axis=1).astype(y.dtype)
+    return jnp.sum(each.reshape(*places.shape, y.shape[1]) * weights[:, :, None], axis=1).astype(dtype)
 
 
 @partial(_weighted.defjvp, symbolic_zeros=True)
-def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
+def _(dtype: Any, primals: Any, tangents: Any) -> tuple[Array, Array]:
     """The tangent is computed by row, in the order of `y`. So its transpose gathers the cotangent's rows once, and
     computes both gradients from them."""
     (y, weights, weight_index, places), (dy, dweights, _, _) = primals, tangents
@@ -75,9 +80,9 @@ def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
     def by_row(y: Array, weights: Array) -> Array:
         of_row = spread_rows(weights.reshape(-1, 1), weight_index, places.reshape(-1, 1))  # [p, 1]
         source = weight_index // places.shape[1]
-        return _bind(y.astype(weights.dtype) * of_row, source, places, collect=True, dtype=y.dtype)
+        return _bind(y.astype(weights.dtype) * of_row, source, places, collect=True, dtype=dtype)
 
-    return _weighted(*primals), tangent_of(by_row, (y, weights), (dy, dweights))
+    return _weighted(dtype, *primals), tangent_of(by_row, (y, weights), (dy, dweights))
 
 
 def tangent_of(function: Callable[..., Array], primals: Sequence[Array], tangents: Sequence[Any]) -> Array:

@@ -151,7 +151,7 @@ def check_plan(site: Site, x: Operands, call: Call, casts: tuple[Any, Any] = (No
     platform isn't known yet.
     """
     p = call.product
-    for letters, shape in ((p.lhs, x.lhs_shape), (p.rhs, x.rhs.data.shape), (p.out, call.shape)):
+    for letters, shape in call.buffers(x):
         if letters[0] in p.ragged:
             check_packed(site, shape[-2])
     name = call.options.backend

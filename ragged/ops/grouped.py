@@ -62,7 +62,7 @@ def grouped_matmul(
     """
     arguments = {**locals()}
     site = Site("ragged.grouped_matmul(lhs, rhs, group_sizes)", {"lhs": lhs, "rhs": rhs, "group_sizes": group_sizes})
-    _check_arrays(site, lhs, 2, rhs, 3, group_sizes)
+    _check_arrays(site, lhs, rhs, 3, group_sizes)
     k_axis, n_axis = (2, 1) if transpose_rhs else (1, 2)
     m, k, n = lhs.shape[0], lhs.shape[1], rhs.shape[n_axis]
     if rhs.shape[k_axis] != k:
@@ -122,7 +122,7 @@ def transposed_grouped_matmul(
     site = Site(
         "ragged.transposed_grouped_matmul(lhs, rhs, group_sizes)", {"lhs": lhs, "rhs": rhs, "group_sizes": group_sizes}
     )
-    _check_arrays(site, lhs, 2, rhs, 2, group_sizes)
+    _check_arrays(site, lhs, rhs, 2, group_sizes)
     (k, m), n = lhs.shape, rhs.shape[1]
     if rhs.shape[0] != m:
         site.fail(
@@ -142,8 +142,8 @@ def transposed_grouped_matmul(
     return _bind(site, lhs.T, rhs, product, shape, options, arguments)
 
 
-def _check_arrays(site: Site, lhs: Any, lhs_rank: int, rhs: Any, rhs_rank: int, group_sizes: Any) -> None:
-    for name, x, rank in (("lhs", lhs, lhs_rank), ("rhs", rhs, rhs_rank), ("group_sizes", group_sizes, 1)):
+def _check_arrays(site: Site, lhs: Any, rhs: Any, rhs_rank: int, group_sizes: Any) -> None:
+    for name, x, rank in (("lhs", lhs, 2), ("rhs", rhs, rhs_rank), ("group_sizes", group_sizes, 1)):
         if not is_arraylike(x):
             hint = "Pass an array of integers." if name == "group_sizes" else "`ragged.matmul` takes a `GroupedTensor`."
             site.fail(TypeError, f"`{name}` is not an array.", hint)

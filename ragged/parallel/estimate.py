@@ -4,18 +4,17 @@ The cost of a collective over `n` devices follows from the bytes `B` of its larg
 an all-to-all or a reduce-scatter, the result of an all-gather. `B (n - 1) / n` bytes are sent; the rest stays on the
 device.
 
-The table has `B` for every collective of a layer. Each device has `t` tokens of `d` numbers, and `S` slots: `n` times
-the number of rows that it may send to one device. There are `k` rows per token and `g` experts. A number has `s` bytes;
-a number of a sum, in float32, has 4.
+The table has `B` for every collective of a layer. Each device has `t` tokens of `d` numbers, and a buffer of `S` rows.
+There are `k` rows per token and `g` experts. A number has `s` bytes; a number of a sum, in float32, has 4.
 
-    transport  sizes                 dispatch  combine      combine gradient  dispatch gradient
-    "dense"    4 n g                 S d s     S d s        S d s             S d s
-    "ragged"   4 n g                 S d s     S d s        S d s             S d s
-    "ring"     4 (n g + n t k + S)   n t d s   n t (d+k) 4  n t (d+k) 4       n t d 4
+    transport  sizes             dispatch          combine           combine gradient    dispatch gradient
+    "dense"    4 n g             S d s             S d s             S d s               S d s
+    "ragged"   4 n g             max(S, t k) d s   max(S, t k) d s   max(S, t k) d s     max(S, t k) d s
+    "ring"     4 n (g + 2 t k)   n t d s           n t (d + k) 4     n t (d s + k 4)     n t d 4
 
-`"ragged"` sends only the filled slots. (Its gradients also exchange offsets, `4 n` bytes each time, which aren't
-counted.) With `"ring"`, each device also gets the slots and the weights of all tokens. With chunks, the sizes are sent
-once per chunk; the other bytes are totals over all chunks.
+`"ragged"` sends only the rows that the capacity admits. (Its gradients also exchange offsets, `4 g` bytes each time,
+which aren't counted.) With `"ring"`, each device also gets the routes and the weights of all tokens. With chunks, the
+sizes are sent once per chunk; the other bytes are totals over all chunks.
 """
 
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ import jax.numpy as jnp
 
 from ragged.core.errors import Site, is_count
 from ragged.core.formats import accumulator_dtype
-from ragged.parallel.exchange import TRANSPORTS, wire_cast
+from ragged.parallel.exchange import TRANSPORTS, chunk_capacities, min_capacity, wire_cast
 from ragged.quant.recipe import Cast
 
 FORWARD, GRADIENT = ("sizes", "dispatch", "combine"), ("combine gradient", "dispatch gradient")
@@ -43,7 +42,7 @@ class Estimate:
     - `sent`: bytes that a device sends to others if all experts are equally likely. For `"dense"` and `"ring"` it
       doesn't depend on the routing. A token's row is sent twice if two of its experts are on one device.
     - `sent_at_most`: the maximum of `sent` over all routings. In dispatch, all rows of the device go to other devices;
-      in combine, all its slots are full. With `"ragged"` and no `wire`, a device receives at most the entry of the
+      in combine, its buffer is full. With `"ragged"` and no `wire`, a device receives at most the entry of the
       opposite direction: in dispatch, `sent_at_most["combine"]` bytes. With the other transports, it receives as
       many bytes as it sends.
 
@@ -155,26 +154,26 @@ def estimate(
     tokens, d, hidden, experts, top_k, n, chunks = _checked_counts(site, sizes | {"chunks": chunks})
     if transport not in TRANSPORTS:
         site.fail(ValueError, f"`transport` is {transport!r}.", f"Pass one of {', '.join(TRANSPORTS)}.")
-    if capacity is not None and not is_count(capacity, n * chunks):
-        hint = f"Pass at least {n * chunks}, one row per chunk from each device, or None for the worst case."
-        site.fail(ValueError, f"`capacity` is {capacity!r}.", hint)
+    if capacity is not None and not is_count(capacity, least := min_capacity(n, transport, chunks)):
+        each = "one row per chunk from each device" if transport == "dense" else "one row per chunk"
+        site.fail(ValueError, f"`capacity` is {capacity!r}.", f"Pass at least {least}, {each}, or None.")
     itemsize, sum_itemsize = _item_sizes(site, dtype)
     row = d * itemsize  # bytes
     if wire is not None:
         scaling = wire_cast(site, wire).scaling
         row = d + prod(scaling.shape((1, d), -2, 1)) * scaling.dtype.itemsize
-    # For each chunk: a device's rows, and its slots for each device, itself included.
+    # For each chunk: a device's rows, and its buffer's.
     rows = [(tokens * (i + 1) // chunks - tokens * i // chunks) * top_k for i in range(chunks)]
-    per_device = [x if capacity is None else min(x, int(capacity) // n // chunks) for x in rows]
-    slots, all_tokens = n * sum(per_device), n * tokens
+    buffers, all_tokens = chunk_capacities(n, transport, rows, capacity), n * tokens
     # Bytes that don't depend on the routing, and bytes of each row that is sent.
     fixed = {"sizes": 4 * chunks * n * experts} | dict.fromkeys((*FORWARD[1:], *GRADIENT), 0)
     by_row = dict.fromkeys(fixed, d * itemsize) | {"sizes": 0, "dispatch": row}
     if transport == "ring":
         by_row = dict.fromkeys(fixed, 0)
-        fixed["sizes"] += 4 * (all_tokens * top_k + slots)
+        fixed["sizes"] += 4 * 2 * all_tokens * top_k
         fixed["dispatch"], fixed["dispatch gradient"] = all_tokens * row, all_tokens * d * sum_itemsize
-        fixed["combine"] = fixed["combine gradient"] = all_tokens * (d + top_k) * sum_itemsize
+        fixed["combine"] = all_tokens * (d + top_k) * sum_itemsize
+        fixed["combine gradient"] = all_tokens * (d * itemsize + top_k * sum_itemsize)
 
     def sent(to_experts: int | float, back: int | float) -> dict[str, float]:
         """Bytes that a device sends in each phase: `to_experts` rows to the experts of other devices, and `back` rows
@@ -182,24 +181,28 @@ def estimate(
         leaving = dict.fromkeys(fixed, back) | dict.fromkeys(("dispatch", "combine gradient"), to_experts)
         return {phase: fixed[phase] * (n - 1) / n + leaving[phase] * by_row[phase] for phase in fixed}
 
-    even = sum(map(float, map(min, [x / n for x in rows], per_device)))  # rows to each device
-    full = [(n - 1) * x for x in per_device]  # slots for all other devices
+    even = sum(min(x, buffer) / n for x, buffer in zip(rows, buffers, strict=True))  # rows to each device
     products = {"forward": n * even * 2 * d * hidden * (3 if gated else 2)}
     products["gradient"] = 2 * products["forward"]
-    leaving = max_leaving = sum(full)  # rows to other devices
+    # Rows to other devices, at most, and rows of other devices in full buffers. `"dense"` sends all its slots.
+    leaving = max_leaving = max_returning = sum(buffers) // n * (n - 1)
+    larger = buffers
     if transport == "ragged":
-        leaving, max_leaving = (n - 1) * even, sum(map(min, rows, full))
+        pairs = [*zip(rows, buffers, strict=True)]
+        leaving, larger = (n - 1) * even, [max(pair) for pair in pairs]
+        max_leaving = sum(min(x, (n - 1) * buffer) for x, buffer in pairs)
+        max_returning = sum(min((n - 1) * x, buffer) for x, buffer in pairs)
     expected = sent(leaving, leaving)
     exchange = {key: sum(expected[phase] for phase in phases) / link for key, phases in PASSES.items()}
     seconds = {key: work / flops for key, work in products.items()}
     return Estimate(
         of=f"{transport} over {n} devices, each {tokens} tokens of {d} {jnp.dtype(dtype).name}"
         f" to {top_k} of {experts} experts, chunks={chunks}",
-        program={phase: fixed[phase] + slots * by_row[phase] for phase in fixed},
+        program={phase: fixed[phase] + sum(larger) * by_row[phase] for phase in fixed},
         sent=expected,
-        sent_at_most=sent(max_leaving, sum(full)),
-        capacity=n * max(per_device),
-        buffer=n * max(per_device) * d * itemsize,
+        sent_at_most=sent(max_leaving, max_returning),
+        capacity=max(buffers),
+        buffer=max(buffers) * d * itemsize,
         experts=experts // n * d * hidden * (3 if gated else 2) * itemsize,
         flops=products,
         exchange=exchange,

@@ -9,11 +9,14 @@ With two devices, four groups and a route on each device:
 
 Within a group, rows are sorted by the device that sent them, then by token.
 
-Rows are sent in slots. Each device has a fixed number of slots for each device, and fills the first ones.
+All devices know how many rows each device has of each group. So every transport computes the same ranges: where the
+rows of a device for a group begin among its rows, where they begin in the buffer of the group's device, and how many of
+them the capacity admits, which are always the first ones.
 """
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,13 +31,14 @@ from jaxtyping import Float, Int, Shaped
 from ragged.core.errors import Site, is_count
 from ragged.core.formats import AnyArray, accumulator_dtype, bits
 from ragged.core.mesh import explicit_spec, over_manual_axes, refuse_explicit, vary_together
-from ragged.core.offsets import IN_BOUNDS, group_ids, group_offsets
-from ragged.core.rows import collect_rows, collect_weighted, spread_rows
+from ragged.core.offsets import count_up_to, group_ids, group_offsets, take
+from ragged.core.rows import collect_rows, collect_weighted, spread_rows, tangent_of
 from ragged.quant.quantize import quantize
 from ragged.quant.recipe import Cast, Recipe
 from ragged.tensor.annotations import Rows
 from ragged.tensor.base import with_fields
-from ragged.tensor.route import Route, check_combined, check_tokens, check_weights, route
+from ragged.tensor.route import Route, check_combined, check_tokens, check_weights
+from ragged.tensor.route import route as route_of
 from ragged.tensor.tensor import GroupedTensor
 
 TRANSPORTS = ("dense", "ragged", "ring")
@@ -47,17 +51,19 @@ class Exchange(eqx.Module):
 
     - `sizes`: `(g / n,)` int32, the number of rows, from all devices, of each of this device's groups.
     - `dropped`: `()` int32, how many of this device's rows exceeded the capacity, and aren't sent.
+    - `capacity`: number of rows in this device's buffer.
     """
 
-    # Indices out of range mean "none".
     sizes: Int[Array, " local"]
     dropped: Int[Array, ""]
-    _slots: Int[Array, "tokens top_k"]  # the slot in which each row of a token is sent
-    _rows: Int[Array, " slots"]  # the row in each slot to send: `token * top_k + j`
-    _sent: Int[Array, " n"]  # rows sent to each device
-    _received: Int[Array, " n"]  # rows received from each device
-    _places: Int[Array, " slots"]  # the row of the buffer for each received slot
-    _order: Int[Array, " slots"]  # the received slot for each row of the buffer
+    capacity: int = eqx.field(static=True)
+    # Which rows are sent, `token * top_k + j`, and the place of each row of a token among them. `"ragged"`: the route's
+    # rows. `"dense"`: slots. `"ring"`: all devices' tokens and this device's buffer. Indices out of range mean "none".
+    _rows: Int[Array, " sent"]
+    _places: Int[Array, "tokens top_k"]
+    # `"dense"`: the received slot of each row of the buffer, and the row of each slot. `"ragged"`: the ranges of rows
+    # to send, then of received rows: where they begin, where they begin on the other device, how many rows they have.
+    _moves: tuple[Int[Array, "..."], ...]
     _chunks: tuple["Exchange", ...]  # one exchange for each chunk of tokens; empty without chunks
     _shape: tuple[int, ...] = eqx.field(static=True)  # the shape of the group ids
     _axis: str = eqx.field(static=True)
@@ -65,19 +71,9 @@ class Exchange(eqx.Module):
     _wire: Cast | None = eqx.field(static=True)
 
     @property
-    def capacity(self) -> int:
-        """Number of rows in this device's buffer."""
-        return self._rows.shape[0]
-
-    @property
-    def _slot_indices(self) -> tuple[Int[Array, " slots"], Int[Array, "tokens top_k"]]:
-        """`(source, places)` of the gather from tokens to slots."""
-        return self._rows // self._slots.shape[1], self._slots
-
-    @property
-    def _buffer_indices(self) -> tuple[Int[Array, " slots"], Int[Array, "slots 1"]]:
-        """`(source, places)` of the gather from received slots to the buffer."""
-        return self._order, self._places[:, None]
+    def _indices(self) -> tuple[Int[Array, " sent"], Int[Array, "tokens top_k"]]:
+        """`(source, places)` of the gather from tokens to the rows that are sent."""
+        return self._rows // self._places.shape[1], self._places
 
     def dispatch(self, x: Shaped[AnyArray, "tokens d"]) -> Rows[Shaped[GroupedTensor, "capacity ..."], "g"]:
         """Sends each token's row to the devices that have the token's groups.
@@ -96,11 +92,15 @@ class Exchange(eqx.Module):
             refuse_explicit(call, x=x)
         return x
 
-    def _exchanged(self, x: Shaped[Array, "tokens d"]) -> Shaped[Array, "slots d"]:
-        """The rows of this device's groups from all devices' `x`, of any dtype."""
+    def _exchanged(self, x: Shaped[Array, "tokens d"], dtype: Any = None) -> Shaped[Array, "capacity d"]:
+        """The rows of this device's groups from all devices' `x`, of any dtype. `dtype`: that of the result."""
         if self._transport == "ring":
-            return spread_rows(self._all_gathered(x), *self._global_indices()[:2])
-        return spread_rows(self._all_to_all(spread_rows(x, *self._slot_indices)), *self._buffer_indices)
+            return spread_rows(self._all_gathered(x), *self._indices, dtype=dtype)
+        rows = spread_rows(x, *self._indices, dtype=dtype)
+        if self._transport == "ragged":
+            return self._sent(rows, self.capacity)
+        order, places = self._moves
+        return spread_rows(self._all_to_all(rows), order, places[:, None])
 
     def combine(self, y: GroupedTensor, weights: Float[AnyArray, "tokens *top_k"] | None = None) -> Array:
         """Sends rows back to their tokens' devices and sums the rows of each token, in float32: `[tokens, d]` in the
@@ -111,20 +111,22 @@ class Exchange(eqx.Module):
         groups, dispatch = self.sizes.shape[0], "exchange.dispatch(x)"
         check_combined("Exchange", y, weights, (self.capacity, groups), self._shape, dispatch, max_ndim=2)
         data = jnp.asarray(y.data)
-        accumulator = accumulator_dtype(data.dtype)
         if weights is not None:
-            weights = jnp.asarray(weights).astype(accumulator).reshape(-1, 1)  # [tokens * top_k, 1]
+            weights = jnp.asarray(weights).astype(accumulator_dtype(data.dtype)).reshape(-1, self._places.shape[1])
         if self._transport == "ring":
-            source, places, rows = self._global_indices()
-            each = data.astype(accumulator)
-            if weights is not None:
-                each = each * spread_rows(self._all_gathered(weights), rows, places.reshape(-1, 1))
-            summed = partial(lax.psum_scatter, axis_name=self._axis, tiled=True)
-            return over_manual_axes(summed, collect_rows(each, source, places)).astype(data.dtype)
-        back = self._all_to_all(collect_rows(data, *self._buffer_indices), back=True)
+            return _summed(data, None if weights is None else self._all_gathered(weights), self)
+        if self._transport == "ragged":
+            rows = self._sent(data, self._rows.shape[0], back=True)
+        else:
+            order, places = self._moves
+            rows = self._all_to_all(collect_rows(data, order, places[:, None]))
+        return self._collected(rows, weights, data.dtype)
+
+    def _collected(self, rows: Shaped[Array, "sent d"], weights: Array | None, dtype: Any) -> Shaped[Array, "tokens d"]:
+        """Sums the rows of each token in float32, and rounds the sums to `dtype`."""
         if weights is None:
-            return collect_rows(back, *self._slot_indices)
-        return collect_weighted(back, weights.reshape(self._slots.shape), self._rows, self._slots)
+            return collect_rows(rows, *self._indices, dtype=dtype)
+        return collect_weighted(rows, weights, self._rows, self._places, dtype=dtype)
 
     def map(
         self,
@@ -154,17 +156,17 @@ class Exchange(eqx.Module):
         chunks = zip(self._chunks, rows, weights_of_chunks, strict=True)
         return jnp.concatenate([chunk.combine(function(each), part) for chunk, each, part in chunks])
 
-    def _all_to_all(self, slots: Array, back: bool = False) -> Array:
-        """Sends each device its slots and returns the received slots. `back`: in the direction of `combine`."""
-        if self._transport == "dense":
-            return lax.all_to_all(slots, self._axis, 0, 0, tiled=True)
-        n, sent, received = self._sent.shape[0], self._sent, self._received
-        sent, received = (received, sent) if back else (sent, received)
-        per_device = self.capacity // n
-        # `0 * sent` gives the offsets the batch axis of the sizes: JAX's batching rule maps them together.
-        send_offsets = jnp.arange(n, dtype=jnp.int32) * per_device + 0 * sent
-        receive_offsets = lax.axis_index(self._axis) * per_device + 0 * sent  # of this device's rows, on each receiver
-        operands = vary_together([slots, jnp.zeros_like(slots), send_offsets, sent, receive_offsets, received])
+    def _all_to_all(self, slots: Array) -> Array:
+        """Sends each device its slots and returns the received slots."""
+        return lax.all_to_all(slots, self._axis, 0, 0, tiled=True)
+
+    def _sent(self, rows: Array, capacity: int, back: bool = False) -> Array:
+        """Sends each device its ranges of `rows` and returns the received rows, with zeros elsewhere. `back`: in the
+        direction of `combine`."""
+        to, from_ = self._moves[:3], self._moves[3:]
+        (begin, arrive, sent), (*_, received) = (from_, to) if back else (to, from_)
+        zeros = jnp.zeros((capacity, rows.shape[1]), rows.dtype)
+        operands = vary_together([rows, zeros, begin, sent, arrive, received])
         return lax.ragged_all_to_all(*operands, axis_name=self._axis)
 
     def _all_gathered(self, x: Array) -> Array:
@@ -172,28 +174,35 @@ class Exchange(eqx.Module):
         x, _ = vary_together([x, lax.axis_index(self._axis)])
         return over_manual_axes(partial(lax.all_gather, axis_name=self._axis, tiled=True), x)
 
-    def _global_indices(self) -> tuple[Int[Array, " slots"], Int[Array, "all_tokens top_k"], Int[Array, " slots"]]:
-        """`(source, places, rows)`, indices into the concatenated tokens of all devices. `source`: the token of each
-        row of the buffer. `places`: the buffer's row for each row of a token. `rows`: each row of the buffer as
-        `token * top_k + j`."""
-        (tokens, top_k), n, per_device = self._slots.shape, self._sent.shape[0], self.capacity // self._sent.shape[0]
-        rows = lax.all_to_all(self._rows, self._axis, 0, 0, tiled=True)  # (slots,) of the received slots
-        device = jnp.arange(self.capacity, dtype=jnp.int32) // per_device
-        rows = jnp.where(rows < tokens * top_k, rows + device * tokens * top_k, n * tokens * top_k)
-        rows = spread_rows(rows[:, None], *self._buffer_indices)[:, 0]
-        # `spread_rows` put zeros in the tail, but 0 is the first row of token 0.
-        filled = jnp.arange(self.capacity, dtype=jnp.int32) < jnp.sum(self.sizes, dtype=jnp.int32)
-        rows = jnp.where(filled, rows, n * tokens * top_k)
-        slots = self._all_gathered(self._slots)  # [n * tokens, top_k]
-        device = jnp.arange(n * tokens, dtype=jnp.int32)[:, None] // tokens
-        is_here = (slots < self.capacity) & (slots // per_device == lax.axis_index(self._axis))
-        # Slot `i` that `device` filled for this device is the received slot `device * per_device + i`.
-        places = self._places[jnp.where(is_here, device * per_device + slots % per_device, 0)]
-        return rows // top_k, jnp.where(is_here, places, self.capacity), rows
+
+@jax.custom_jvp
+def _summed(y: Shaped[Array, "capacity d"], weights: Array | None, exchange: Exchange) -> Shaped[Array, "tokens d"]:
+    """`"ring"`: the sums of each token's rows on all devices, added over the devices in float32 and then rounded.
+
+    `weights`: `[n * tokens, top_k]`, of all devices.
+    """
+    return _scattered(exchange._collected(y, weights, accumulator_dtype(y.dtype)), exchange).astype(y.dtype)
+
+
+@partial(_summed.defjvp, symbolic_zeros=True)
+def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    """Tangents are rounded before they are added over the devices, so that cotangents are sent in the rows' dtype."""
+    (y, weights, exchange), given = primals, tangents[:2]
+
+    def rounded_first(y: Array, weights: Array | None = None) -> Array:
+        return _scattered(exchange._collected(y, weights, y.dtype), exchange)
+
+    given = [(x, dx) for x, dx in zip((y, weights), given, strict=True) if x is not None]
+    return _summed(*primals), tangent_of(rounded_first, *zip(*given, strict=True))
+
+
+def _scattered(sums: Shaped[Array, "all_tokens d"], exchange: Exchange) -> Shaped[Array, "tokens d"]:
+    """Adds the sums of all devices; each device gets those of its own tokens."""
+    return over_manual_axes(partial(lax.psum_scatter, axis_name=exchange._axis, tiled=True), sums)
 
 
 @jax.custom_jvp
-def _dispatched(x: Shaped[Array, "tokens d"], exchange: Exchange) -> Shaped[Array, "slots d"]:
+def _dispatched(x: Shaped[Array, "tokens d"], exchange: Exchange) -> Shaped[Array, "capacity d"]:
     """The rows of this device's groups. With a wire, they are quantised, sent as bytes and dequantised."""
     if exchange._wire is None:
         return exchange._exchanged(x)
@@ -207,10 +216,10 @@ def _dispatched(x: Shaped[Array, "tokens d"], exchange: Exchange) -> Shaped[Arra
 
 @_dispatched.defjvp
 def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    """The derivative ignores the quantisation. With `"ring"` it is in float32, because the transpose is a sum."""
+    """The derivative ignores the quantisation. With `"ring"`, it sends tokens in float32: the transpose sums them."""
     (x, exchange), dx = primals, tangents[0]
     dtype = accumulator_dtype(dx.dtype) if exchange._transport == "ring" else dx.dtype
-    return _dispatched(x, exchange), exchange._exchanged(dx.astype(dtype)).astype(dx.dtype)
+    return _dispatched(x, exchange), exchange._exchanged(dx.astype(dtype), dx.dtype)
 
 
 def _as_bytes(x: Shaped[Array, "rows d"]) -> Shaped[Array, "rows bytes"]:
@@ -241,15 +250,18 @@ def exchange(
     - `route`: a route from this device's tokens to all `g` groups. `n` must divide `g`.
     - `axis`: the name of the mesh axis.
     - `transport`: the collective that sends rows. It changes results only by the order in which a token's rows are
-      summed. `"dense"`: `lax.all_to_all` of all slots, also empty ones, `capacity` rows per device. `"ragged"`:
-      `lax.ragged_all_to_all` of the filled slots, on TPUs and GPUs. `"ring"`: an all-gather of all devices' tokens,
-      `n * tokens` rows, from which each device selects its rows; back, a reduce-scatter in float32. None: `"dense"` on
-      CPUs, else `"ragged"`.
-    - `capacity`: the number of rows in each device's buffer, a static int. A device may send `capacity // n` rows to
-      each device. If it has more, it sends the rows of its first tokens; the others are counted in `dropped`, and count
-      as zero in `combine`. The default, `n` times the rows of a device, drops no row.
+      summed, and `"dense"` by the rows that a capacity drops. `"dense"`: `lax.all_to_all` of slots, also empty ones, as
+      many for each device. `"ragged"`: `lax.ragged_all_to_all` of the route's rows, on TPUs and GPUs. `"ring"`: an
+      all-gather of all devices' tokens, `n * tokens` rows, from which each device selects its rows; back, a
+      reduce-scatter in float32. None: `"dense"` on CPUs, else `"ragged"`.
+    - `capacity`: the number of rows in each device's buffer, a static int. A device takes the first row of each of its
+      groups from each device, then the second row of each, and so on until the buffer is full; in the last round, by
+      group, then by device. The first rows of a group are those of the first tokens. Other rows aren't sent: they are
+      counted in `dropped` on the device that has the token, and count as zero in `combine`. With `"dense"`, whose slots
+      are as many for each pair of devices, a device takes `capacity // n` rows from each device, in the same order. The
+      default, `n` times the rows of a device, drops no row.
     - `chunks`: the number of chunks into which `ex.map` splits this device's tokens, so that exchanges and products
-      overlap. Each chunk may send `capacity // n // chunks` rows to each device. On one device there is one chunk.
+      overlap. Each chunk has the capacity `capacity // chunks`. On one device there is one chunk.
     - `wire`: quantises the rows that `dispatch` sends: a `Cast` with at least one scale per row, or the name of a
       recipe, `"mxfp8"`, `"blockwise"` or `"rowwise"`, whose cast of `x` is used. The received rows are
       `quantize(x, ...).dequantize()` in the dtype of `x`. Rows that `combine` sends, and derivatives, are never
@@ -278,28 +290,53 @@ def exchange(
         transport = "dense" if _platform() == "cpu" else "ragged"
     if transport not in TRANSPORTS:
         site.fail(ValueError, f"`transport` is {transport!r}.", f"Pass one of {', '.join(TRANSPORTS)}, or None.")
-    if capacity is not None and (not is_count(capacity) or capacity < n):
-        hint = f"Pass at least {n}, one row from each device, as a static int, or None for the worst case."
-        site.fail(ValueError, f"`capacity` is {capacity!r}.", hint)
-    if not rows:
-        transport = "dense"  # XLA can't gather empty arrays.
+    is_dense = transport == "dense" or not rows  # XLA can't gather empty arrays.
+    transport = "dense" if is_dense else transport
     tokens = route.place.shape[0]
     if not is_count(chunks) or chunks > max(tokens, 1):
         hint = f"Pass a static int, at most the {tokens} tokens of a device."
         site.fail(ValueError, f"`chunks` is {chunks!r}.", hint)
     chunks = 1 if n == 1 else int(chunks)
-    if capacity is not None and capacity < n * chunks:
-        hint = f"Pass at least {n * chunks}, one row from each device in each chunk."
-        site.fail(ValueError, f"`capacity` is {capacity!r}, with {chunks} chunks.", hint)
-    per_device = rows if capacity is None else int(capacity) // n // chunks  # a chunk's slots for each device
+    least = min_capacity(n, transport, chunks)
+    if capacity is not None and not is_count(capacity, least):
+        each = "one row from each device" if is_dense else "one row"
+        in_chunks = f" in each of {chunks} chunks" if chunks > 1 else ""
+        hint = f"Pass at least {least}, {each}{in_chunks}, as a static int, or None for the worst case."
+        site.fail(ValueError, f"`capacity` is {capacity!r}.", hint)
     ends = [tokens * i // chunks for i in range(chunks + 1)]
+    capacities = chunk_capacities(n, transport, [(b - a) * route.top_k for a, b in itertools.pairwise(ends)], capacity)
     options = axis, n, transport, None if wire is None else wire_cast(site, wire)
-    limited = _within_capacity(route, n, per_device, ends) if per_device < rows else route
-    dropped, route = jnp.sum(route.first_dims - limited.first_dims, dtype=jnp.int32), limited
-    parts = [_of_tokens(route, slice(*pair)) for pair in itertools.pairwise(ends)] if chunks > 1 else []
-    none = jnp.zeros((), jnp.int32)
-    in_chunks = tuple(_prepared(part, min(per_device, part.order.shape[0]), none, (), *options) for part in parts)
-    return _prepared(route, min(per_device * chunks, rows), dropped, in_chunks, *options)
+    if chunks == 1:
+        counts = _counts(route, axis)
+        kept = _kept(counts, n, transport, capacities[0]) if capacities[0] < n * rows else counts
+        return _prepared(route, counts, kept, capacities[0], (), *options)
+    ids = _ids(route)
+    parts, all_kept, in_groups = [], [], []
+    for (begin, end), each in zip(itertools.pairwise(ends), capacities, strict=True):
+        part = route_of(ids[begin:end], groups)
+        counts = _counts(part, axis)
+        kept = _kept(counts, n, transport, each) if each < n * part.order.shape[0] else counts
+        parts.append(_prepared(part, counts, kept, each, (), *options))
+        all_kept.append(kept)
+        rank = part.place - take(group_offsets(part.first_dims, part.order.shape[0]), ids[begin:end], 0)
+        in_groups.append(jnp.where(rank < take(kept[lax.axis_index(axis)], ids[begin:end], 0), ids[begin:end], groups))
+    # Without `map`: all rows that the chunks send, in one exchange.
+    kept = sum(all_kept[1:], all_kept[0])
+    whole = _prepared(route_of(jnp.concatenate(in_groups), groups), kept, kept, sum(capacities), tuple(parts), *options)
+    return replace(whole, dropped=sum((part.dropped for part in parts[1:]), parts[0].dropped))
+
+
+def min_capacity(n: int, transport: str, chunks: int) -> int:
+    """The smallest valid capacity: in each chunk one row, or with `"dense"` one row from each device."""
+    return chunks * (n if transport == "dense" else 1)
+
+
+def chunk_capacities(n: int, transport: str, rows: Sequence[int], capacity: int | None) -> list[int]:
+    """The capacity of each chunk, in which a device has so many rows."""
+    if capacity is None:
+        return [n * each for each in rows]
+    limit = int(capacity) // len(rows)
+    return [min(n * each, limit // n * n if transport == "dense" else limit) for each in rows]
 
 
 def wire_cast(site: Site, wire: str | Cast) -> Cast:
@@ -318,60 +355,94 @@ def _platform() -> str:
     return (device.platform if device is not None and device.platform else None) or jax.default_backend()
 
 
+def _counts(routed: Route, axis: str) -> Int[Array, "n g"]:
+    """Number of rows that each device has for each group."""
+    counts, _ = vary_together([routed.first_dims, lax.axis_index(axis)])
+    return lax.all_gather(counts, axis)
+
+
+def _kept(counts: Int[Array, "n g"], n: int, transport: str, capacity: int) -> Int[Array, "n g"]:
+    """How many rows of each device and group are sent: the first ones."""
+    local = counts.shape[1] // n
+    if transport == "dense":  # each pair of devices has its own slots
+        return _admitted(counts.reshape(n * n, local), capacity // n).reshape(counts.shape)
+    pools = counts.T.reshape(n, local * n)  # a receiver's rows by group, then by sender
+    return _admitted(pools, capacity).reshape(counts.shape[::-1]).T
+
+
+def _admitted(sizes: Int[Array, "pools m"], capacity: int) -> Int[Array, "pools m"]:
+    """Of each pool, `min(size, level)` for the largest level whose sum fits the capacity, and one more for the first
+    sizes above the level, until the capacity is reached."""
+    ordered, m = jnp.sort(sizes, axis=1), sizes.shape[1]
+    # If the `i` smallest sizes are below the level, the sum is `before[i] + (m - i) * level`; else it is less.
+    before = group_offsets(ordered, capacity)[:, :-1]
+    above = m - jnp.arange(m, dtype=jnp.int32)[None]
+    level = jnp.max((capacity - before) // above, axis=1, keepdims=True)
+    admitted = jnp.minimum(sizes, level)
+    left = capacity - jnp.sum(admitted, axis=1, keepdims=True, dtype=jnp.int32)
+    is_above = sizes > level
+    is_more = is_above & (jnp.cumsum(is_above, axis=1, dtype=jnp.int32) <= left)
+    return admitted + is_more.astype(jnp.int32)
+
+
 def _prepared(
     routed: Route,
-    per_device: int,
-    dropped: Array,
+    counts: Int[Array, "n g"],
+    kept: Int[Array, "n g"],
+    capacity: int,
     chunks: tuple[Exchange, ...],
     axis: str,
     n: int,
     transport: str,
     wire: Cast | None,
 ) -> Exchange:
-    """The exchange of a route whose rows fit the slots.
+    """The exchange of a route. `counts`: the rows of each device and group; `kept`: how many of them are sent."""
+    order, place, rows = routed.order, routed.place.reshape(-1), routed.order.shape[0]
+    me, groups = lax.axis_index(axis), routed.first_dims.shape[0]
+    local = groups // n
 
-    `per_device`: number of slots that a device has for each device.
-    """
-    place = routed.place.reshape(routed.place.shape[0], routed.top_k)
-    (tokens, top_k), groups = place.shape, routed.first_dims.shape[0]
-    rows, num_local = tokens * top_k, groups // n
-    this_device, counts = lax.axis_index(axis), routed.first_dims
-    counts, _ = vary_together([counts, this_device])
+    def mine(x: Int[Array, "n g"]) -> Int[Array, "n local"]:
+        return lax.dynamic_slice_in_dim(x, me * local, local, axis=1)
 
-    # 1. Slots of the rows to send, [n, per_device].
-    starts = group_offsets(counts, rows)  # (g + 1,)
-    device = group_ids(starts, rows) // num_local  # (rows,) the device of each row, sorted by group; n in the tail
-    first = starts[::num_local]  # (n + 1,)
-    row = jnp.arange(rows, dtype=jnp.int32)
-    slot = jnp.where(device < n, device * per_device + row - first[device], n * per_device)
-    sent = jnp.diff(first)
-    index = jnp.arange(per_device, dtype=jnp.int32)[None]  # [1, per_device]
-    taken = jnp.minimum(first[:-1, None] + index, max(rows - 1, 0))  # [n, per_device]
-    of_slot = jnp.where(index < sent[:, None], routed.order[taken] if rows else taken, rows).reshape(-1)
+    def of_me(x: Int[Array, "n g"]) -> Int[Array, " g"]:
+        return lax.dynamic_index_in_dim(x, me, keepdims=False)
 
-    # 2. Places of the received rows in the buffer. `received` has [n, local] counts.
-    all_counts = lax.all_gather(counts, axis)  # [n, g]
-    received = lax.dynamic_slice_in_dim(all_counts, this_device * num_local, num_local, axis=1)
-    sizes = jnp.sum(received, axis=0, dtype=jnp.int32)
-    begin = jnp.cumsum(received, axis=1, dtype=jnp.int32) - received  # first slot of each group, among a device's slots
-    group = jnp.sum(index[..., None] >= (begin + received)[:, None, :], axis=2, dtype=jnp.int32)  # [n, per_device]
-    is_full, group = group < num_local, jnp.minimum(group, num_local - 1)
-    before = jnp.cumsum(received, axis=0, dtype=jnp.int32) - received  # rows of a group from earlier devices
-    # A slot's row in the buffer is `base` of its group plus the slot's `index`.
-    base = (jnp.cumsum(sizes, dtype=jnp.int32) - sizes)[None] + before - begin
-    place_of = jnp.take_along_axis(base, group, axis=1) + index
-    place_of = jnp.where(is_full, place_of, n * per_device).reshape(-1)
-    order = jnp.full(n * per_device + 1, n * per_device, jnp.int32)
-    order = order.at[place_of].set(jnp.arange(n * per_device, dtype=jnp.int32), mode=IN_BOUNDS)[:-1]
+    # For each device and group: the first row among the device's rows, and in the buffer of the group's device.
+    begin = _before(counts)
+    arrive = _before(kept.T.reshape(n, local * n)).reshape(groups, n).T
+    places_here, received = mine(arrive), mine(kept)  # [n, local], of the buffer
+    device, moves = jnp.arange(n, dtype=jnp.int32)[:, None], ()
+    if transport == "ring":
+        indices = lax.all_gather(jnp.stack(vary_together([order, place, me])[:2]), axis)  # [n, 2, rows]
+        source = _moved(
+            _flat(places_here.T), _flat((mine(begin) + device * rows).T), _flat(received.T), capacity, n * rows
+        )
+        sent_rows = take(_flat(indices[:, 0] + device * rows), source, n * rows)
+        in_buffer = jax.vmap(partial(_moved, rows=rows, absent=capacity))(mine(begin), places_here, received)
+        places = jnp.take_along_axis(in_buffer, indices[:, 1], axis=1)
+    else:
+        from_me, sent = of_me(begin), of_me(kept)
+        to, length = from_me, rows  # where the ranges begin among the rows that are sent, and how many these are
+        if transport == "ragged":
+            moves = from_me, of_me(arrive), sent, _flat(places_here), _flat(mine(begin)), _flat(received)
+        else:
+            per_device, length = capacity // n, capacity
+            within = _before(kept.reshape(n * n, local)).reshape(n, groups)  # the place among a device's slots
+            to = of_me(within) + jnp.arange(groups, dtype=jnp.int32) // local * per_device
+            slots = mine(within) + device * per_device  # [n, local], of the received slots
+            moves = (
+                _moved(_flat(places_here.T), _flat(slots.T), _flat(received.T), capacity, capacity),
+                _moved(_flat(slots), _flat(places_here), _flat(received), capacity, capacity),
+            )
+        sent_rows = take(order, _moved(to, from_me, sent, length, rows), rows)
+        places = take(_moved(from_me, to, sent, rows, length), place, length)
     return Exchange(
-        sizes=sizes,
-        dropped=dropped,
-        _slots=slot[place] if rows else place,
-        _rows=of_slot,
-        _sent=sent,
-        _received=jnp.sum(received, axis=1, dtype=jnp.int32),
-        _places=place_of,
-        _order=order,
+        sizes=jnp.sum(received, axis=0, dtype=jnp.int32),
+        dropped=jnp.sum(of_me(counts - kept), dtype=jnp.int32),
+        capacity=capacity,
+        _rows=sent_rows,
+        _places=places.reshape(-1, routed.top_k),
+        _moves=moves,
         _chunks=chunks,
         _shape=routed.place.shape,
         _axis=axis,
@@ -380,26 +451,28 @@ def _prepared(
     )
 
 
+def _flat(x: Int[Array, "a b"]) -> Int[Array, " ab"]:
+    return x.reshape(-1)
+
+
+def _before(sizes: Int[Array, "b m"]) -> Int[Array, "b m"]:
+    """The sum of the earlier sizes."""
+    return jnp.cumsum(sizes, axis=1, dtype=jnp.int32) - sizes
+
+
+def _moved(
+    begin: Int[Array, " m"], to: Int[Array, " m"], sizes: Int[Array, " m"], rows: int, absent: int
+) -> Int[Array, " rows"]:
+    """Where each of `rows` rows is in another buffer, to which the rows `begin[i], begin[i] + 1, ...` move, `sizes[i]`
+    rows to `to[i], to[i] + 1, ...`; `absent` for other rows. `begin` must be sorted."""
+    row = jnp.arange(rows, dtype=jnp.int32)
+    i = count_up_to(begin, row) - 1
+    index = jnp.maximum(i, 0)
+    rank = row - begin[index]
+    return jnp.where((i >= 0) & (rank < sizes[index]), to[index] + rank, absent)
+
+
 def _ids(routed: Route) -> Int[Array, "tokens *top_k"]:
     """Group ids of a route; `num_groups` for no group."""
     rows = routed.order.shape[0]
     return group_ids(group_offsets(routed.first_dims, rows), rows)[routed.place]
-
-
-def _of_tokens(routed: Route, tokens: slice) -> Route:
-    return route(_ids(routed)[tokens], routed.first_dims.shape[0])
-
-
-def _within_capacity(routed: Route, n: int, per_device: int, ends: Sequence[int]) -> Route:
-    """The route without the rows that exceed the capacity.
-
-    Each chunk, from `ends[i]` to `ends[i + 1]`, keeps at most `per_device` rows for each device: the rows of its first
-    tokens.
-    """
-    groups, rows, chunks, ids = routed.first_dims.shape[0], routed.order.shape[0], len(ends) - 1, _ids(routed)
-    chunk = jnp.asarray(np.repeat(np.arange(chunks, dtype=np.int32), np.diff(ends)))  # (tokens,)
-    chunk = chunk.reshape(-1, *[1] * (ids.ndim - 1))
-    target = jnp.where(ids < groups, chunk * n + ids // (groups // n), chunks * n)  # a chunk's rows to one device
-    by_target = route(target, chunks * n)  # Within a target, rows are in the order of the tokens.
-    rank = by_target.place - group_offsets(by_target.first_dims, rows)[target]
-    return route(jnp.where(rank < per_device, ids, groups), groups)

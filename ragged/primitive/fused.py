@@ -19,7 +19,7 @@ from jax.interpreters import partial_eval as pe
 
 from ragged.backends.base import Target
 from ragged.core.formats import accumulator_dtype
-from ragged.core.mesh import explicit_mesh, is_of_one_device, vary_together
+from ragged.core.mesh import is_of_one_device, vary_together
 from ragged.primitive import lowering, primitive
 from ragged.primitive.epilogue import combined, split_columns, with_bias
 from ragged.primitive.primitive import abstract_eval, lowering_rule
@@ -38,7 +38,7 @@ def bind(x: Operands, call: Call) -> list[Array] | None:
     None unless operands are local to one device, as in a `shard_map` over all mesh axes: only there kernels apply it.
     """
     leaves, tree = jax.tree.flatten(x)
-    if explicit_mesh(leaves, call.out_spec) is not None or not is_of_one_device(leaves):
+    if not is_of_one_device(leaves, call.out_spec):
         return None
     return fused_p.bind(*vary_together(leaves), tree=tree, call=call)
 

@@ -105,7 +105,7 @@ def plan(platform: str, x: Operands, call: Call, target: Target) -> Launch:
 def _check_batch(x: Operands, call: Call) -> None:
     """Raises if int32 can't count the packed rows of all mapped elements, which a kernel sees as one buffer."""
     p, batch = call.product, call.batch(x)
-    for letters, shape in ((p.lhs, x.lhs_shape), (p.rhs, x.rhs.data.shape), (p.out, call.shape)):
+    for letters, shape in call.buffers(x):
         rows = shape[-2]
         if letters[0] in p.ragged and isinstance(batch, int) and isinstance(rows, int) and batch * rows > MAX_ROWS:
             problem = f"{batch} mapped elements of {rows} packed rows (or columns) have more than {MAX_ROWS} in total."

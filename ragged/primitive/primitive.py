@@ -27,6 +27,7 @@ from ragged.backends.base import Target
 from ragged.core.errors import Site
 from ragged.core.formats import accumulator_dtype
 from ragged.core.mesh import (
+    automatic_meshes,
     axes_beyond,
     explicit_mesh,
     explicit_spec,
@@ -101,8 +102,7 @@ prim_requires_devices_during_lowering.add(partitioned_matmul_p)
 
 def _is_partitioned(leaves: Sequence[Any], call: Call) -> bool:
     """Whether the operands' types have a mesh of several devices, with only `Auto` axes."""
-    meshes = [mesh for x in leaves if not (mesh := jax.typeof(x).sharding.mesh).empty]
-    several = [mesh for mesh in meshes if mesh.size > 1 and not (mesh.manual_axes or mesh.explicit_axes)]
+    several = automatic_meshes(leaves)
     # If the mesh has no devices, the program may run in another process, and XLA can't call back into this one to
     # partition the product.
     return bool(several) and all(mesh.abstract_device for mesh in several) and not call.options.calls_back

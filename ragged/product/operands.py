@@ -172,6 +172,11 @@ class Call(NamedTuple):
     def num_stored(self) -> int:
         return 1 if self.epilogue is None else sum(self.epilogue.stored)
 
+    def buffers(self, x: Operands) -> tuple[tuple[str, tuple[Any, ...]], ...]:
+        """`(letters, shape)` of `lhs`, with the gathered rows, of `rhs`, and of the result."""
+        p = self.product
+        return (p.lhs, x.lhs_shape), (p.rhs, x.rhs.data.shape), (p.out, self.shape)
+
     def accumulator(self, x: Operands) -> Any:
         lhs, rhs = x.lhs.data.dtype, x.rhs.data.dtype
         if x.lhs.scales is None and x.rhs.scales is None:

@@ -208,7 +208,7 @@ def _sizes(lhs: Any, rhs: Any, call: Call, letters: Einsum | None) -> dict[str, 
 def _capacities(call: Call, x: Operands) -> dict[str, Any]:
     """The smallest extent of the buffers that pack each ragged letter. Letters that no buffer packs are left out."""
     p, found = call.product, {}
-    for letters, shape in ((p.lhs, x.lhs_shape), (p.rhs, x.rhs.data.shape), (p.out, call.shape)):
+    for letters, shape in call.buffers(x):
         if letters[0] in p.ragged:
             found.setdefault(letters[0], []).append(shape[-2])
     return {letter: min(extents) for letter, extents in found.items()}

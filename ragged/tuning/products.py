@@ -240,9 +240,8 @@ class BoundProduct:
     def capacity(self, letter: str) -> int:
         """Upper bound of the sum of a ragged dim's sizes: the smallest extent of the buffers that pack the dim; if none
         does, the dim's smallest extent times the number of groups."""
-        p, x = self.call.product, self.operands
-        shapes = ((p.lhs, x.lhs_shape), (p.rhs, x.rhs.data.shape), (p.out, self.call.shape))
-        packed = [shape[-2] for letters, shape in shapes if letters[0] == letter]
+        buffers = self.call.buffers(self.operands)
+        packed = [shape[-2] for letters, shape in buffers if letters[0] == letter]
         if packed:
             return min(packed)
-        return min(shape[-1] for letters, shape in shapes if letters[1] == letter) * self.num_groups
+        return min(shape[-1] for letters, shape in buffers if letters[1] == letter) * self.num_groups

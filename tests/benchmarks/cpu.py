@@ -25,6 +25,7 @@ import argparse
 import contextlib
 import functools
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
@@ -74,6 +75,7 @@ class Setting(NamedTuple):
     vmap: Shape
     expert_layer: tuple[int, int, int, int, int]  # tokens, d, hidden, experts, top_k
     gated_layer: tuple[int, int, int, int, int]
+    gated_product: Shape
 
 
 FULL = Setting(
@@ -94,6 +96,7 @@ FULL = Setting(
     vmap=(4096, 1024, 1024, 16),
     expert_layer=(8192, 512, 1024, 64, 2),
     gated_layer=(512, 256, 512, 16, 2),
+    gated_product=(1024, 512, 1024, 8),
 )
 DRY = Setting(
     dtypes=("bfloat16",),
@@ -102,6 +105,7 @@ DRY = Setting(
     vmap=(48, 16, 32, 3),
     expert_layer=(32, 16, 32, 4, 2),
     gated_layer=(32, 16, 32, 4, 2),
+    gated_product=(48, 16, 32, 3),
 )
 
 
@@ -505,6 +509,47 @@ def gated_layer(extents: tuple[int, int, int, int, int], seconds: float) -> dict
     }
 
 
+def clamped(gate: Array, up: Array) -> Array:
+    """The gate of gpt-oss's experts."""
+    gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
+    return (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
+
+
+def gated_product(shape: Shape, dtype: str, seconds: float) -> dict[str, Any]:
+    """A gated product and its gradients, beside two products and a map, and beside plain JAX on `lax.ragged_dot`."""
+    x, w, _ = operands(shape, dtype)
+    up, sizes = w[::-1], jnp.asarray(sizes_of("random", shape))
+
+    def silu(gate: Array, up: Array) -> Array:
+        return jax.nn.silu(gate) * up
+
+    def mapped(function: Any, x: Array, w: Array, up: Array, sizes: Array) -> Array:
+        rows = GroupedTensor(x, sizes)
+        return ragged.matmul(rows, w).map(function, ragged.matmul(rows, up)).data
+
+    def fused(function: Any, x: Array, w: Array, up: Array, sizes: Array) -> Array:
+        return ragged.gated_matmul(GroupedTensor(x, sizes), w, up, activation=function).data
+
+    def on_ragged_dot(function: Any, x: Array, w: Array, up: Array, sizes: Array) -> Array:
+        return function(lax.ragged_dot(x, w, sizes), lax.ragged_dot(x, up, sizes))
+
+    def with_gradients(layer: Callable[..., Array]) -> Callable[..., Any]:
+        return lambda x, w, up, sizes: jax.grad(lambda *args: jnp.sum(layer(*args, sizes)), range(3))(x, w, up)
+
+    layers = {"ragged": fused, "two products and a map": mapped, "lax.ragged_dot": on_ragged_dot}
+    programs = {}
+    for (name, layer), function in itertools.product(layers.items(), (silu, clamped)):
+        of = functools.partial(layer, function)
+        programs[f"{name}, {function.__name__}, forward"] = compiled(of, x, w, up, sizes)
+        programs[f"{name}, {function.__name__}, gradients"] = compiled(with_gradients(of), x, w, up, sizes)
+    for name, program in programs.items():
+        same = programs["lax.ragged_dot, " + name.partition(", ")[2]]
+        for got, want in zip(jax.tree.leaves(program.run()), jax.tree.leaves(same.run()), strict=True):
+            most = float(jnp.abs(want).max())
+            np.testing.assert_allclose(got.astype(jnp.float32), want.astype(jnp.float32), atol=TOLERANCE[dtype] * most)
+    return {"m, k, n, g": shape, "dtype": dtype, "figures": in_turn(programs, seconds)}
+
+
 Measure = Callable[[float], dict[str, Any]]
 
 
@@ -524,6 +569,8 @@ def rows(setting: Setting, torch: Torch, with_series: bool) -> Iterator[tuple[st
             for p in cpu_torch.PRODUCTS:
                 yield f"{name} {dtype} {p}", product(p, dtype, shape, kind, {"shape": name})
     yield "vmap", functools.partial(batched, setting.vmap)
+    for dtype in setting.dtypes:
+        yield f"gated product {dtype}", functools.partial(gated_product, setting.gated_product, dtype)
     for name, points in setting.series.items() if with_series else ():
         for shape, kind in points:
             at = report.place(name, shape, kind)

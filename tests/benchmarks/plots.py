@@ -293,6 +293,20 @@ def tables(cpu: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if row := named.get("vmap"):
         what = "`vmap` over 4 elements, each with its own rows and sizes, L in float32"
         lines.append(f"- {what}, takes {number(row['single_calls'])} times as long as one.")
+    for name in (name for name in named if name.startswith("gated product")):
+        of_both = ("forward", "gradients")
+        row, shape = named[name], "{}×{}×{} g{}".format(*named[name]["m, k, n, g"])
+        seconds = {name: each["seconds"] for name, each in row["figures"].items()}
+        dots, maps = (
+            [number(seconds[f"{other}, clamped, {of}"] / seconds[f"ragged, clamped, {of}"]) for of in of_both]
+            for other in ("lax.ragged_dot", "two products and a map")
+        )
+        lines.append(
+            f"- `gated_matmul` with the clamped gate of gpt-oss, {shape} in {row['dtype']}: plain JAX, with "
+            f"`lax.ragged_dot`, takes {dots[0]} times as long forward, and {dots[1]} times for the gradients. Two "
+            f"`matmul` and a `map` take {maps[0]} and {maps[1]} times as long."
+            + f" (The machine was busy: load {row['load']:.0f}.)" * ("load" in row)
+        )
     layers = [table(["", "ragged", "lax.ragged_dot"], cells_of_layers)] * bool(cells_of_layers)
     yield "cpu-layers", "\n\n".join([*layers, *["\n".join(lines)] * bool(lines)])
     reasons: dict[str, list[str]] = {}

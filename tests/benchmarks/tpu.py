@@ -139,13 +139,14 @@ def ours(
     dtypes: Pair = BFLOAT16,
     scaling: str = "",
     epilogue: tuple[Any, tuple[bool, ...]] | None = None,
+    both: str = "",
 ) -> Kernel:
     """`forward`, `dgrad` or `wgrad` with the kernels of `ragged`; with the tile that they choose if none is given.
 
     Its rows are a power of two, at most 512: the simulator can't follow the loop over the chunks of a partial tile.
     `scaling`: "", or as the recipes "rowwise", "blockwise" and "mxfp8" ("mx") have it, or "blockwise" with powers of
     two ("powers"). `epilogue`: an activation, and which of its result and the sums are stored; if three
-    arrays may be, of a gated product.
+    arrays may be, of a gated product. `both`: the `columns` of one weight that has both its matrices.
     """
     from ragged.backends import schedule
     from ragged.backends.base import Launch, Target
@@ -165,6 +166,8 @@ def ours(
     out = jax.ShapeDtypeStruct((G, K, N) if is_wgrad else (M, N), jnp.bfloat16)
     operands = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip((lhs, rhs), dtypes, strict=True)]
     operands.append(operands[1])  # the second matrix of a gated product; nothing else reads it
+    if both:
+        operands[1] = jax.ShapeDtypeStruct((G, K, 2 * N), dtypes[1])
     is_gated = epilogue is not None and len(epilogue[1]) > 2
     blocks: list[Any] = []
     if scaling:
@@ -184,10 +187,12 @@ def ours(
             None,
         ]
         sizes = {call.product.ragged: jnp.full((G,), ROWS, jnp.int32)}
-        epilogue = Epilogue(up=Operand(up, given[1]) if is_gated else None)
+        epilogue = Epilogue(up=Operand(up, given[1]) if is_gated and not both else None)
         return Operands(Operand(lhs, given[0]), Operand(rhs, given[1]), sizes, epilogue=epilogue)
 
-    letters, wanted = Product(*axes, "k" if is_wgrad else "m"), None if epilogue is None else epilogue_spec(*epilogue)
+    letters, wanted = Product(*axes, "k" if is_wgrad else "m"), None
+    if epilogue is not None:
+        wanted = epilogue_spec(*epilogue)._replace(columns=both)
     call = Call(letters, out.shape, out.dtype, Options(tiling=tiling), out_batch=True, epilogue=wanted)
     launch = backend.plan(call, jax.eval_shape(terms, *operands), Target(device=device))
     assert isinstance(launch, Launch), launch
@@ -402,6 +407,60 @@ def clamped(gate: Array, up: Array) -> Array:
     return (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
 
 
+def gate_derivative(is_weighted: bool, device: Device) -> Kernel:
+    """A prototype: a dgrad of `down`, with the derivative of `silu(gate) * up` at its end. Groups are whole tiles.
+
+    `is_weighted`: as in `nn.MoE`, each row also has a weight. Then the weighted hidden rows are stored too, and for the
+    weights' derivative one column of sums for each tile of columns.
+    """
+    from ragged.backends.tpu.tiles import LANES, chip
+
+    tm, tn = ROWS, 512 if device[1] > 1 else 1024
+    columns = N // tn
+
+    def body(x: Any, w: Any, gate: Any, up: Any, weight: Any, dgate: Any, dup: Any, *weighted: Any) -> None:
+        dh = lax.dot_general(x[...], w[...], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        z, u = gate[...].astype(jnp.float32), up[...].astype(jnp.float32)
+        s = jax.nn.sigmoid(z)
+        silu = z * s
+        if weighted:
+            hidden, sums = weighted
+            h = silu * u
+            hidden[...] = (h * weight[...]).astype(hidden.dtype)
+            sums[...] = jnp.broadcast_to(jnp.sum(h * dh, axis=1, keepdims=True), sums.shape)
+            dh = dh * weight[...]
+        dgate[...] = (dh * u * (s + silu * (1 - s))).astype(dgate.dtype)
+        dup[...] = (dh * silu).astype(dup.dtype)
+
+    rows = pl.BlockSpec((tm, tn), lambda j, i: (i, j))
+    in_specs = [
+        pl.BlockSpec((tm, K), lambda j, i: (i, 0)),
+        pl.BlockSpec((None, tn, K), lambda j, i: (i, j, 0)),
+        rows,
+        rows,
+        pl.BlockSpec((tm, 1), lambda j, i: (i, 0)),
+    ]
+    hidden = jax.ShapeDtypeStruct((M, N), jnp.bfloat16)
+    sums = jax.ShapeDtypeStruct((M, columns * LANES), jnp.float32)
+    outs = [hidden] * 2 + [hidden, sums] * is_weighted
+    call = pl.pallas_call(
+        body,
+        outs,
+        grid=(columns, G),
+        in_specs=in_specs,
+        out_specs=[rows] * 2 + [rows, pl.BlockSpec((tm, LANES), lambda j, i: (i, j))] * is_weighted,
+        compiler_params=pltpu.CompilerParams(
+            vmem_limit_bytes=chip(device).vmem * 6 // 5, dimension_semantics=("parallel", "arbitrary")
+        ),
+    )
+
+    def function(x: Array, w: Array, gate: Array, up: Array) -> Any:
+        return call(x, w, gate, up, jnp.ones((M, 1), jnp.float32))
+
+    operands = jax.ShapeDtypeStruct((M, K), jnp.bfloat16), jax.ShapeDtypeStruct((G, N, K), jnp.bfloat16), hidden, hidden
+    return Kernel(function, operands, None)
+
+
 KERNELS: dict[str, Callable[[Device], Kernel]] = {
     "ours forward": functools.partial(ours, "forward", None),
     "ours forward 512,2048,512": functools.partial(ours, "forward", (512, 2048, 512)),
@@ -436,6 +495,11 @@ KERNELS: dict[str, Callable[[Device], Kernel]] = {
             ("gated e4m3, rowwise", E4M3, "rowwise", ("silu", (True, False, False))),
         )
     },
+    "ours gated, interleaved": functools.partial(
+        ours, "forward", None, epilogue=("silu", (True, False, False)), both="interleaved"
+    ),
+    "gate's derivative": functools.partial(gate_derivative, False),
+    "gate's derivative, weighted": functools.partial(gate_derivative, True),
     **{f"ours {name}": functools.partial(tiled, product) for name, product in TILED.items()},
     **{f"xla {name}": functools.partial(tiled_in_xla, product) for name, product in TILED.items()},
 }

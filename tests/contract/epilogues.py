@@ -131,6 +131,7 @@ ACTIVATIONS = {
     "relu squared": Activation(
         lambda z: jnp.square(jax.nn.relu(z)), lambda z: np.maximum(z, 0) ** 2, (lambda z: 2 * np.maximum(z, 0),)
     ),
+    "quick gelu": Activation(lambda z: z * jax.nn.sigmoid(1.702 * z), _quick, (_of_quick,)),
     "clamped": Activation(
         clamped,
         lambda gate, up: (np.clip(up, -7, 7) + 1) * _quick(np.minimum(gate, 7)),

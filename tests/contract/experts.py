@@ -109,20 +109,24 @@ def mixture(
     return Mixture(y, dx, dweights, dexperts, dshared, dgate)
 
 
-def kept(ids: np.ndarray, experts: int, ways: int, each: int, devices: int, chunks: int = 1) -> np.ndarray:
-    """Which rows a capacity keeps: in each chunk of the tokens of each of `devices`, the first `each` rows of those
-    that go to one of the `ways` devices that share the experts."""
-    keep, tokens = np.zeros(ids.shape, bool), len(ids) // devices
-    for device in range(devices):
-        ends = [device * tokens + tokens * i // chunks for i in range(chunks + 1)]
-        for begin, end in itertools.pairwise(ends):
-            seen = [0] * ways
-            for t in range(begin, end):
-                for j, e in enumerate(ids[t]):
-                    if 0 <= e < experts:
-                        to = e // (experts // ways)
-                        keep[t, j] = seen[to] < each
-                        seen[to] += 1
+def kept(
+    ids: np.ndarray, experts: int, ways: int, capacity: int, devices: int, chunks: int = 1, slots: bool = False
+) -> np.ndarray:
+    """Which rows a capacity keeps. In each chunk of the tokens, each of the `ways` devices that share the experts takes
+    rows in rounds: the first row of each of its experts from each sender, then the second one. `slots`: it takes as
+    many of each sender."""
+    keep, tokens, local = np.zeros(ids.shape, bool), len(ids) // devices, experts // ways
+    for first, chunk, to in itertools.product(range(0, devices, ways), range(chunks), range(ways)):
+        rows: dict[tuple[int, int], list[tuple[int, int]]] = {}  # by expert and sender, in the order of tokens
+        for expert, sender in itertools.product(range(to * local, (to + 1) * local), range(first, first + ways)):
+            begin, end = (sender * tokens + tokens * i // chunks for i in (chunk, chunk + 1))
+            rows[expert, sender] = [(begin + t, j) for t, j in np.argwhere(ids[begin:end] == expert)]
+        pools = [[sender] for sender in range(first, first + ways)] if slots else [range(first, first + ways)]
+        for senders in pools:
+            found = [each for (_, sender), each in rows.items() if sender in senders]
+            rounds = [each[i] for i in range(tokens * ids.shape[1]) for each in found if i < len(each)]
+            for t, j in rounds[: capacity // chunks // (ways if slots else 1)]:
+                keep[t, j] = True
     return keep
 
 

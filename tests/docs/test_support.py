@@ -19,11 +19,11 @@ from tests.cases import LETTERS, NAMES
 
 pytestmark = pytest.mark.long
 
-ON = {"pallas_tpu": "TPU v5e", "triton_gpu": "L4", "xla": "CPU"}  # whose kernels `ran.interpreted` takes
+ON = {"pallas_tpu": "v5e", "triton_gpu": "L4", "xla": "CPU"}  # whose kernels `ran.interpreted` takes
 # Largest error relative to the largest element: a result's rounding, four times where it is a sum; of recipes, that of
 # 8 and 4 bits.
 TOLERANCE = {"value": 1, "`vmap`": 1, "`vmap`, sizes too": 1}
-RECIPES = {"rowwise": 0.1, "blockwise": 0.1, "mxfp8": 0.1, "nvfp4": 0.4}
+RECIPES = dict.fromkeys(support.RECIPES, 0.1) | {"nvfp4": 0.4}
 
 
 def test_the_page_is_what_is_planned(tmp_path: Path) -> None:

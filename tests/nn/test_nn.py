@@ -20,7 +20,7 @@ from ragged.nn import Experts, GroupedLinear, MoE, Router, Routing
 from tests import tpu
 from tests.benchmarks import memory
 from tests.contract.experts import Weights, chosen, kept, mixture, sigmoid, swiglu
-from tests.contract.meshes import mesh_of
+from tests.contract.meshes import DOCS, mesh_of, moved
 from tests.moe import moe as layer_of
 
 TOKENS, D, HIDDEN, EXPERTS = 24, 8, 6, 8
@@ -63,7 +63,7 @@ class Program:
     kind: str = "auto"  # "manual": in a `shard_map` of the caller's
     transport: str = "dense"
     chunks: int = 1
-    each: int | None = None  # rows that a device may send to another one in each chunk
+    capacity: int | None = None
     padding: str = ""  # "mask", or "sizes" of a packed tensor
     save: str = "pre"
     dtype: str = "float32"
@@ -97,8 +97,8 @@ class Program:
             router = router.with_selection_bias(jnp.linspace(0.5, -0.5, EXPERTS))
         over: dict[str, Any] = {}
         if self.mesh:
-            capacity = None if self.each is None else self.axes["expert"] * self.chunks * self.each
-            over = {"axis": "expert" if self.axes["expert"] > 1 else None, "data_axes": ("data",), "capacity": capacity}
+            axis = "expert" if self.axes["expert"] > 1 else None
+            over = {"axis": axis, "data_axes": ("data",), "capacity": self.capacity}
             over |= {"tensor_axis": "model" if self.axes["model"] > 1 else None}
             over |= {"transport": self.transport, "chunks": self.chunks}
         return MoE(
@@ -189,8 +189,9 @@ class Program:
         for t, routing in routings.items():
             ids[t], weights[t] = routing.experts, routing.weights
         keep = np.ones(ids.shape, bool)
-        if self.each is not None:
-            keep = kept(ids, EXPERTS, self.axes["expert"], self.each, self.devices, self.chunks)
+        if self.capacity is not None:
+            slots = self.transport == "dense"
+            keep = kept(ids, EXPERTS, self.axes["expert"], self.capacity, self.devices, self.chunks, slots)
         experts, shared = named(layer.experts), None if layer.shared is None else named(layer.shared)
         gate = None if layer.shared_gate is None else np.asarray(layer.shared_gate, np.float64)
         options: Any = {"shared": shared, "shared_gate": gate, "weigh_inputs": layer.weigh_inputs}
@@ -246,7 +247,7 @@ def named(module: Any) -> Weights:
 
 def by_default() -> Iterator[Program]:
     yield Program("all", "1x1x2", padding="sizes", save="nothing")
-    yield Program("mixtral", "2x4x1", transport="ring", each=2, dtype="bfloat16")
+    yield Program("mixtral", "2x4x1", transport="ring", capacity=5, dtype="bfloat16")
 
 
 def long() -> Iterator[Program]:
@@ -260,7 +261,7 @@ def long() -> Iterator[Program]:
             padding = ("mask", "", "sizes")[(i + j) % 3] if kind != "manual" else ("mask", "")[i % 2]
             yield Program(("mixtral", "qwen2-moe")[j % 2], mesh, kind, transport, 1 + (i + j) % 2, padding=padding)
     for transport, padding in (("dense", "mask"), ("ring", "sizes"), ("dense", "")):
-        yield Program("mixtral", "1x4x1", transport=transport, chunks=2, each=2, padding=padding)
+        yield Program("mixtral", "1x4x1", transport=transport, chunks=2, capacity=18, padding=padding)
         yield Program("mixtral", "2x2x1", transport=transport, chunks=2, padding=padding, dtype="bfloat16")
     for save, model in (("pre", "mixtral"), ("out", "no gate"), ("nothing", "all")):
         yield Program(model, save=save, dtype="bfloat16")
@@ -417,6 +418,73 @@ def test_parts_of_hidden_are_summed_before_they_are_rounded(name: str) -> None:
         y = jax.jit(lambda layer: layer(jnp.full((4, 2), 0.5, jnp.bfloat16))[0])(layer)
     assert y.dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.asarray(y, np.float64), 1)
+
+
+MESHES: list[dict[str, int]] = [
+    {"model": 8},
+    {"data": 2, "expert": 2, "model": 2},
+    {"data": 8},
+    {"expert": 8},
+    {"data": 2, "expert": 4},
+]
+
+
+@pytest.mark.parametrize("axes", [*MESHES[:2], *(pytest.param(each, marks=pytest.mark.long) for each in MESHES[2:])])
+def test_sums_over_devices_happen_once(axes: dict[str, int]) -> None:
+    """Of results, and of the gradients of tokens: one row per token, not one for each row of each product. Under `jit`,
+    with `Explicit` axes. Besides: gradients of matrices, and a few numbers per row."""
+    d, hidden, num_tokens, names = 48, 24, 64, axes.keys()
+    layer = layer_of(
+        d,
+        hidden,
+        EXPERTS,
+        2,
+        num_shared=1 if names == {"model"} else 0,
+        axis="expert" if "expert" in names else None,
+        data_axes=tuple(names & {"data"}),
+        tensor_axis="model" if "model" in names else None,
+        key=jax.random.key(0),
+    )
+    experts, tensor = axes.get("expert", 1), axes.get("model", 1)
+    shards = axes.get("data", 1) * experts
+    with jax.set_mesh(mesh_of("explicit", **axes)):
+        of_tokens = P(tuple(name for name in ("data", "expert") if name in names) or None)
+        arrays, static = eqx.partition(layer, eqx.is_array)
+        arrays, x = jax.device_put((arrays, jnp.ones((num_tokens, d))), (layer.specs(), of_tokens))
+        loss = lambda arrays, x: jnp.sum(jnp.sin(eqx.combine(arrays, static)(x)[0]))  # noqa: E731
+        found = moved(jax.jit(jax.grad(loss, (0, 1))).lower(arrays, x).compile())
+    summed = [each for name, types in found if name == "all-reduce" for each in re.findall(r"f32\[([\d,]+)\]", types)]
+    shapes = [tuple(map(int, each.split(","))) for each in summed]
+    per_device = (num_tokens // shards, d)
+    wanted = [per_device] * 2 if tensor > 1 else []
+    wanted += [(d, EXPERTS)] if shards > 1 else []
+    matrices = [(EXPERTS // experts, d, hidden // tensor)] * 2 + [(EXPERTS // experts, hidden // tensor, d)]
+    wanted += matrices if "data" in names else []
+    assert sorted(shape for shape in shapes if shape[-1] > 4) == sorted(wanted)
+    assert [name for name, _ in found].count("all-to-all") == (4 if experts > 1 else 0)
+    assert not {name for name, _ in found} & {"collective-permute", "reduce-scatter"}
+
+
+def test_sums_happen_once_in_a_map() -> None:
+    """In a `shard_map` in which every device has all tokens, and ids that vary over the experts' axis."""
+    page = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    (code,) = (block for block in page if "def expert_parallel" in block)
+    names: dict[str, Any] = {"jax": jax, "jnp": jnp, "P": P, "ragged": ragged, "ids": jnp.arange(32).reshape(16, 2) % 8}
+    exec(code, names)
+    shapes = (16, 4), (16, 2), (8, 4, 6), (8, 6, 4)
+    x, weights, up, down = (np.random.default_rng(i).standard_normal(s).astype("f4") for i, s in enumerate(shapes))
+    loss = lambda x, *others: jnp.sum(jnp.sin(names["parallel"](x, names["ids"], *others)))  # noqa: E731
+    compiled = jax.jit(jax.grad(loss, (0, 1, 2, 3))).lower(x, weights, up, down).compile()
+    silu = lambda z: z * sigmoid(z)  # noqa: E731
+    given = (np.asarray(each, np.float64) for each in (x, weights, up, down))
+    x64, weights64, up64, down64 = given
+    want = mixture(x64, np.asarray(names["ids"]), weights64, {"up": up64, "down": down64}, silu)
+    for got, each in zip(
+        compiled(x, weights, up, down), (want.dx, want.dweights, *map(want.dexperts.get, ("up", "down"))), strict=True
+    ):
+        np.testing.assert_allclose(got, each, rtol=1e-4, atol=1e-5)
+    summed = [each for name, types in moved(compiled) for each in re.findall(r"f32\[([\d,]+)\]", types)]
+    assert sorted(each for each in summed if not each.endswith((",1", ",2"))) == ["16,4", "16,4"]
 
 
 # --- other calls ------------------------------------------------------------------------------------------------------

@@ -20,10 +20,12 @@ from ragged.core.errors import Site
 from ragged.product.function import ACTIVATIONS, Function, function_of
 from ragged.tuning import GpuConfig, TpuConfig
 from tests import gpu
+from tests.contract import epilogues as contract
 from tests.contract.launches import launches
 
 SITE = Site("test")
 Pair = tuple[Callable[..., Any], Callable[[Any], Any]]  # of JAX and of NumPy, in float64
+Pair3 = tuple[Any, Callable[[Any], Any], Callable[[Any], Any], Callable[[Any], Any]]  # and its derivatives
 
 SMALL = np.geomspace(1e-6, 1, 50)
 ENDS = [np.inf, -np.inf, np.nan, 0.0, 100.0, -100.0, 1e30, -1e30]
@@ -134,6 +136,87 @@ def test_values(backend: str) -> None:
             atol = 2.4e-7 * most if is_off else 1e-30
             want = np.asarray(function(NUMBERS)).astype(np.float32)
             np.testing.assert_allclose(row[at], want[at], rtol=4e-6, atol=atol, err_msg=name)
+
+
+def along(a: float, b: float, c: float, d: float) -> Pair3:
+    """`clamped(a + b * z, c + d * z)`, and its first two derivatives by `z`."""
+    f = contract.ACTIVATIONS["clamped"]
+    (s0, s1), (c00, c01, c11) = f.slopes, (f.curve(i, j) for i, j in ((0, 0), (0, 1), (1, 1)))
+
+    def at(z: Any) -> Any:
+        return a + b * z, c + d * z
+
+    return (
+        lambda z: f.passed(*at(z)),
+        lambda z: f.value(*at(z)),
+        lambda z: (b and b * s0(*at(z))) + (d and d * s1(*at(z))),
+        lambda z: (b and b * b * c00(*at(z))) + (b and d and 2 * b * d * c01(*at(z))) + (d and d * d * c11(*at(z))),
+    )
+
+
+CURVES: dict[str, Pair3] = {
+    **{
+        name: ((f := contract.ACTIVATIONS[name]).passed, f.value, f.slopes[0], f.curve(0, 0))
+        for name in contract.ACTIVATIONS
+        if name not in ("", "clamped")
+    },
+    "clamped, of the gate": along(0, 1, 1.5, 0),
+    "clamped, of the other": along(1.5, 0, 0, 1),
+    "clamped, of both": along(0, 1, 0.25, 0.5),
+}
+KINKS = np.array([0, 7, -7, 13.5, -14.5])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_derivatives(backend: str) -> None:
+    """The value, jvp, vjp and the second derivative of activations, one program for all: as in float64, far from zero
+    too; at infinity, NaN and beyond 1e15 as JAX has them of the function alone."""
+    if backend == "triton_gpu":
+        gpu.needs_triton()
+    functions = [ACTIVATIONS[f] if isinstance(f, str) else f for f, *_ in CURVES.values()]
+
+    def chosen(which: Array, z: Array) -> Array:
+        out = z
+        for i, function in enumerate(functions):
+            is_this = which == i
+            out = jnp.where(is_this, function(jnp.where(is_this, z, 1.5)), out)  # the others' cotangents are finite
+        return out
+
+    # A group has one row. The pre-activations are the biases: the number of the function, and the numbers.
+    count, n = len(functions), len(NUMBERS)
+    x = GroupedTensor(jnp.zeros((count, 8)), jnp.ones(count, jnp.int32))
+    w, which = jnp.zeros((count, 8, n)), jnp.broadcast_to(jnp.arange(count, dtype=jnp.float32)[:, None], (count, n))
+
+    def of(product: Callable[[Array], Array], z: Array) -> list[Array]:
+        def slope(z: Array) -> Array:
+            return jax.vjp(product, z)[1](jnp.ones_like(z))[0]
+
+        value, tangent = jax.jvp(product, (z,), (jnp.ones_like(z),))
+        curve = jax.jvp(slope, (z,), (jnp.ones_like(z),))[1]
+        return [value, tangent, slope(z), curve, jax.vjp(slope, z)[1](jnp.ones_like(z))[0]]
+
+    def product(z: Array) -> Array:
+        return ragged.gated_matmul(x, w, w, bias=(which, z), activation=chosen, backend=BACKENDS[backend]).data
+
+    rows = jnp.broadcast_to(jnp.asarray(NUMBERS, jnp.float32), (count, n))
+    with launches() as ran:
+        results = jax.jit(partial(of, product))(rows)
+    assert backend == "xla" or {kernel.partition(" ->")[0] for _, kernel in ran} == {"grouped_matmul"}
+    alone = jax.jit(lambda z: [of(each, z) for each in functions])(rows[0])
+    is_near = np.abs(NUMBERS) <= 1e15
+    for i, (name, (_, *wanted)) in enumerate(CURVES.items()):
+        for order, got in zip((0, 1, 1, 2, 2), results, strict=True):
+            is_smooth = is_near & ((np.abs(NUMBERS[:, None] - KINKS) > 1e-2).all(-1) | (order == 0))
+            z, got = NUMBERS[is_smooth], np.asarray(got[i], float)[is_smooth]
+            with np.errstate(all="ignore"):
+                want = wanted[order](z) * np.ones(len(z))
+            # A derivative is a sum of terms, each as large as the number.
+            error = 1e-5 * np.abs(want) + (1e-5 if order else 2e-6) * np.abs(z) + 2e-9
+            off = ~(np.abs(got - want) <= error)
+            assert not off.any(), (name, order, z[off], got[off], want[off])
+        for got, want in zip(results, alone[i], strict=True):
+            np.testing.assert_allclose(got[i][~is_near], want[~is_near], rtol=1e-6, err_msg=name)
 
 
 def traced(function: Any, arity: int = 1) -> Function:

@@ -182,7 +182,7 @@ def _misaligned(tile: dict[str, int], call: Call, x: Operands) -> Refusal | None
     """`Refusal` if a tile size doesn't fit the memory's tiles, else None."""
     p, lhs, rhs = call.product, x.lhs.data, x.rhs.data
     extents = dict.fromkeys("mkn", 0)
-    for letters, shape in ((p.lhs, lhs.shape), (p.rhs, rhs.shape), (p.out, call.shape)):
+    for letters, shape in call.buffers(x):
         extents |= {letter: max(extents[letter], n) for letter, n in zip(letters, shape[-2:], strict=True)}
     dtypes = (jnp.dtype(lhs.dtype), jnp.dtype(rhs.dtype), jnp.dtype(call.dtype))
     return tiles.refuse(tile, extents, p.ragged, dtypes)

@@ -135,8 +135,8 @@ def _illegal(call: Call, x: Operands, config: XlaConfig) -> Refusal | None:
 
 def _ragged_extents(call: Call, x: Operands) -> dict[str, int]:
     """The smallest extent of the buffers along each ragged letter, without symbolic extents."""
-    p, extents = call.product, {}
-    for letters, shape in ((p.lhs, x.lhs.data.shape), (p.rhs, x.rhs.data.shape), (p.out, call.shape)):
+    extents: dict[str, int] = {}
+    for letters, shape in call.buffers(x):
         for letter, n in zip(letters, shape[-2:], strict=True):
             if letter in x.sizes and isinstance(n, int):
                 extents[letter] = min(extents.get(letter, n), n)
@@ -158,7 +158,7 @@ def _tile_sizes(call: Call, x: Operands, tiling: dict[str, int] | None) -> dict[
         fitting = tuple(t for t in tile_sizes if t < m and t <= (largest or t))
         return {p.ragged: fitting or (min(m, largest or m),)}
     tiles: dict[str, int] = {}
-    for (packed, other), shape in ((p.lhs, x.lhs.data.shape), (p.rhs, x.rhs.data.shape), (p.out, call.shape)):
+    for (packed, other), shape in call.buffers(x):
         rows, columns = shape[-2:]
         for letter, extent, tile in ((packed, rows, _mean_tile(rows, x.num_groups)), (other, columns, 256)):
             if letter in x.sizes:
