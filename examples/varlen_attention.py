@@ -3,8 +3,9 @@
     uv run examples/varlen_attention.py    about fifteen seconds on two CPU cores
 
 One product multiplies the queries of each sequence by its own keys. The scores are ragged in both dims. A second
-product computes the weighted sum of the values. Both are mapped over the heads. The script compares this with padding
-to the longest sequence. Both methods also compute the masked half of the scores.
+product computes the weighted sum of the values. Both are mapped over the heads. Windows, sinks, and heads that share
+keys and values are options. The script compares this with padding to the longest sequence. Both methods also compute
+the masked half of the scores.
 """
 
 import time
@@ -25,16 +26,32 @@ SEQUENCES, LONGEST, HEADS, HEAD_DIM = 32, 512, 4, 64
 
 def attention(
     q: Float[Array, "rows heads head_dim"],
-    k: Float[Array, "rows heads head_dim"],
-    v: Float[Array, "rows heads head_dim"],
+    k: Float[Array, "rows kv_heads head_dim"],
+    v: Float[Array, "rows kv_heads head_dim"],
     lengths: Int[Array, " sequences"],
     longest: int,
+    window: int | Int[Array, ""] | None = None,
+    sinks: Float[Array, " heads"] | None = None,
 ) -> Float[Array, "rows heads head_dim"]:
-    """Sequence `i` has `lengths[i]` rows, at most `longest`. The result is zero after the last sequence."""
-    queries, keys, values = (GroupedTensor(x, first_dims=lengths) for x in (q, k, v))
+    """Sequence `i` has `lengths[i]` rows, at most `longest`. The result is zero after the last sequence.
+
+    - `kv_heads`: consecutive query heads share a head of keys and values.
+    - `window`: a query sees its own key and `window - 1` earlier ones. May differ in each layer of a `scan`.
+    - `sinks`: a further logit of each head, whose weight is dropped.
+
+    Memory: scores `[rows, heads, longest]`, in the dtype of `q`, and their softmax, which the backward pass needs.
+    """
+    (rows, _, size), shared_by = q.shape, q.shape[1] // k.shape[1]
+    queries = GroupedTensor(q.reshape(rows, -1, shared_by, size) * size**-0.5, first_dims=lengths)
+    keys, values = (GroupedTensor(x, first_dims=lengths) for x in (k, v))
     # Ragged both: one row per query, one column per key of its sequence.
-    scores = ragged.einsum("q head d, k head d -> q head k", queries * q.shape[2] ** -0.5, keys, max_last=longest)
-    return ragged.einsum("q head k, k head d -> q head d", scores.softmax(causal=True), values).data
+    scores = ragged.einsum("q kv head d, k kv d -> q kv head k", queries, keys, max_last=longest)
+    weights = scores.softmax(
+        causal=True,
+        window=None if window is None else (window - 1, 0),
+        sink=None if sinks is None else sinks.reshape(-1, shared_by),
+    )
+    return ragged.einsum("q kv head k, k kv d -> q kv head d", weights, values).data.reshape(q.shape)
 
 
 def padded_attention(

@@ -180,6 +180,56 @@ def test_lora_adapters() -> None:
 
 
 @pytest.mark.long
+def test_lora_of_experts() -> None:
+    """Results and all gradients as of each token's own matrices: mixed adapters of different ranks, one of rank 0.
+
+    What lies in the buffers behind the last rank is NaN.
+    """
+    lora, (experts, adapters, d, hidden, tokens) = example("lora_experts"), (3, 4, 6, 5, 24)
+    rng, max_rank, room = np.random.default_rng(0), 5, 32
+    ranks = rng.integers(0, max_rank + 1, (3, experts, adapters))
+    ranks[:, :, 1], ranks[0, 0, 0] = 0, max_rank
+    layers, shapes = [], ((d, hidden), (d, hidden), (hidden, d))
+    for of, shape in zip(ranks.reshape(3, -1), shapes, strict=True):
+        of = np.minimum(of, [*np.diff(np.minimum(np.cumsum(of), room - 2), prepend=0)])  # leaves a tail
+        matrices = [rng.normal(size=(room, n)).astype(np.float32) for n in shape]
+        for x in matrices:
+            x[of.sum() :] = np.nan
+        at, b = (ragged.GroupedTensor(jnp.asarray(x), jnp.asarray(of, jnp.int32)) for x in matrices)
+        layers.append(lora.Lora(jnp.asarray(rng.normal(size=(experts, *shape)), jnp.float32), at, b, max_rank))
+    x, dy = rng.normal(size=(2, tokens, d)).astype(np.float32)
+    adapter = rng.integers(adapters, size=tokens).astype(np.int32)
+    chosen = np.stack([rng.permutation(experts)[:2] for _ in range(tokens)]).astype(np.int32)
+    weights = rng.uniform(size=(tokens, 2)).astype(np.float32)
+    offsets = [np.concatenate([[0], np.cumsum(np.asarray(layer.b.first_dims))]) for layer in layers]
+
+    def of_layers(arrays: Any, x: Any, weights: Any) -> Any:
+        def replaced(layer: Any, new: Any) -> Any:
+            return eqx.tree_at(lambda m: (m.w, m.at.data, m.b.data), layer, new)
+
+        return lora.moe(tuple(map(replaced, layers, arrays)), x, jnp.asarray(adapter), jnp.asarray(chosen), weights)
+
+    def reference(arrays: Any, x: Any, weights: Any) -> Any:
+        """Each pair's matrices are added up, and each token multiplies its own."""
+        gate, up, down = (
+            jnp.stack([w[p // adapters] + at[o[p] : o[p + 1]].T @ b[o[p] : o[p + 1]] for p in range(len(o) - 1)])
+            for (w, at, b), o in zip(arrays, offsets, strict=True)
+        )
+        pairs, y = chosen * adapters + adapter[:, None], jnp.zeros_like(x)
+        for j in range(2):
+            z, other = (jnp.einsum("td,tdh->th", x, each[pairs[:, j]]) for each in (gate, up))
+            y += weights[:, j, None] * jnp.einsum("th,thd->td", z / (1 + jnp.exp(-z)) * other, down[pairs[:, j]])
+        return y
+
+    arrays = [(layer.w, layer.at.data, layer.b.data) for layer in layers]
+    got = quick(with_gradients(of_layers), dy, arrays, x, weights)
+    assert {0, 1} <= {*adapter.tolist()}  # of rank 0 and of another
+    zeroed = [(w, *(np.nan_to_num(np.asarray(each)) for each in low)) for w, *low in arrays]
+    assert_close(got, float64(with_gradients(reference), dy, zeroed, x, weights))
+    assert len([line for line in (FOLDER / "lora_experts.py").read_text().splitlines() if line]) <= 40
+
+
+@pytest.mark.long
 def test_rgcn_layer() -> None:
     """Forward and gradients as edge by edge; some edges are none, a relation has none, and a node is no target."""
     rgcn = example("rgcn")
