@@ -23,7 +23,8 @@ class Scales:
     - `block`: the extents of a block along the operand's last two axes. None is the whole extent; along packed rows,
       all rows of a group. Along packed rows, each group begins with a new block: see `aligned_to_blocks`.
     - `e8m0`: whether float8_e8m0fnu can represent all values: powers of two, or NaN.
-    - `tensor`: float32, with as many axes as `values`, all of extent 1 except a batch axis.
+    - `tensor`: float32, with as many axes as `values`, all of extent 1 except a batch axis, and the group axis of a
+      uniform operand if each group has one.
     """
 
     values: Any
@@ -34,6 +35,11 @@ class Scales:
     @property
     def mT(self) -> "Scales":
         return replace(self, values=self.values.mT, block=(self.block[1], self.block[0]))
+
+    @property
+    def is_by_group(self) -> bool:
+        """Whether each group of a uniform operand has its own `tensor`."""
+        return self.tensor is not None and self.tensor.ndim > 2 and self.tensor.shape[-3] > 1
 
     @property
     def for_kernels(self) -> "Scales":

@@ -186,6 +186,6 @@ def stored_scales(
         column = values if values.ndim else jnp.broadcast_to(values, (num_groups,))
         values = column.reshape(num_groups, *last)
         values = values.mT if packed_axis == -1 else values
-    level = None if of_tensor is None else of_tensor.reshape((1,) * values.ndim)
+    level = None if of_tensor is None else of_tensor.reshape(-1, *[1] * (values.ndim - 1))
     out = Scales(values, block, x.dtype == jnp.float8_e8m0fnu, level)
     return out.mT if flipped else out

@@ -18,7 +18,7 @@ from ragged.core.mesh import vary_together
 from ragged.core.rows import spread_rows
 from ragged.ops.request import Request
 from ragged.primitive import fused
-from ragged.primitive.epilogue import combined, with_bias
+from ragged.primitive.epilogue import combined, split_columns, with_bias
 from ragged.product.operands import Call, Epilogue, EpilogueSpec, Operand, Operands
 from ragged.quant.training import quantized_rows
 from ragged.tensor.tensor import GroupedTensor
@@ -150,7 +150,13 @@ def _(primals: tuple[Requests], tangents: tuple[Requests]) -> tuple[Any, Any]:
 
     def products(moved: dict[int, Array]) -> tuple[Array, ...]:
         moved_requests = tree.unflatten([moved.get(i, leaf) for i, leaf in enumerate(leaves)])
-        return tuple(_product(each, dtype) for each in moved_requests)
+        first = moved_requests[0]
+        if first.both is None:
+            return tuple(_product(each, dtype) for each in moved_requests)
+        # One product with one weight, so that derivatives read it, and write its gradient, in place.
+        x, shape = first.operands._replace(rhs=Operand(first.both)), (*first.call.shape[:-1], first.both.shape[-1])
+        wide = replace(first, operands=x, call=first.call._replace(shape=shape))
+        return split_columns(_product(wide, dtype), first.columns)
 
     def biased(found: tuple[Array, ...], biases: dict[int, Array]) -> tuple[Array, ...]:
         parts = enumerate(zip(requests, found, strict=True))

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.lax import PrecisionLike
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
@@ -13,6 +14,7 @@ from jaxtyping import Float, Int
 
 from ragged.core.errors import Site, is_arraylike
 from ragged.core.formats import AnyArray, accumulator_dtype, promote
+from ragged.core.mesh import is_of_one_device
 from ragged.ops.activated import with_epilogue
 from ragged.ops.epilogue import GATE, UP, check_names, check_rows, check_save
 from ragged.ops.matmul import request_of
@@ -126,11 +128,12 @@ def gated_requests(
         check_rows(site, each, "a gate")
     dtype = promote(gate.call.dtype, up.call.dtype)
     function = function_of(site, arguments.activation, 2, accumulator_dtype(dtype))
-    requests = (replace(each, call=each.call._replace(dtype=dtype), function=function) for each in (gate, up))
-    if both is None or recipes != (None, None):
-        return tuple(requests)
-    # Kernels read the one weight in place, unless it is quantised. It gets no gradient: the two matrices get it.
-    return tuple(replace(each, both=lax.stop_gradient(both), columns=columns) for each in requests)
+    gate, up = (replace(each, call=each.call._replace(dtype=dtype), function=function) for each in (gate, up))
+    has_two = both is None or recipes != (None, None) or gate.merge is not None
+    if has_two or not is_of_one_device(jax.tree.leaves((gate.operands, both))):
+        return gate, up
+    # Kernels and derivatives read the one weight in place. The two matrices are for products that can't.
+    return replace(gate, both=both, columns=columns), up
 
 
 def _both(site: Site, w: Any, w_up: Any, columns: Any) -> Array:

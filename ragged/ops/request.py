@@ -66,7 +66,9 @@ class Request:
     function: Function | None  # of the pre-activations of all requests
     save: str
     name: str  # of the saved pre-activations in policies of `jax.checkpoint`
-    both: Array | None = None  # the one weight of `gated_matmul(columns=...)`, or None
+    # The one weight of `gated_matmul(columns=...)`, or None; only in the gate's request. It gets the cotangent, and
+    # the matrices in the operands of both requests get none.
+    both: Array | None = None
     columns: str = ""  # the order of its columns: "halves" or "interleaved"
     merge: Merge | None = None  # If all groups share a matrix: `operands` and `call` have one group.
 

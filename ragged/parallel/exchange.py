@@ -207,7 +207,7 @@ def _dispatched(x: Shaped[Array, "tokens d"], exchange: Exchange) -> Shaped[Arra
     if exchange._wire is None:
         return exchange._exchanged(x)
     cast: Any = exchange._wire
-    sent = quantize(x[None], cast.dtype, cast.scaling, power_of_two=cast.power_of_two)
+    sent = quantize(x[None], cast.dtype, cast.scaling, power_of_two=cast.power_of_two, scale=cast.given_scale)
     data, scales = (_as_bytes(jnp.asarray(z)[0]) for z in (sent.data, sent.scales))  # [tokens, bytes] both
     received = jnp.split(exchange._exchanged(jnp.concatenate([data, scales], axis=1)), [data.shape[1]], axis=1)
     data, scales = (_from_bytes(z, like)[None] for z, like in zip(received, (sent.data, sent.scales), strict=True))

@@ -159,7 +159,7 @@ def specs_of(x: Operands, sharding: Sharding, mesh: Mapping[str, int]) -> tuple[
             ]
             batch = [letters.get("b", ())] * (scales.values.ndim - len(term.removeprefix("b")))
             groups = [letters.get("g", ())] * ("g" in term)
-            tensor = None if scales.tensor is None else spec_of(batch)
+            tensor = None if scales.tensor is None else spec_of([*batch, *groups * scales.is_by_group])
             scales = replace(scales, values=spec_of([*batch, *groups, *last]), tensor=tensor)
         return Operand(spec_of(axes), scales)
 

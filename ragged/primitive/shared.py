@@ -79,6 +79,7 @@ def _one(groups: Operand) -> Operand:
     data, scales, _ = groups
     g, rows, contracted = data.shape
     if scales is not None:
+        scales = scales.whole if scales.is_by_group else scales
         # A block of rows could span two merged groups. So each row gets its own scales: [g, rows or 1, blocks].
         by_row = spread(replace(scales, block=(scales.block[0], None)), data.shape)
         blocks = by_row.shape[-1]

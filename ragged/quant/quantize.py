@@ -20,8 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
+from jaxtyping import Float
 
-from ragged.core.errors import Site, is_arraylike
+from ragged.core.errors import Site, is_arraylike, is_concrete
 from ragged.core.formats import FORMATS, LARGEST, AnyArray
 from ragged.core.mesh import over_explicit_axes
 from ragged.core.offsets import aligned_to_blocks
@@ -33,7 +34,12 @@ from ragged.tensor.tensor import GroupedTensor
 
 @over_explicit_axes
 def quantize(
-    x: GroupedTensor | AnyArray, dtype: DTypeLike | None, scaling: Any, *, power_of_two: bool = False
+    x: GroupedTensor | AnyArray,
+    dtype: DTypeLike | None,
+    scaling: Any,
+    *,
+    power_of_two: bool = False,
+    scale: Float[AnyArray, "..."] | float | None = None,
 ) -> GroupedTensor:
     """Quantises a tensor to `dtype`, with one scale per block of elements.
 
@@ -50,6 +56,10 @@ def quantize(
       contracts the first dim of `x`, as for `rhs`, quantise `x.mT` and pass the result's `mT`.
     - `power_of_two`: rounds scales up to powers of two, so that multiplying by them is exact and all elements stay in
       range (as in NVIDIA's MXFP8 recipe, arXiv:2506.08027; the OCP specification rounds down).
+    - `scale`: given scales, such as calibrated ones, in place of those of the largest values: a number, or an array
+      that broadcasts to the shape of the scales. Elements beyond `scale * largest` become the largest value. With
+      float8_e4m3fn scales, the scale of the tensor, `()`. For a known largest absolute value `amax`, pass
+      `amax / float(jnp.finfo(dtype).max)`.
 
     If `dtype` or `scaling` is None, `x` is returned unquantised, as a `GroupedTensor`.
 
@@ -88,15 +98,42 @@ def quantize(
     check_floats(site, "x", tensor.data)
     if not isinstance(power_of_two, bool):
         site.fail(TypeError, f"`power_of_two` is {power_of_two!r}.", "Pass True or False.")
+    scale = None if scale is None else checked_scale(site, scale, tensor, scaling)
     if is_flipped(tensor):
-        return quantize(tensor.mT, name, scaling.mT, power_of_two=power_of_two).mT
+        scale = scale.mT if scale is not None and scale.ndim > 1 else scale
+        return quantize(tensor.mT, name, scaling.mT, power_of_two=power_of_two, scale=scale).mT
     tensor = tensor.with_data(not_differentiable("ragged.quantize", jnp.asarray(tensor.data)))
-    return _rounded(tensor, name, scaling, power_of_two)
+    return _rounded(tensor, scale, name, scaling, power_of_two)
 
 
-@jax.jit(static_argnums=(1, 2, 3), inline=True)  # Outside of `jit`, XLA compiles one program instead of forty.
-def _rounded(x: GroupedTensor, name: str, scaling: Scaling, power_of_two: bool) -> GroupedTensor:
-    return divided(x, name, scaling, *scales_of(amax(x, scaling), name, scaling, power_of_two))
+@jax.jit(static_argnums=(2, 3, 4), inline=True)  # Outside of `jit`, XLA compiles one program instead of forty.
+def _rounded(x: GroupedTensor, scale: Any, name: str, scaling: Scaling, power_of_two: bool) -> GroupedTensor:
+    if scale is None or scaling.has_tensor_scale:
+        return divided(x, name, scaling, *scales_of(amax(x, scaling), name, scaling, power_of_two, scale))
+    # Times one, a scale is rounded as `power_of_two` says.
+    rounded = scale_of(scale, 1.0, power_of_two or scaling.dtype == jnp.float8_e8m0fnu)
+    shape = scaling.shape(x.shape, x.packed_axis, x.num_groups)
+    return divided(x, name, scaling, jnp.broadcast_to(rounded, shape))
+
+
+def checked_scale(site: Site, scale: Any, x: GroupedTensor, scaling: Scaling) -> Array:
+    """A given `scale` in float32. Raises unless it holds floats that broadcast to the scales of `x`."""
+    if not is_arraylike(scale) and (isinstance(scale, bool) or not isinstance(scale, int | float | np.number)):
+        hint = "Pass a number, or an array that broadcasts to the scales."
+        site.also(scale=scale).fail(TypeError, "`scale` is not an array.", hint)
+    if is_arraylike(scale) and not jnp.issubdtype(scale.dtype, jnp.floating):
+        hint = "Cast it: `scale.astype(jnp.float32)`."
+        site.also(scale=scale).fail(TypeError, f"`scale` has dtype {scale.dtype.name}.", hint)
+    want = () if scaling.has_tensor_scale else scaling.shape(x.shape, x.packed_axis, x.num_groups)
+    shape = jnp.shape(scale)
+    if len(shape) > len(want) or any(n not in (1, m) for n, m in zip(shape[::-1], want[::-1], strict=False)):
+        what = "scale of the tensor" if scaling.has_tensor_scale else "scales"
+        problem = f"`scale` has shape {shape}, but the {what} of {scaling} {'has' if not want else 'have'} {want}."
+        site.also(scale=scale).fail(ValueError, problem, "Pass a number, or an array that broadcasts to this shape.")
+    is_known = is_concrete(scale) or not is_arraylike(scale)
+    if is_known and not np.all((np.asarray(scale) > 0) & np.isfinite(np.asarray(scale))):
+        site.also(scale=scale).fail(ValueError, "`scale` isn't positive.", "Scales are positive and finite.")
+    return jnp.asarray(scale, jnp.float32)
 
 
 def check_floats(site: Site, name: str, x: Any) -> None:
@@ -188,10 +225,12 @@ def _block_max(x: Array, block: int | None, axis: int) -> Array:
     return jnp.max(jnp.pad(x, pad).reshape(shape), axis=axis, initial=0)
 
 
-def scales_of(largest: Array, name: str, scaling: Scaling, power_of_two: bool) -> tuple[Array, Array | None]:
+def scales_of(
+    largest: Array, name: str, scaling: Scaling, power_of_two: bool, tensor_scale: Array | None = None
+) -> tuple[Array, Array | None]:
     """`(scales, tensor_scale)` of blocks with these largest absolute values, in float32.
 
-    `tensor_scale` is None if the scaling has no scale for the tensor.
+    `tensor_scale` is None if the scaling has no scale for the tensor; otherwise the given one, if any.
     """
     if not scaling.has_tensor_scale:
         return scale_of(largest, LARGEST[name], power_of_two or scaling.dtype == jnp.float8_e8m0fnu), None
@@ -200,7 +239,8 @@ def scales_of(largest: Array, name: str, scaling: Scaling, power_of_two: bool) -
     largest_scale = 256.0 if power_of_two else LARGEST[scaling.dtype.name]
     # The bound keeps the product of the tensor scale and the smallest scale a normal number.
     bound = _TINY / smallest_scale
-    tensor_scale = scale_of(jnp.max(largest, initial=0), LARGEST[name] * largest_scale, power_of_two, bound)
+    if tensor_scale is None:
+        tensor_scale = scale_of(jnp.max(largest, initial=0), LARGEST[name] * largest_scale, power_of_two, bound)
     scales = scale_of(largest * (1 / tensor_scale), LARGEST[name], power_of_two)
     return jnp.clip(scales, smallest_scale, largest_scale), tensor_scale
 

@@ -5,15 +5,18 @@
 Each of the three products quantises both of its operands along the contracted dim.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import InitVar, dataclass, field, fields
 from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
+from jax.core import Tracer
 from jaxtyping import Float
 
 from ragged.core.errors import Site, describe, is_arraylike, is_count
+from ragged.core.formats import LARGEST
 from ragged.core.scaling import NAMED, Scaling
 from ragged.core.sealed import sealed
 from ragged.quant.history import History
@@ -28,6 +31,10 @@ class Cast:
     - `scaling`: as for `ragged.quantize`, for the operand with the contracted dim last. `"row"` is one scale per row of
       contracted elements, `(1, 128)` one per 128 elements of a row, and `(128, 128)` one per 128 elements of 128 rows.
     - `power_of_two`: rounds scales up to powers of two.
+    - `scale`: a given scale, such as a calibrated one, in place of those of the largest values, which are then not
+      computed: a number for all blocks, or NumPy's array that broadcasts to the scales, as for `ragged.quantize`. It is
+      a constant of the program. For a scale that is traced, pass `ragged.quantize(x, ..., scale=scale)` to the product.
+    - `amax`: in place of `scale`, the absolute value that becomes the largest value of `dtype`.
 
     Blocks along a ragged contracted dim, such as the tokens of a wgrad, begin at each group's first element. Along a
     ragged dim that isn't contracted, an extent above 1 becomes 1; if both dims are ragged, each row of contracted
@@ -40,8 +47,10 @@ class Cast:
     dtype: Any
     scaling: Any = NAMED["tensor"]
     power_of_two: bool = False
+    scale: Any = field(default=None, kw_only=True)
+    amax: InitVar[Any] = field(default=None, kw_only=True)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, amax: Any) -> None:
         if self.dtype is not None:
             object.__setattr__(self, "dtype", dtype_name(self.dtype, "ragged.Cast"))
         scaling = Scaling.of(self.scaling)
@@ -52,11 +61,58 @@ class Cast:
             Site("ragged.Cast").fail(ValueError, problem, hint)
         if not isinstance(self.power_of_two, bool):
             Site("ragged.Cast").fail(TypeError, f"`power_of_two` is {self.power_of_two!r}.", "Pass True or False.")
+        if self.scale is not None or amax is not None:
+            object.__setattr__(self, "scale", _given_scale(self, amax))
         object.__setattr__(self, "scaling", scaling)
         object.__setattr__(self, "power_of_two", self.power_of_two or scaling.dtype == jnp.float8_e8m0fnu)
 
     def __str__(self) -> str:
-        return f"{self.dtype or 'no dtype'} by {self.scaling}{' with powers of two' * self.power_of_two}"
+        scale = (
+            ""
+            if self.scale is None
+            else f" with the scale {self.scale}"
+            if self.has_one_scale
+            else " with given scales"
+        )
+        return f"{self.dtype or 'no dtype'} by {self.scaling}{' with powers of two' * self.power_of_two}{scale}"
+
+    @property
+    def given_scale(self) -> np.ndarray | None:
+        """The given scale as an array, as `quantize` takes it."""
+        return None if self.scale is None else np.array(self.scale, np.float32)
+
+    @property
+    def has_one_scale(self) -> bool:
+        """Whether the given scale is a number."""
+        return isinstance(self.scale, float)
+
+
+def _given_scale(cast: Cast, amax: Any) -> Any:
+    """The given scale of a cast: a float, or nested tuples of floats, which can be hashed."""
+    site, given = Site("ragged.Cast"), {"scale": cast.scale, "amax": amax}
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1 or cast.dtype is None:
+        problem = f"{' and '.join(f'`{name}`' for name in names)} {'are' if len(names) > 1 else 'is'} given"
+        problem += "." if len(names) > 1 else ", but `dtype` is None."
+        site.fail(ValueError, problem, "Pass a `dtype`, and one of `scale` and `amax`.")
+    value = given[names[0]]
+    if isinstance(value, tuple):  # of another cast
+        value = np.array(value)
+    if isinstance(value, Tracer):
+        hint = "Quantise the operand before the product: `ragged.quantize` takes a traced scale."
+        site.fail(TypeError, f"`{names[0]}` is traced, but casts are static.", hint)
+    try:
+        array = np.asarray(value, np.float64)
+    except (TypeError, ValueError):
+        site.fail(TypeError, f"`{names[0]}` is {describe(value)}.", "Pass a number or an array of numbers.")
+    if isinstance(value, bool) or not array.size or not np.all((array > 0) & np.isfinite(array)):
+        site.fail(ValueError, f"`{names[0]}` is {describe(value)}.", "Scales are positive and finite.")
+    array = array / LARGEST[cast.dtype] if names == ["amax"] else array
+
+    def nested(x: Any) -> Any:
+        return tuple(map(nested, x)) if isinstance(x, list) else x
+
+    return nested(array.tolist())
 
 
 Pair = tuple[Cast, Cast]
@@ -171,8 +227,8 @@ class Recipe(eqx.Module):
         """A copy with another history, which stays as it is: `__init__` would seal it."""
         new = object.__new__(Recipe)
         casts = casts or (self.forward, self.dgrad, self.wgrad)
-        for field, value in zip(fields(Recipe), (*casts, state, self.name, save or self.save), strict=True):
-            object.__setattr__(new, field.name, value)
+        for each, value in zip(fields(Recipe), (*casts, state, self.name, save or self.save), strict=True):
+            object.__setattr__(new, each.name, value)
         return new
 
     def __check_init__(self) -> None:
@@ -184,6 +240,9 @@ class Recipe(eqx.Module):
             if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(each, Cast) for each in pair)):
                 hint = "It must be a tuple of two `ragged.Cast`s, one for each operand."
                 Site("ragged.Recipe").fail(TypeError, f"`{name}` is {pair!r}.", hint)
+            if self.state is not None and any(each.scale is not None for each in pair):
+                hint = "Scales are either given or of past steps: leave one of the two out."
+                Site("ragged.Recipe").fail(ValueError, f"`history` is given, but `{name}` has given scales.", hint)
             delayed = Scaling(None), Scaling(None, jnp.float8_e8m0fnu)
             if self.state is not None and any(each.dtype and each.scaling not in delayed for each in pair):
                 problem = f"`history` needs the scaling 'tensor', but `{name}` has {pair[0]} and {pair[1]}."

@@ -242,6 +242,8 @@ def as_operand(x: GroupedTensor) -> Operand:
 def _is_in_place(cast: Cast, product: Product) -> bool:
     """Whether a gathered row is quantised to the same numbers in any group: each scale is for a part of one row, or for
     the whole tensor."""
+    if cast.scale is not None and not cast.has_one_scale:
+        return False
     if cast.scaling.block is None:
         return True
     block = scaling_for(cast, True, False).block
@@ -286,7 +288,7 @@ def quantize_operand(x: GroupedTensor, cast: Cast, history: Array | None) -> Gro
     """
     scaling = scaling_for(cast, *x.ragged)
     if history is None:
-        return quantize(x, cast.dtype, scaling, power_of_two=cast.power_of_two)
+        return quantize(x, cast.dtype, scaling, power_of_two=cast.power_of_two, scale=cast.given_scale)
     current, past = _common_amax(x, history), jnp.max(history, initial=0)
     scale = scale_of(jnp.where(past > 0, past, current), LARGEST[cast.dtype], cast.power_of_two)
     return divided(x, cast.dtype, scaling, scale)

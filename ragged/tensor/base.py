@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from ragged.core.errors import Site, check_packed, is_arraylike
 from ragged.core.formats import array_field, optional_array_field
 from ragged.core.mesh import over_explicit_axes, refuse_explicit
-from ragged.core.offsets import as_int32, element_mask, group_ids, group_offsets
+from ragged.core.offsets import as_int32, element_mask, group_ids, group_offsets, take
 from ragged.core.scales import Scales, spread
 from ragged.core.scaling import Scaling, stored_scales
 
@@ -30,7 +30,7 @@ class GroupedBase(eqx.Module):
     last_dims: Int[Array, " g"] | None = eqx.field(converter=optional_array_field, default=None)
     scales: Array | None = eqx.field(converter=optional_array_field, default=None)
     scaling: Scaling | None = eqx.field(static=True, default=None)
-    tensor_scale: Float[Array, ""] | None = eqx.field(converter=optional_array_field, default=None, kw_only=True)
+    tensor_scale: Float[Array, "*g"] | None = eqx.field(converter=optional_array_field, default=None, kw_only=True)
     transposed: bool = eqx.field(static=True, default=False, kw_only=True)
 
     def __check_init__(self) -> None:
@@ -100,8 +100,10 @@ class GroupedBase(eqx.Module):
             hint += "`x.data.view(jnp.float4_e2m1fn)` for two numbers a byte, of which the low half is the first."
             site.fail(TypeError, problem, hint)
         scale, needed = self.tensor_scale, self.scaling.has_tensor_scale
-        if (scale is not None) != needed or (is_arraylike(scale) and (scale.shape, scale.dtype) != ((), jnp.float32)):
-            rule = "needs a `tensor_scale`, () float32" if needed else "has no `tensor_scale`"
+        fits = not is_arraylike(scale) or (scale.shape in ((), (self.num_groups,)) and scale.dtype == jnp.float32)
+        if (scale is not None) != needed or not fits:
+            groups = f"() or {(self.num_groups,)}, one for each group"
+            rule = f"needs a `tensor_scale`, float32 {groups}" if needed else "has no `tensor_scale`"
             problem = f"a tensor with the scaling {self.scaling} {rule}."
             site.also(tensor_scale=scale).fail(ValueError, problem, "`ragged.quantize` makes both.")
 
@@ -358,7 +360,19 @@ def is_flipped(x: GroupedBase) -> bool:
 def float_scales(x: GroupedBase) -> Array:
     """The scales in float32, multiplied by the tensor scale if there is one."""
     scales = jnp.asarray(x.scales).astype(jnp.float32)
-    return scales if x.tensor_scale is None else scales * x.tensor_scale
+    if x.tensor_scale is None:
+        return scales
+    tensor_scale = jnp.asarray(x.tensor_scale)
+    assert x.scaling is not None
+    if tensor_scale.ndim and scales.ndim > 1:  # one for each group, to each of its blocks
+        axis = x.packed_axis
+        block = None if axis is None else (x.scaling.block or (None, None))[0 if axis != -1 else -1]
+        if axis is not None and block is not None:
+            offsets = group_offsets(-(-jnp.diff(x.offsets) // block), count := scales.shape[axis])
+            tensor_scale = take(tensor_scale, group_ids(offsets, count), 1)
+        tensor_scale = tensor_scale.reshape(-1, *[1] * (scales.ndim - 1))
+        tensor_scale = jnp.moveaxis(tensor_scale, 0, axis or 0)
+    return scales * tensor_scale
 
 
 def kernel_scales(x: GroupedBase) -> Scales | None:
@@ -370,8 +384,13 @@ def buffer_scales(x: GroupedBase) -> Scales:
     """The scales of the stored buffer of a quantised tensor, in their own dtype."""
     x._check_scales()  # Tensors from `tree_map` and `tree_at` skip `__check_init__`.
     assert x.scaling is not None
+    scaling, scales = x.scaling, jnp.asarray(x.scales)
     of_tensor = None if x.tensor_scale is None else jnp.asarray(x.tensor_scale)
-    return stored_scales(x.scaling, jnp.asarray(x.scales), of_tensor, x.packed_axis, x.num_groups, is_flipped(x))
+    if of_tensor is not None and of_tensor.ndim and (x.packed_axis is not None or scales.ndim < 2):
+        # Kernels support a scale for each group only as the second level of a uniform operand.
+        block = scaling.block or (None, None)
+        scaling, scales, of_tensor = Scaling(block), float_scales(x), None
+    return stored_scales(scaling, scales, of_tensor, x.packed_axis, x.num_groups, is_flipped(x))
 
 
 def element_scales(x: GroupedBase) -> Array:

@@ -56,7 +56,8 @@ class GroupedTensor(Arithmetic):
       isn't ragged; float0 in a tangent.
     - `scales`, `scaling`: only for a quantised tensor, whose values are `data × scales`. `scales` has one scale per
       block, in float32 or 8 bits; `scaling` is the static `Scaling` that defines the blocks.
-    - `tensor_scale`: `()` float32, only with scales in float8_e4m3fn: the values are `data × scales × tensor_scale`.
+    - `tensor_scale`: float32, `()` or `(g,)`, one for each group; only with scales in float8_e4m3fn: the values are
+      `data × scales × tensor_scale`.
     - `transposed`: static. Whether memory holds `data.mT`. `mT` flips it. In a ragged-both tensor it also sets the
       packed axis: if True, `data` is `[max_first, cols]`, and group `i` is `data[:first_dims[i], o[i]:o[i+1]]`.
 

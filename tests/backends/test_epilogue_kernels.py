@@ -49,3 +49,17 @@ def test_a_second_matrix_takes_memory_of_a_tpu() -> None:
     gated, trained = one._replace(products=2), one._replace(products=2, results=3)
     assert tiles.vmem(gated, tile) - tiles.vmem(one, tile) == 2 * 256 * 128 * 2 + 2 * 512 * 128 * 4
     assert tiles.vmem(trained, tile) - tiles.vmem(gated, tile) == 2 * 2 * 512 * 128 * 2
+
+
+def test_blocks_of_one_weight_are_inside_of_it() -> None:
+    """Of the gate and of the other matrix, for each block of the result. A TPU would copy from past the end."""
+    dot = units.dot(jnp.bfloat16, jnp.bfloat16, tiles.chip(None))
+    one = tiles.Problem("rows", 64, 128, 300, groups=2, dtypes=(BF16, BF16, BF16), dot=dot, buffers=2, products=2)
+    blocks = {
+        columns: [
+            [int(tiles.column_block(one._replace(columns=columns, b=b), tile, which, j)) for which in (0, 1)]
+            for j in range(-(-b // tile))
+        ]
+        for columns, b, tile in (("", 300, 256), ("halves", 384, 128), ("interleaved", 300, 256))
+    }
+    assert blocks == {"": [[0, 0], [1, 1]], "halves": [[0, 3], [1, 4], [2, 5]], "interleaved": [[0, 1], [2, 2]]}

@@ -11,8 +11,8 @@ aside in HBM besides arguments and results.
 - `expert`: tokens and experts are split over the eight devices, and rows are sent by `ragged_all_to_all`.
 - `fsdp`: tokens are split, and matrices too, which are gathered before their products.
 - `ring`: as `expert`, but all tokens are gathered, and results are summed by a reduce-scatter.
-- `capacity`: as `expert`, with buffers for 1.25 times the mean: theirs has slots by sender and `all_to_all`, ours is
-  pooled.
+- `capacity`: as `expert`, of eight times the tokens, with buffers for 1.25 times the mean: theirs has slots by sender
+  and `all_to_all`, ours is pooled.
 
 `theirs` is what MaxText does, and with a capacity levanter, written anew with JAX's megablox. `ours` is
 `ragged.exchange` and products, or without an exchange `route`.
@@ -40,9 +40,8 @@ import ragged
 from tests import tpu
 from tests.benchmarks.memory import of_tpu
 
-N, TOKENS, D, HIDDEN, EXPERTS, TOP_K = 8, 1024, 2048, 1024, 32, 4  # tokens of a device
-ROWS, LOCAL, FACTOR = TOKENS * TOP_K, EXPERTS // N, 1.25
-CAPACITY = int(FACTOR * ROWS)
+N, D, HIDDEN, EXPERTS, TOP_K = 8, 2048, 1024, 32, 4
+LOCAL, FACTOR = EXPERTS // N, 1.25
 
 
 def products(rows: Array, sizes: Array, gate: Array, up: Array, down: Array) -> Array:
@@ -82,10 +81,10 @@ def theirs_expert(x: Array, ids: Array, weights: Array, *matrices: Array) -> Arr
     to, back = sent[me], sent[:, me]
     arrives = jnp.cumsum(sent, axis=0) - sent
     leaves = jnp.cumsum(sent, axis=1) - sent
-    buffer = jnp.zeros((N * ROWS, D), x.dtype)
+    buffer = jnp.zeros((N * len(rows), D), x.dtype)
     got = lax.ragged_all_to_all(rows, buffer, starts(to), to, arrives[me], back, axis_name="expert")
     local = lax.dynamic_slice_in_dim(counts, me * LOCAL, LOCAL, 1)
-    ids = jnp.repeat(jnp.tile(jnp.arange(LOCAL), N), local.reshape(-1), total_repeat_length=N * ROWS)
+    ids = jnp.repeat(jnp.tile(jnp.arange(LOCAL), N), local.reshape(-1), total_repeat_length=N * len(rows))
     inner = jnp.argsort(ids)
     y = permuted(products(permuted(got, inner), local.sum(0), *matrices), jnp.argsort(inner))
     rows = lax.ragged_all_to_all(y, jnp.zeros_like(rows), starts(back), back, leaves[:, me], to, axis_name="expert")
@@ -108,10 +107,10 @@ def theirs_ring(x: Array, ids: Array, weights: Array, *matrices: Array) -> Array
 
 def theirs_capacity(x: Array, ids: Array, weights: Array, *matrices: Array) -> Array:
     """Slots for each receiver; those that stay empty are sent too, and multiplied."""
-    slots = CAPACITY // N
     rows, order, sizes = sorted_rows(x, ids)
+    slots = int(FACTOR * len(rows)) // N
     sent, device = sizes.reshape(N, LOCAL).sum(1), jnp.sort(ids.reshape(-1)) // LOCAL
-    rank = jnp.arange(ROWS) - starts(sent)[device]
+    rank = jnp.arange(len(rows)) - starts(sent)[device]
     place = jnp.where(rank < slots, device * slots + rank, N * slots)
     buffer = jnp.zeros((N * slots, D), x.dtype).at[place].set(rows, mode="drop")
     expert = jnp.full(N * slots, LOCAL).at[place].set(jnp.sort(ids.reshape(-1)) % LOCAL, mode="drop")
@@ -133,6 +132,10 @@ def ours(x: Array, ids: Array, weights: Array, *matrices: Array, **options: Any)
     return ex.combine(experts(ex.dispatch(x), *matrices), weights)
 
 
+def ours_capacity(x: Array, ids: Array, weights: Array, *matrices: Array) -> Array:
+    return ours(x, ids, weights, *matrices, transport="ragged", capacity=int(FACTOR * ids.size))
+
+
 def ours_fsdp(x: Array, ids: Array, weights: Array, *matrices: Array) -> Array:
     route = ragged.route(ids, EXPERTS)
     return route.combine(experts(route.gathered(x), *matrices), weights)
@@ -142,7 +145,7 @@ FORMS: dict[str, tuple[Callable[..., Array], Callable[..., Array]]] = {
     "expert": (theirs_expert, partial(ours, transport="ragged")),
     "fsdp": (theirs_fsdp, ours_fsdp),
     "ring": (theirs_ring, partial(ours, transport="ring")),
-    "capacity": (theirs_capacity, partial(ours, transport="ragged", capacity=CAPACITY)),
+    "capacity": (theirs_capacity, ours_capacity),
 }
 
 
@@ -158,7 +161,7 @@ def compiled(form: str, whose: str) -> Any:
         y = jax.shard_map(run, mesh=mesh, **options)(x, ids, weights, *matrices)
         return jnp.sum(y.astype(jnp.float32) ** 2)
 
-    tokens, sharding = N * TOKENS, NamedSharding(mesh, split)
+    tokens, sharding = N * (8192 if form == "capacity" else 1024), NamedSharding(mesh, split)
     shapes = [((tokens, D), "bfloat16"), ((tokens, TOP_K), "int32"), ((tokens, TOP_K), "float32")]
     shapes += [((EXPERTS, *each), "bfloat16") for each in ((D, HIDDEN), (D, HIDDEN), (HIDDEN, D))]
     avals = [jax.ShapeDtypeStruct(*each, sharding=sharding) for each in shapes]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests import gpu
-from tests.benchmarks import cpu, plots
+from tests.benchmarks import clients, cpu, memory, plots
 from tests.benchmarks import gpu as on_gpu
 from tests.cases import NAMES
 
@@ -86,3 +86,15 @@ def test_the_first_minutes_on_a_gpu_outlive_what_breaks(tmp_path: Path, monkeypa
     assert all("on purpose" in row["failed"]["dense"] for row in measured)
     swept = {row["product"]: row["seconds"] for row in rows if "best" in row}
     assert len(swept) == 3 and list(broken)[1] not in swept["forward"]
+
+
+def test_rows_that_a_capacity_drops() -> None:
+    """A pooled capacity drops a small part of what slots drop."""
+    found = clients.dropped(8, 1.0)
+    assert 0 < 3 * found["pooled"] < found["slots"]
+
+
+def test_memory_of_an_exchange() -> None:
+    """On a TPU v5e 2×4, at most 3 % above what was measured."""
+    found = memory.of_tpu("v5e", clients.compiled("expert", "ours").memory_analysis())
+    assert found["v5e hbm"] < 1.03 * 722

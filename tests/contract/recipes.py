@@ -36,7 +36,14 @@ ROUNDED = Recipe((ROW, ONE), (ROW, Cast(E4M3, "tensor", True)), (ROW, ROW))
 EMPTY = jnp.zeros((3, 4))
 INTEGERS = Recipe(*[(Cast("int8"), Cast("int8"))] * 3, history=EMPTY)
 POWERS = Recipe(*[(Cast(E4M3, Scaling(None, E8M0)), Cast(E4M3, Scaling(None, E8M0)))] * 3, history=EMPTY)
+# Given scales, and largest values of 448 × 2⁻⁵ and of 127 × .25; an element beyond saturates.
+FIXED = Recipe(
+    (Cast(E4M3, "row", scale=0.5), Cast(E4M3, (2, 4), amax=14)),
+    (Cast(E5M2, "group", scale=2.0**-10), Cast("int8", "tensor", amax=127 / 4)),
+    (Cast(E5M2, "row", scale=2.0**-12), Cast(E4M3, "tensor", True, scale=0.3)),
+)
 RECIPES = {
+    "fixed": FIXED,
     "mixed": MIXED,
     "half": HALF,
     "rounded": ROUNDED,
@@ -249,12 +256,17 @@ def along(x: GroupedTensor, axis: int, cast: Cast, past: Array | None) -> Groupe
         kept = 1 if is_kept and kept is not None else kept
         scaling = Scaling((kept, None if is_kept and is_contracted else contracted), scaling.dtype)
     q = quantize(x, cast.dtype, scaling, power_of_two=cast.power_of_two)
-    if past is None:
+    if past is None and cast.scale is None:
         return q
+    if past is None:
+        past = jnp.float32(2.0 ** np.ceil(np.log2(cast.scale)) if cast.power_of_two else cast.scale)
+        assert q.scales is not None
+        if cast.dtype == "int8":  # a tensor that isn't finite is NaN, as it is with its own scale
+            past = jnp.where(jnp.isnan(q.scales), jnp.nan, past)
     largest, wide = LARGEST[cast.dtype], jnp.asarray(x.data, jnp.float32)
     data = jnp.where(jnp.isfinite(wide), jnp.clip(wide / past, -largest, largest), wide)
     data = jnp.where(x.mask, jnp.round(data) if cast.dtype == "int8" else data, 0).astype(cast.dtype)
-    lost = jnp.any(x.mask & ~jnp.isfinite(wide)) & (cast.dtype == "int8")
+    lost = jnp.any(x.mask & ~jnp.isfinite(wide)) & (cast.dtype == "int8" and cast.scale is None)
     scale = jnp.where(lost, jnp.nan, past).astype(scaling.dtype)
     data = jnp.where(past > 0, data, jnp.asarray(q.data))
     assert q.scales is not None

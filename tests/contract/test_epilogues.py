@@ -63,11 +63,14 @@ def long() -> Iterator[Case]:
         its |= {"columns": next(columns)} if layout != "inner_rows" else {}  # one weight's groups are matrices
         yield 30, Epilogue(layout, dtype, activation=activation, gate=True, **its)
     for layout, _, activation in rotated(*SMOOTH):
-        its = {"gate": True, "bias": "each one"} if next(columns) else {"bias": "each"}
+        one = next(columns)
+        its = {"gate": True, "bias": "each one"} if one else {"bias": "each"}
+        its |= {"columns": one} if layout != "inner_rows" else {}
         yield 20, Epilogue(layout, order=2, activation=activation, save=next(saves), **its)
     operands = ("lhs", "rhs", "up", "bias", "up_bias", "lhs sizes", "sizes", "lhs rhs up bias up_bias", "lhs bias")
     for mapped, context in itertools.product(operands, ("jit", "devices")):
-        its = {"activation": "clamped" if next(columns) else "silu", "held": 3 * (next(saves) == "out")}
+        one = next(columns)
+        its = {"activation": "clamped" if one else "silu", "columns": one, "held": 3 * (next(saves) == "out")}
         yield 12, Epilogue("forward", mapped=mapped, context=context, gate=True, bias="each one", **its)
     for bias, dtype in itertools.product(("each", "one"), ("float16", "bfloat16")):
         yield 30, Epilogue("forward", dtype, activation="tanh", bias=bias, existing=True, held=3)

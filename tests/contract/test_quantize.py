@@ -239,3 +239,49 @@ def scale_of(amax: Any, largest: float, is_power: bool) -> np.ndarray:
 
 def close(got: np.ndarray, want: np.ndarray, is_power: bool, told: str) -> None:
     np.testing.assert_allclose(got, want, rtol=0 if is_power else 2.0**-22, err_msg=told)
+
+
+GIVEN: list[tuple[str, Any, Any]] = [  # the dtype, the scaling, the shape of the given scales
+    ("float8_e4m3fn", "row", (60, 1)),
+    ("int8", "tensor", ()),
+    ("float8_e5m2", (None, 8), (5, 3)),
+    ("float8_e4m3fn", (4, 8), (1, 3)),  # broadcast along the rows
+    ("float8_e4m3fn", "mx", (60, 1)),
+]
+
+
+@pytest.mark.parametrize("dtype, scaling, shape", GIVEN)
+def test_given_scales(dtype: str, scaling: Any, shape: tuple[int, ...]) -> None:
+    """Elements are divided by the given scales, and saturate. Floats need no pass over the data for them."""
+    rng, sizes = np.random.default_rng(0), np.array([9, 0, 21, 13, 7], np.int32)
+    data, scale = rng.standard_normal((60, 24)).astype(np.float32), np.exp2(rng.integers(-9, -5, shape))
+    x = GroupedTensor(jnp.asarray(data), jnp.asarray(sizes))
+    run = jax.jit(lambda x, scale: quantize(x, dtype, scaling, scale=scale))
+    given = jnp.asarray(scale, jnp.float32)
+    q, turned = run(x, given), quantize(x.mT, dtype, Scaling.of(scaling).mT, scale=given.mT if shape else given)
+    ids, rows = np.repeat(np.arange(5), sizes), 50
+    if shape == (5, 3):
+        each = np.repeat(scale[ids], 8, axis=1)
+    else:
+        each = np.broadcast_to(np.repeat(scale, 8, axis=1) if shape == (1, 3) else scale, (60, 24))[:rows]
+    largest = 127 if dtype == "int8" else float(jnp.finfo(dtype).max)
+    wide = np.clip(data[:rows].astype(np.float64) / each, -largest, largest)
+    want = (np.round(wide) if dtype == "int8" else wide).astype(np.float32).astype(q.dtype)
+    assert (np.abs(wide) == largest).any() == (dtype != "float8_e5m2")
+    for got in (q.data, turned.data.mT):
+        np.testing.assert_array_equal(np.asarray(got)[:rows].astype(np.float32), want.astype(np.float32))
+    np.testing.assert_array_equal(q.dequantize().data[:rows], want.astype(np.float32) * each.astype(np.float32))
+    program = str(jax.make_jaxpr(run)(x, given))
+    assert ("reduce_max" in program) == (dtype == "int8")  # which looks for NaN
+
+
+def test_a_given_scale_of_nvfp4() -> None:
+    """It is the tensor's; blocks have their own."""
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 4, 32)), jnp.float32)
+    own = quantize(x, "float4_e2m1fn", "nvfp4")
+    scale: Any = own.tensor_scale
+    same, other = (quantize(x, "float4_e2m1fn", "nvfp4", scale=scale * s) for s in (1, 2))
+    np.testing.assert_array_equal(same.dequantize().data, own.dequantize().data)
+    assert other.tensor_scale == 2 * scale
+    for_blocks = [np.asarray(q.scales).astype(np.float32) for q in (other, own)]
+    np.testing.assert_array_equal(2 * for_blocks[0], for_blocks[1])

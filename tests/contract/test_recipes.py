@@ -33,6 +33,7 @@ def by_default() -> Iterator[Case]:
     yield 30, Quantised("blockwise", Program("wgrad", **SMALL))
     yield 30, Quantised("delayed", Program("forward_left", **SMALL))
     yield 20, Quantised("rounded", Program("batched", shared="rhs", **SMALL))
+    yield 20, Quantised("fixed", Program("forward", **SMALL))
     yield 4, Quantised("mxfp8", Program("forward", held=3, existing=True, **KERNEL))
 
 
@@ -45,9 +46,9 @@ def long() -> Iterator[Case]:
         yield 10, Quantised("delayed", Program(layout, order=2, **SMALL))
     for layout, last in (("inner_rows", "lhs"), ("inner_columns", "rhs"), ("ragged", "lhs"), ("ragged", "rhs")):
         yield 20, Quantised("mixed", Program(layout, packed_last=last, **SMALL))
-    for name, context in itertools.product(("mxfp8", "delayed"), ("vmap", "scan", "eager", "checkpoint")):
+    for name, context in itertools.product(("mxfp8", "delayed", "fixed"), ("vmap", "scan", "eager", "checkpoint")):
         yield 9, Quantised(name, Program("forward", context=context, **SMALL))
-    for name in ("blockwise", "delayed", "mixed"):
+    for name in ("blockwise", "delayed", "mixed", "fixed"):
         for layout, shared in (("forward", "rhs"), ("forward_left", "lhs"), ("batched", "rhs")):
             yield 20, Quantised(name, Program(layout, shared=shared, **SMALL))
         yield 20, Quantised(name, Program("forward", "bfloat16", **SMALL))

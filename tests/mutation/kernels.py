@@ -30,7 +30,7 @@ TPU = [
         "out[...] = jnp.zeros_like(out) if existing is None else existing[...]",
         "out[...] = jnp.zeros_like(out)",
     ),
-    ("backend", "return which * (n // tn) + j", "return j"),
+    ("tiles", "return which * (problem.b // columns) + j", "return j"),
     ("backend", "@pl.when(is_first)", "@pl.when(at == 0)"),
     ("backend", "is_last = (at == end) | begins(", "is_last = begins("),
     (

@@ -476,12 +476,10 @@ def test_sums_happen_once_in_a_map() -> None:
     loss = lambda x, *others: jnp.sum(jnp.sin(names["parallel"](x, names["ids"], *others)))  # noqa: E731
     compiled = jax.jit(jax.grad(loss, (0, 1, 2, 3))).lower(x, weights, up, down).compile()
     silu = lambda z: z * sigmoid(z)  # noqa: E731
-    given = (np.asarray(each, np.float64) for each in (x, weights, up, down))
-    x64, weights64, up64, down64 = given
+    x64, weights64, up64, down64 = (np.asarray(each, np.float64) for each in (x, weights, up, down))
     want = mixture(x64, np.asarray(names["ids"]), weights64, {"up": up64, "down": down64}, silu)
-    for got, each in zip(
-        compiled(x, weights, up, down), (want.dx, want.dweights, *map(want.dexperts.get, ("up", "down"))), strict=True
-    ):
+    gradients = want.dx, want.dweights, want.dexperts["up"], want.dexperts["down"]
+    for got, each in zip(compiled(x, weights, up, down), gradients, strict=True):
         np.testing.assert_allclose(got, each, rtol=1e-4, atol=1e-5)
     summed = [each for name, types in moved(compiled) for each in re.findall(r"f32\[([\d,]+)\]", types)]
     assert sorted(each for each in summed if not each.endswith((",1", ",2"))) == ["16,4", "16,4"]

@@ -59,6 +59,35 @@ def test_what_is_kept() -> None:
     assert (count(gated), count(partial(gated, save="out"))) == (1, 2)
 
 
+@pytest.mark.parametrize("columns", ["halves", "interleaved"])
+def test_one_weight_is_one_product(columns: str) -> None:
+    """The derivative keeps the weight itself, neither of its matrices, and has two products, by the rows and by it."""
+    x, gate, *_ = operands()
+
+    def gated(rows: Array, w: Array) -> Array:
+        return ragged.gated_matmul(x.with_data(rows), w, columns=columns).data
+
+    residuals = jax.tree.leaves(jax.eval_shape(lambda *a: jax.vjp(gated, *a)[1], x.data, gate))
+    assert [each.shape for each in residuals if each.ndim == 3] == [gate.shape]
+    program = str(jax.make_jaxpr(jax.grad(lambda *a: jnp.sum(gated(*a)), argnums=(0, 1)))(x.data, gate))
+    assert (program.count("ragged_fused_matmul["), program.count("ragged_matmul[")) == (1, 2)
+
+
+WRONG_TILES = [
+    ("interleaved", 300, "tile_n=300 must be a multiple of 128"),
+    ("halves", 384, "tile_n=256 doesn't divide a half of the weight, 384 columns"),
+]
+
+
+@pytest.mark.parametrize("columns, n, message", WRONG_TILES, ids=["interleaved", "halves"])
+def test_tiles_that_dont_split_one_weight(columns: str, n: int, message: str) -> None:
+    """The error says which columns a tile may have."""
+    rows = GroupedTensor(jnp.ones((16, 128)), jnp.array([7, 9], jnp.int32))
+    config = TpuConfig(m=16, k=128, n=300 if columns == "interleaved" else 256, interpret=True)
+    with pytest.raises(ValueError, match=message):
+        ragged.gated_matmul(rows, jnp.ones((2, 128, 2 * n)), columns=columns, backend=config)
+
+
 NAMED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "gated": ({"names": ("mlpwi_0", "mlpwi_1")}, ("mlpwi_0", "mlpwi_1")),
     "gated, by default": ({}, ("ragged_gate", "ragged_up")),

@@ -137,8 +137,8 @@ def test_attention_forward_and_backward() -> None:
         (ragged.einsum, {"spec"}, {"bias", "out_sharding"}),
         (
             ragged.gated_matmul,
-            {"x", "w_gate", "w_up", "columns"},
-            {"lhs", "rhs", "existing_out", "num_actual_groups", "max_last"},
+            {"x", "w_gate", "w_up", "columns", "names"},
+            {"lhs", "rhs", "existing_out", "num_actual_groups", "max_last", "name"},
         ),
     ],
 )

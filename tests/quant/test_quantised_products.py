@@ -3,6 +3,7 @@
 Values: `tests/contract/test_products.py` and `tests/contract/test_recipes.py`.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from ragged import GroupedTensor, Scaling, matmul, quantize
 from ragged.tuning import GpuConfig, TpuConfig
 from tests import gpu
 from tests.contract.draws import draws
+from tests.contract.launches import launches
 from tests.contract.programs import Program
 
 F4, E4M3, E8M0 = "float4_e2m1fn", "float8_e4m3fn", "float8_e8m0fnu"
@@ -43,6 +45,94 @@ def test_four_bits(layout: str, is_alone: bool) -> None:
     rhs = None if is_alone else (F4, Scaling((16, 1), E4M3))
     program = Program(layout, lhs_cast=(F4, "nvfp4"), rhs_cast=rhs, k=40, out_dtype="float32")
     program.check(draws(program, 20))
+
+
+def by_group(x: GroupedTensor | Array, seed: int) -> tuple[GroupedTensor, list[np.ndarray]]:
+    """`x` in NVFP4 with a global scale for each group, as checkpoints have it, and its groups in float64."""
+    q = quantize(x, F4, "nvfp4")
+    each = (np.asarray(q.tensor_scale) * np.random.default_rng(seed).uniform(0.5, 2, 3)).astype(np.float32)
+    values = np.asarray(q.data).astype(np.float64) * np.repeat(np.asarray(q.scales).astype(np.float64), 16, axis=-1)
+    groups = np.split(values, np.cumsum([20, 0, 30]))[:3] if values.ndim == 2 else list(values)
+    tensor = GroupedTensor(q.data, q.first_dims, None, q.scales, q.scaling, tensor_scale=jnp.asarray(each))
+    return tensor, [group * scale for group, scale in zip(groups, each.astype(np.float64), strict=True)]
+
+
+def by_expert(seed: int) -> tuple[GroupedTensor, list[np.ndarray]]:
+    """`W`, in blocks along its first dim, which is contracted."""
+    w, groups = by_group(W.mT, seed)
+    return w.mT, [group.T for group in groups]
+
+
+def test_a_global_scale_for_each_group() -> None:
+    """NVFP4 of experts, as published: of either operand or both, in each kind; in products, a gate, an einsum, `mT`,
+    `vmap`, and of groups that share a matrix."""
+    (w, w_groups), (u, u_groups), (x, x_groups) = by_expert(0), by_expert(1), by_group(X, 2)
+    plain = [np.asarray(g, np.float64) for g in X.to_list()]
+
+    def same(got: Array, want: list[np.ndarray]) -> None:
+        np.testing.assert_allclose(np.asarray(got)[:50], np.concatenate(want), rtol=1e-4, atol=1e-3)
+
+    def product(xs: list[np.ndarray], ws: list[np.ndarray]) -> list[np.ndarray]:
+        return [a @ b for a, b in zip(xs, ws, strict=True)]
+
+    @jax.jit
+    def run(x: GroupedTensor, w: GroupedTensor, u: GroupedTensor) -> Any:
+        options: dict[str, Any] = {"preferred_element_type": jnp.float32}
+        scale: Any = w.tensor_scale
+        more = jax.vmap(
+            lambda s: (
+                matmul(
+                    X,
+                    GroupedTensor(w.data, None, None, w.scales, w.scaling, tensor_scale=s, transposed=w.transposed),
+                    **options,
+                ).data
+            )
+        )
+        return (
+            [each.dequantize().data for each in (x, w, x.mT, w.mT)],
+            [matmul(lhs, w, **options).data for lhs in (X, x)],
+            matmul(x, W, **options).data,
+            matmul(w.mT, X.mT, **options).data.T,
+            matmul(w, jnp.ones((64, 8)), **options).data,
+            ragged.gated_matmul(x, w, u, activation=None, **options).data,
+            ragged.einsum("t k, g k n -> t n", x, w, **options).data,
+            more(jnp.stack([scale, 2 * scale])),
+        )
+
+    values, (of_w, of_both), of_x, left, shared, gated, einsum, many = run(x, w, u)
+    same(values[0], x_groups)
+    same(values[2].mT, x_groups)
+    for got in (values[1], values[3].mT):
+        np.testing.assert_allclose(got, np.stack(w_groups), rtol=1e-6)
+    same(of_w, product(plain, w_groups))
+    same(of_both, product(x_groups, w_groups))
+    same(of_x, product(x_groups, list(np.asarray(W, np.float64))))
+    same(left, product(plain, w_groups))
+    np.testing.assert_allclose(shared, np.stack(w_groups) @ np.ones((64, 8)), rtol=1e-4, atol=1e-3)
+    same(gated, [a * b for a, b in zip(product(x_groups, w_groups), product(x_groups, u_groups), strict=True)])
+    same(einsum, product(x_groups, w_groups))
+    same(many[0], product(plain, w_groups))
+    same(many[1], product(plain, [2 * g for g in w_groups]))
+
+
+@pytest.mark.parametrize("is_shard", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_global_scale_for_each_group_on_a_gpu(is_shard: bool) -> None:
+    """Tensor cores apply scales of blocks; the kernel reads the scale of its expert, of gate and up, or of a shard."""
+    (w, w_groups), (u, u_groups) = by_expert(0), by_expert(1)
+    rows = quantize(X, F4, "nvfp4")
+    x_groups = [np.asarray(g, np.float64) for g in rows.dequantize().to_list()]
+    options: dict[str, Any] = {"backend": INTERPRETED["triton_gpu"], "preferred_element_type": jnp.float32}
+    with gpu.on("NVIDIA B200"), launches() as ran:
+        if is_shard:
+            shard = jax.tree.map(lambda leaf: leaf[1:], w)
+            out = jax.jit(lambda x, w: matmul(x, w, group_offset=1, **options).data)(rows, shard)
+            want = [x @ a * (i > 0) for i, (x, a) in enumerate(zip(x_groups, w_groups, strict=True))]
+        else:
+            gated = partial(ragged.gated_matmul, activation=None, **options)
+            out = jax.jit(lambda *args: gated(*args).data)(rows, w, u)
+            want = [(x @ a) * (x @ b) for x, a, b in zip(x_groups, w_groups, u_groups, strict=True)]
+    assert {backend for backend, _ in ran} == {"triton_gpu"}
+    np.testing.assert_allclose(out[:50], np.concatenate(want), rtol=1e-3, atol=1e-2)
 
 
 def test_explain() -> None:

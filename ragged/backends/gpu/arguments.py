@@ -53,7 +53,8 @@ class Scaling(NamedTuple):
     outer_stride: int = 0  # stride of the blocks along the outer axis
     k_block: int = 1
     k_stride: int = 0
-    tensor_stride: int = 0  # batch stride of the scale of the whole operand
+    tensor_stride: int = 0  # batch stride of the second level of scales
+    tensor_matrix_stride: int = 0  # 1 if each matrix has its own, else 0
     packs_k: bool = False  # whether groups are packed along `k`
 
 
@@ -142,6 +143,7 @@ def scaling(operand: KernelOperand, applied_to: str, outer: str, product: Produc
     (k,) = {*letters} - {outer}
     packed = letters[0] if letters[0] in product.ragged else None
     batch_stride = math.prod(values.shape[-ndim:]) if values.ndim > ndim else 0
+    by_matrix = ndim == 3 and operand.scales.is_by_group
     return Scaling(
         applied_to,
         batch_stride=batch_stride,
@@ -152,6 +154,7 @@ def scaling(operand: KernelOperand, applied_to: str, outer: str, product: Produc
         outer_stride=stride[outer],
         k_block=block[k] or 1,
         k_stride=stride[k],
-        tensor_stride=int(batch_stride > 0),
+        tensor_stride=(values.shape[-3] if by_matrix else 1) if batch_stride else 0,
+        tensor_matrix_stride=int(by_matrix),
         packs_k=k == packed,
     )

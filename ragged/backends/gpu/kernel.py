@@ -242,14 +242,14 @@ def grouped_product(
                 u_scale = tl.load(_scale_pointers(up_scales, element, group, matrix, b_first, B_SCALES, B))[None, :]
                 up_total = up_total.to(tl.float32) * u_scale
         if a_tensor is not None:
-            tensor_scale = tl.load(a_tensor + element * A_SCALES.tensor_stride)
+            tensor_scale = tl.load(a_tensor + _tensor_scale(element, matrix, A_SCALES))
             total *= tensor_scale
             if GATED:
                 up_total *= tensor_scale
         if b_tensor is not None:
-            total *= tl.load(b_tensor + element * B_SCALES.tensor_stride)
+            total *= tl.load(b_tensor + _tensor_scale(element, matrix, B_SCALES))
             if GATED:
-                up_total *= tl.load(up_tensor + element * B_SCALES.tensor_stride)
+                up_total *= tl.load(up_tensor + _tensor_scale(element, matrix, B_SCALES))
         in_r, in_c = r + tl.arange(0, TILE_R), c + tl.arange(0, TILE_C)
         if (sizes_r is not None or sizes_c is not None or sizes_k is not None) and not OUT.fuses:
             # Mask elements outside of the group, and all if the group is empty along `k`: its scales are undefined.
@@ -395,6 +395,12 @@ def _fetch(tiles, e, matrix, first, k, A: tl.constexpr):
         return tiles.load([place, first, k]).reshape(A.tile, A.tile_k)
     else:
         return tl.trans(tiles.load([place, k, first]).reshape(A.tile_k, A.tile))
+
+
+@_jit
+def _tensor_scale(element, matrix, S: tl.constexpr):
+    """Index of the second level of scales."""
+    return element * S.tensor_stride + matrix * S.tensor_matrix_stride
 
 
 @_jit

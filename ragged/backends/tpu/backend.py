@@ -204,12 +204,9 @@ def _illegal(
         letter = problem.letters[1]
         reason = f"tile_{letter}={a} cuts a block of scales, {details.lanes}."
         return Refusal(reason, f"It must be a multiple of {details.lanes}.")
-    if not tiles.splits(problem, b):
-        rule = "divide" if problem.columns == "halves" else f"be a multiple of {tiles.LANES}, for"
-        return Refusal(
-            f"tile_{problem.letters[2]}={b} doesn't split {problem.columns} of {problem.b} columns.",
-            f"It must {rule} {problem.b} columns.",
-        )
+    if not tiles.splits(problem, b):  # Interleaved columns get here only with whole lanes.
+        reason = f"tile_{problem.letters[2]}={b} doesn't divide a half of the weight, {problem.b} columns."
+        return Refusal(reason, f"It must divide {problem.b}.")
     vmem = tiles.vmem(problem, (rows, a, b))
     if not tiles.fits(problem, (rows, a, b), chip):
         # An error if the TPU is known: if XLA ran the product, the caller would measure another program.
@@ -325,14 +322,6 @@ def multiply_rows(
     def element(x: Array, b: Any, piece: Any, v: Visits) -> Any:
         return 0 if x.shape[0] == 1 else v.batch[piece] if by_visit else b
 
-    def block_of(which: int, j: Any) -> Any:
-        """The columns' block of a matrix, for the block `j` of the result's columns."""
-        if kernel.problem.columns == "halves":
-            return which * (n // tn) + j
-        if kernel.problem.columns == "interleaved":  # The last block may be past the end: its results aren't stored.
-            return jnp.minimum(2 * j + which, -(-2 * n // tn) - 1)
-        return j
-
     def lhs_index(j: Any, b: Any, at: Any, step: Any, v: Visits) -> Any:
         piece = v.piece[at]
         resting = v.rest[piece] >= 0
@@ -340,7 +329,7 @@ def multiply_rows(
         return element(lhs, b, piece, v), row, jnp.where(resting, 0, step)
 
     def rhs_index(which: int, j: Any, b: Any, at: Any, step: Any, v: Visits) -> Any:
-        piece, j = v.piece[at], block_of(which, j)
+        piece, j = v.piece[at], tiles.column_block(kernel.problem, tn, which, j)
         step = jnp.where(v.rest[piece] >= 0, 0, step)
         return element(rhs[0], b, piece, v), v.matrix[piece], *((j, step) if is_transposed else (step, j))
 

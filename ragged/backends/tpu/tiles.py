@@ -181,6 +181,18 @@ def splits(problem: Problem, columns: int) -> bool:
     return problem.columns == "" or columns % LANES == 0
 
 
+def column_block(problem: Problem, columns: int, which: int, j: Any) -> Any:
+    """Index of the block of a matrix's columns, the first or the second matrix, for the result's block `j`.
+
+    If one array has both matrices, their interleaved columns are in two neighbouring blocks of it.
+    """
+    if problem.columns == "halves":
+        return which * (problem.b // columns) + j
+    if problem.columns == "interleaved":  # The last block may be past the end: its products aren't stored.
+        return jnp.minimum(2 * j + which, -(-2 * problem.b // columns) - 1)
+    return j
+
+
 def fit(problem: Problem, tile: tuple[int, int, int], on: Chip) -> tuple[int, int, int]:
     """`tile`, cut to the extents, then halved along its longest side until it fits into VMEM."""
     unit = problem.units
