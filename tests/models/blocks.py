@@ -41,7 +41,7 @@ def example(name: str) -> ModuleType:
 @cache
 def recorded(name: str) -> dict[str, Any]:
     with np.load(ROOT / "tests" / "models" / "recorded" / f"{name}.npz") as file:
-        return {key: json.loads(str(x)) if key == "config" else x for key, x in file.items()}
+        return {key: json.loads(str(x)) if key.endswith("config") else x for key, x in file.items()}
 
 
 def part(name: str, prefix: str) -> dict[str, np.ndarray]:
@@ -124,7 +124,7 @@ def lines(name: str) -> int:
 
 def whole(name: str) -> dict[str, float]:
     """Errors of the logits "y" of packed sequences, and of the gradient of each array of the model."""
-    config, ids, want = (recorded(name)[key] for key in ("config", "ids", "logits"))
+    config, ids, want = (recorded(name)[key] for key in ("whole/config", "ids", "logits"))
     arrays, lengths = jax.tree.map(jnp.asarray, part(name, "w/")), jnp.array(LENGTHS, jnp.int32)
     padded = jnp.pad(jnp.asarray(ids, jnp.int32), (0, 3))
 
