@@ -35,8 +35,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": False}, "mlp"),
     "gpt_oss": (
         "GptOss",
-        {"num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4}
-        | {"swiglu_limit": 0.75},  # which many of these numbers exceed
+        {"num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},
         "mlp",
     ),
     "deepseek_v3": (

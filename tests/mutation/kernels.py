@@ -73,7 +73,7 @@ GPU = [
         "x_scale = tl.load(_scale_pointers(a_scales, element, group, matrix, a_first,",
         "x_scale = tl.load(_scale_pointers(a_scales, element, group, matrix, r,",
     ),
-    ("kernel", "tl.load(up_tensor + element", "tl.load(b_tensor + element"),
+    ("kernel", "tl.load(up_tensor + _tensor_scale(", "tl.load(b_tensor + _tensor_scale("),
     ("kernel", "(in_c < size_c)[None, :]", "(in_c <= size_c)[None, :]"),
     ("kernel", "return start, tl.minimum(size, CAPACITY - start)", "return start, size"),
     ("kernel", "height = tl.minimum(tiles_r - band * BAND, BAND)", "height = BAND"),

@@ -12,7 +12,7 @@ VERDICTS: dict[str, str] = {
     "ragged/backends/gpu/kernel.py: tl.load(offset + element * SIZES.offset_stride) -> tl.load(offset)": "killed by `test_each_batch_element_has_its_groups`",
     "ragged/backends/gpu/kernel.py: depth += size_k -> depth = size_k": "killed by `test_a_sum_whose_last_element_has_an_empty_group`",
     "ragged/backends/gpu/kernel.py: _rows(a_source, e, a_k, step * TILE_K + TILE_K, -> _rows(a_source, e, a_k, step * TILE_K,": "killed by `test_a_wgrad_of_several_steps_of_gathered_rows`",
-    "ragged/backends/gpu/kernel.py: tl.load(up_tensor + element -> tl.load(b_tensor + element": "killed by `test_four_bits_of_a_gate`, a long test that the time limit left out",
+    "ragged/backends/gpu/kernel.py: tl.load(up_tensor + _tensor_scale( -> tl.load(b_tensor + _tensor_scale(": "killed by `test_four_bits_of_a_gate`, a long test that the time limit left out",
     "ragged/backends/gpu/kernel.py: block = tl.minimum(k + inner, A.k - 1) -> block = tl.minimum(inner, A.k - 1)": "killed by `test_scales_of_rows_that_are_summed`",
     "ragged/backends/gpu/kernel.py: return x if rest is None else tl.where((inner < rest)[None, :], x, 0.0) -> return x": "killed by `test_scales_of_rows_that_are_summed`",
     "ragged/backends/xla/backend.py: (16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512), -> (16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 511),": "equivalent: any tile sizes give the same result",
