@@ -123,12 +123,14 @@ class Experts(eqx.Module):
     ) -> Float[Array, "tokens d"]:
         """`routed.combine(self(routed.gathered(x), tensor_axis), weights)`.
 
-        With weights, without recipes and without a bias of `down`, fewer arrays are saved for the derivative: see
-        `_summed`.
+        With weights, without recipes, and if `down` is an array without a bias, fewer arrays are saved for the
+        derivative: see `_summed`.
         """
         layers = [layer for layer in (self.gate, self.up, self.down) if layer is not None]
-        is_quantized = any(layer.recipe is not None for layer in layers)
-        if weights is None or is_quantized or self.down.bias is not None:
+        has_recipe = any(layer.recipe is not None for layer in layers)
+        # A weight that is a quantised tensor has no derivative.
+        is_quantized = isinstance(self.down.weight, GroupedTensor)
+        if weights is None or has_recipe or is_quantized or self.down.bias is not None:
             return routed.combine(self._routed(routed, x, tensor_axis), weights)
         return self._recomputed(Experts._combined)(self, routed, x, weights, tensor_axis is not None)
 

@@ -338,6 +338,25 @@ def test_a_quantised_layer_gathers_its_rows_again() -> None:
     assert [leaf.shape for leaf in jax.tree.leaves(vjp)].count((TOKENS * 2, D)) == 1
 
 
+def test_gradients_of_tokens_beside_quantised_weights() -> None:
+    """Those of the numbers that the stored weights stand for."""
+    layer = layer_of(D, HIDDEN, EXPERTS, 2, key=jax.random.key(0))
+
+    def where(layer: MoE) -> list[Any]:
+        experts = layer.experts
+        return [each.weight for each in (experts.gate, experts.up, experts.down) if each is not None]
+
+    stored = [ragged.quantize(w, "float8_e4m3fn", "tensor") for w in where(layer)]
+    packed, dense = (
+        eqx.tree_at(where, layer, weights) for weights in (stored, [each.dequantize().data for each in stored])
+    )
+    got, want = (
+        jax.jit(jax.grad(lambda x, layer=each: jnp.sum(jnp.sin(layer(x)[0]))))(tokens()) for each in (packed, dense)
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    assert np.any(want != 0)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("case, hbm, temp", [("pre", 1051, 1490), ("nothing", 622, 707)])
 def test_memory_of_a_training_step(case: str, hbm: float, temp: float) -> None:
