@@ -305,8 +305,7 @@ def tables(cpu: dict[str, Any]) -> Iterator[tuple[str, str]]:
             f"- `gated_matmul` with the clamped gate of gpt-oss, {shape} in {row['dtype']}: plain JAX, with "
             f"`lax.ragged_dot`, takes {dots[0]} times as long forward, and {dots[1]} times for the gradients. Two "
             f"`matmul` and a `map` take {maps[0]} and {maps[1]} times as long."
-            + f" (The machine was busy: load {row['load']:.0f}.)"
-            * ("load" in row)
+            + (f" (The machine was busy: load {row['load']:.0f}.)" if "load" in row else "")
         )
     layers = [table(["", "ragged", "lax.ragged_dot"], cells_of_layers)] * bool(cells_of_layers)
     yield "cpu-layers", "\n\n".join([*layers, *["\n".join(lines)] * bool(lines)])

@@ -91,7 +91,7 @@ def test_the_first_minutes_on_a_gpu_outlive_what_breaks(tmp_path: Path, monkeypa
 def test_rows_that_a_capacity_drops() -> None:
     """A pooled capacity drops a small part of what slots drop."""
     found = clients.dropped(8, 1.0)
-    assert 0 < 3 * found["pooled"] < found["slots"]
+    assert 3 * found["pooled"] < found["slots"] and found["slots"] > 0.05
 
 
 def test_memory_of_an_exchange() -> None:
