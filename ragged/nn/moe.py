@@ -406,10 +406,10 @@ class MoE(eqx.Module):
         if is_token is not None:
             weights = jnp.where(is_token, weights, jnp.zeros((), weights.dtype))
         # Cotangents of the tokens are summed over the tensor axis here: once, not for the rows of each product.
-        mine = x if self.tensor_axis is None else vary_together([x, lax.axis_index(self.tensor_axis)])[0]
-        tokens = mine
+        varying = x if self.tensor_axis is None else vary_together([x, lax.axis_index(self.tensor_axis)])[0]
+        tokens = varying
         if self.weigh_inputs:  # Each of a token's rows is a token of its own, with one expert.
-            weighted = _with_padding(mine, is_token, 0).astype(weights.dtype)[:, None] * weights[:, :, None]
+            weighted = _with_padding(varying, is_token, 0).astype(weights.dtype)[:, None] * weights[:, :, None]
             tokens, chosen, weights = weighted.astype(x.dtype).reshape(-1, x.shape[1]), chosen.reshape(-1, 1), None
         routed, dropped = route(chosen, num_experts), jnp.zeros((), jnp.int32)
         if self.axis is None:
@@ -421,7 +421,7 @@ class MoE(eqx.Module):
         if self.weigh_inputs and top_k > 1:
             y = jnp.sum(y.reshape(-1, top_k, x.shape[1]).astype(accumulator_dtype(y.dtype)), axis=1)
         if self.shared is not None:
-            y = y + self._of_shared(mine, is_token, is_packed)
+            y = y + self._of_shared(varying, is_token, is_packed)
         y = _over(lax.psum, y, (self.tensor_axis,) if self.tensor_axis else ()).astype(x.dtype)
         return y, self._stats(routing, routed.first_dims, dropped, is_token)
 

@@ -79,9 +79,8 @@ def gated_matmul(
         assert ragged.gated_matmul(x, w_gate, w_up).shape == (16, 8)
         ```
     """
-    options = {
-        name: value for name, value in locals().items() if name not in ("x", "w_gate", "w_up", "columns", "names")
-    }
+    own = ("x", "w_gate", "w_up", "columns", "names")
+    options = {name: value for name, value in locals().items() if name not in (*own, "own")}
     return with_epilogue(gated_requests(x, w_gate, w_up, Arguments(**options), columns, names))
 
 

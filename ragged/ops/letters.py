@@ -247,10 +247,9 @@ def _arranged(site: Site, e: Einsum, operand: EinsumOperand) -> Any:
     first, last = (e.sizes(role) if set(role) & set(operand.ragged) else None for role in roles)
     scales, scaling = (x.scales, x.scaling) if not x.is_quantized else _scales(site, e, operand, parts)
     data = _merged(jnp.asarray(x.data), operand.letters, parts)
+    # Batch letters that aren't mapped become groups, and each group needs a scale.
     scale, repeats = x.tensor_scale, 1 if e.is_mapped else prod(e.extents[z] for z in e.batch)
-    if (
-        scale is not None and scale.ndim and repeats > 1
-    ):  # Unmapped batch letters become groups, and each needs a scale.
+    if scale is not None and scale.ndim:
         scale = jnp.repeat(jnp.asarray(scale), repeats)
     more = {"scales": scales, "scaling": scaling, "tensor_scale": scale}
     return with_fields(x, data=data, first_dims=first, last_dims=last, **more, transposed=False)

@@ -249,7 +249,7 @@ def request_of(lhs: Any, rhs: Any, arguments: Arguments, site: Site | None = Non
         check_names(site, {"name": name}, save)
         if arguments.activation is None:
             hint = f"Name the result's buffer: `jax.ad_checkpoint.checkpoint_name((lhs @ rhs).data, {name!r})`."
-            site.fail(ValueError, f"`name` is {name!r}, but there is no activation.", hint)
+            site.fail(ValueError, f"`name={name!r}` names pre-activations, but the call has no activation.", hint)
     request = Request(
         operands, recipe, bias, first_dims, last_dims, call, layout, swapped, None, save, name or PRE_ACTIVATION
     )

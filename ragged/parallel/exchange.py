@@ -306,17 +306,21 @@ def exchange(
     ends = [tokens * i // chunks for i in range(chunks + 1)]
     capacities = chunk_capacities(n, transport, [(b - a) * route.top_k for a, b in itertools.pairwise(ends)], capacity)
     options = axis, n, transport, None if wire is None else wire_cast(site, wire)
-    if chunks == 1:
+
+    def prepared(route: Route, capacity: int) -> tuple[Exchange, Int[Array, "n g"]]:
+        """The exchange of a route without chunks, and how many rows of each device and group it sends."""
         counts = _counts(route, axis)
-        kept = _kept(counts, n, transport, capacities[0]) if capacities[0] < n * rows else counts
-        return _prepared(route, counts, kept, capacities[0], (), *options)
+        kept = _kept(counts, n, transport, capacity) if capacity < n * route.order.shape[0] else counts
+        return _prepared(route, counts, kept, capacity, (), *options), kept
+
+    if chunks == 1:
+        return prepared(route, capacities[0])[0]
     ids = _ids(route)
     parts, all_kept, in_groups = [], [], []
     for (begin, end), each in zip(itertools.pairwise(ends), capacities, strict=True):
         part = route_of(ids[begin:end], groups)
-        counts = _counts(part, axis)
-        kept = _kept(counts, n, transport, each) if each < n * part.order.shape[0] else counts
-        parts.append(_prepared(part, counts, kept, each, (), *options))
+        of_part, kept = prepared(part, each)
+        parts.append(of_part)
         all_kept.append(kept)
         rank = part.place - take(group_offsets(part.first_dims, part.order.shape[0]), ids[begin:end], 0)
         in_groups.append(jnp.where(rank < take(kept[lax.axis_index(axis)], ids[begin:end], 0), ids[begin:end], groups))
@@ -398,47 +402,45 @@ def _prepared(
 ) -> Exchange:
     """The exchange of a route. `counts`: the rows of each device and group; `kept`: how many of them are sent."""
     order, place, rows = routed.order, routed.place.reshape(-1), routed.order.shape[0]
-    me, groups = lax.axis_index(axis), routed.first_dims.shape[0]
+    this_device, groups = lax.axis_index(axis), routed.first_dims.shape[0]
     local = groups // n
 
-    def mine(x: Int[Array, "n g"]) -> Int[Array, "n local"]:
-        return lax.dynamic_slice_in_dim(x, me * local, local, axis=1)
+    def of_received(x: Int[Array, "n g"]) -> Int[Array, "n local"]:  # what all devices have for this one's groups
+        return lax.dynamic_slice_in_dim(x, this_device * local, local, axis=1)
 
-    def of_me(x: Int[Array, "n g"]) -> Int[Array, " g"]:
-        return lax.dynamic_index_in_dim(x, me, keepdims=False)
+    def of_sent(x: Int[Array, "n g"]) -> Int[Array, " g"]:  # what this device has for all groups
+        return lax.dynamic_index_in_dim(x, this_device, keepdims=False)
 
     # For each device and group: the first row among the device's rows, and in the buffer of the group's device.
     begin = _before(counts)
     arrive = _before(kept.T.reshape(n, local * n)).reshape(groups, n).T
-    places_here, received = mine(arrive), mine(kept)  # [n, local], of the buffer
+    places_here, received = of_received(arrive), of_received(kept)  # [n, local], of the buffer
     device, moves = jnp.arange(n, dtype=jnp.int32)[:, None], ()
     if transport == "ring":
-        indices = lax.all_gather(jnp.stack(vary_together([order, place, me])[:2]), axis)  # [n, 2, rows]
-        source = _moved(
-            _flat(places_here.T), _flat((mine(begin) + device * rows).T), _flat(received.T), capacity, n * rows
-        )
-        sent_rows = take(_flat(indices[:, 0] + device * rows), source, n * rows)
-        in_buffer = jax.vmap(partial(_moved, rows=rows, absent=capacity))(mine(begin), places_here, received)
+        indices = lax.all_gather(jnp.stack(vary_together([order, place, this_device])[:2]), axis)  # [n, 2, rows]
+        source = _moved(places_here.T, (of_received(begin) + device * rows).T, received.T, capacity, n * rows)
+        sent_rows = take((indices[:, 0] + device * rows).reshape(-1), source, n * rows)
+        in_buffer = jax.vmap(partial(_moved, rows=rows, absent=capacity))(of_received(begin), places_here, received)
         places = jnp.take_along_axis(in_buffer, indices[:, 1], axis=1)
     else:
-        from_me, sent = of_me(begin), of_me(kept)
-        to, length = from_me, rows  # where the ranges begin among the rows that are sent, and how many these are
+        first, sent = of_sent(begin), of_sent(kept)
+        to, length = first, rows  # where the ranges begin among the rows that are sent, and how many these are
         if transport == "ragged":
-            moves = from_me, of_me(arrive), sent, _flat(places_here), _flat(mine(begin)), _flat(received)
+            moves = first, of_sent(arrive), sent, *(x.reshape(-1) for x in (places_here, of_received(begin), received))
         else:
             per_device, length = capacity // n, capacity
             within = _before(kept.reshape(n * n, local)).reshape(n, groups)  # the place among a device's slots
-            to = of_me(within) + jnp.arange(groups, dtype=jnp.int32) // local * per_device
-            slots = mine(within) + device * per_device  # [n, local], of the received slots
+            to = of_sent(within) + jnp.arange(groups, dtype=jnp.int32) // local * per_device
+            slots = of_received(within) + device * per_device  # [n, local], of the received slots
             moves = (
-                _moved(_flat(places_here.T), _flat(slots.T), _flat(received.T), capacity, capacity),
-                _moved(_flat(slots), _flat(places_here), _flat(received), capacity, capacity),
+                _moved(places_here.T, slots.T, received.T, capacity, capacity),
+                _moved(slots, places_here, received, capacity, capacity),
             )
-        sent_rows = take(order, _moved(to, from_me, sent, length, rows), rows)
-        places = take(_moved(from_me, to, sent, rows, length), place, length)
+        sent_rows = take(order, _moved(to, first, sent, length, rows), rows)
+        places = take(_moved(first, to, sent, rows, length), place, length)
     return Exchange(
         sizes=jnp.sum(received, axis=0, dtype=jnp.int32),
-        dropped=jnp.sum(of_me(counts - kept), dtype=jnp.int32),
+        dropped=jnp.sum(of_sent(counts - kept), dtype=jnp.int32),
         capacity=capacity,
         _rows=sent_rows,
         _places=places.reshape(-1, routed.top_k),
@@ -451,20 +453,17 @@ def _prepared(
     )
 
 
-def _flat(x: Int[Array, "a b"]) -> Int[Array, " ab"]:
-    return x.reshape(-1)
-
-
 def _before(sizes: Int[Array, "b m"]) -> Int[Array, "b m"]:
     """The sum of the earlier sizes."""
     return jnp.cumsum(sizes, axis=1, dtype=jnp.int32) - sizes
 
 
 def _moved(
-    begin: Int[Array, " m"], to: Int[Array, " m"], sizes: Int[Array, " m"], rows: int, absent: int
+    begin: Int[Array, "*m"], to: Int[Array, "*m"], sizes: Int[Array, "*m"], rows: int, absent: int
 ) -> Int[Array, " rows"]:
-    """Where each of `rows` rows is in another buffer, to which the rows `begin[i], begin[i] + 1, ...` move, `sizes[i]`
-    rows to `to[i], to[i] + 1, ...`; `absent` for other rows. `begin` must be sorted."""
+    """The place of each of `rows` rows in another buffer, or `absent`. Range `i` moves `sizes[i]` rows, those from
+    `begin[i]` on, to the rows from `to[i]` on. `begin`, read row by row, must be sorted."""
+    begin, to, sizes = (x.reshape(-1) for x in (begin, to, sizes))
     row = jnp.arange(rows, dtype=jnp.int32)
     i = count_up_to(begin, row) - 1
     index = jnp.maximum(i, 0)

@@ -67,14 +67,10 @@ class Cast:
         object.__setattr__(self, "power_of_two", self.power_of_two or scaling.dtype == jnp.float8_e8m0fnu)
 
     def __str__(self) -> str:
-        scale = (
-            ""
-            if self.scale is None
-            else f" with the scale {self.scale}"
-            if self.has_one_scale
-            else " with given scales"
-        )
-        return f"{self.dtype or 'no dtype'} by {self.scaling}{' with powers of two' * self.power_of_two}{scale}"
+        text = f"{self.dtype or 'no dtype'} by {self.scaling}{' with powers of two' * self.power_of_two}"
+        if self.scale is None:
+            return text
+        return f"{text} with {'given scales' if self.has_array_of_scales else f'the scale {self.scale}'}"
 
     @property
     def given_scale(self) -> np.ndarray | None:
@@ -82,9 +78,9 @@ class Cast:
         return None if self.scale is None else np.array(self.scale, np.float32)
 
     @property
-    def has_one_scale(self) -> bool:
-        """Whether the given scale is a number."""
-        return isinstance(self.scale, float)
+    def has_array_of_scales(self) -> bool:
+        """Whether the given scales are an array, and not one number for all blocks."""
+        return isinstance(self.scale, tuple)
 
 
 def _given_scale(cast: Cast, amax: Any) -> Any:

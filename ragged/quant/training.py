@@ -242,7 +242,7 @@ def as_operand(x: GroupedTensor) -> Operand:
 def _is_in_place(cast: Cast, product: Product) -> bool:
     """Whether a gathered row is quantised to the same numbers in any group: each scale is for a part of one row, or for
     the whole tensor."""
-    if cast.scale is not None and not cast.has_one_scale:
+    if cast.has_array_of_scales:
         return False
     if cast.scaling.block is None:
         return True

@@ -5,6 +5,7 @@ dgrad     dx = dy wᵀ    contracts the last dim of w, and quantises w along it
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import equinox as eqx
@@ -109,10 +110,8 @@ def quantize_weights(w: GroupedTensor | AnyArray, recipe: Recipe | str) -> Quant
     data = data if data.ndim == 3 else data[None]
     casts = recipe.forward[1], recipe.dgrad[1]
     by_first = _along_last(data.mT, casts[0])
-    transposed_cast = (casts[1].dtype, casts[1].scaling.mT, casts[1].power_of_two)
-    same_scale = casts[0].scale == casts[1].scale and (casts[0].scale is None or casts[0].has_one_scale)
-    same_cast = transposed_cast == (casts[0].dtype, casts[0].scaling, casts[0].power_of_two)
-    if by_first is not None and same_cast and same_scale:
+    same_cast = replace(casts[1], scaling=casts[0].scaling) == casts[0] and casts[1].scaling.mT == casts[0].scaling
+    if by_first is not None and same_cast and not casts[0].has_array_of_scales:
         # If `transposed` were True, `as_operand` would transpose the scales, but not the data.
         return QuantizedWeights(w, by_first, with_fields(by_first.mT, transposed=False), casts)
     return QuantizedWeights(w, by_first, _along_last(data, casts[1]), casts)

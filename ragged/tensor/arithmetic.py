@@ -9,7 +9,6 @@ so that the error doesn't grow with the size of a group.
 
 import math
 import operator
-import re
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
@@ -710,29 +709,27 @@ def _hint(x: Arithmetic, shape: tuple[int, ...], symbol: str, reflected: bool) -
     data = f"v {symbol} data" if reflected else f"data {symbol} v"
     data = "fn(data, v)" if symbol == "map" else data
     axis = None if x.is_cotangent else x.packed_axis
-    of: dict[tuple[int, ...], str] = {}
+    of: dict[tuple[int, ...], str] = {}  # what the array has one of per group, keyed by its shape
     if not x.is_cotangent:
-        of[x.num_groups,] = "One value per group is `ragged.per_group(v)`."
+        of[x.num_groups,] = "value"
     if axis is not None:
-        name = "column" if axis == -1 else "row"
-        of[x.num_groups, *_others(x)] = f"One {name} per group is `ragged.per_group(v)`."
+        of[x.num_groups, *_others(x)] = "column" if axis == -1 else "row"
 
-    def hints(shape: tuple[int, ...]) -> str:
-        found = [of[shape]] if shape in of else []
+    def hints(shape: tuple[int, ...], v: str) -> str:
+        found = [f"One {of[shape]} per group is `ragged.per_group({v})`."] if shape in of else []
         # A uniform tensor has the group axis first.
         if shape == x.shape[: len(shape)] and (axis is None) < len(shape) < x.ndim and not x.is_cotangent:
-            found.append("One value per row is `ragged.per_row(v)`.")
+            found.append(f"One value per row is `ragged.per_row({v})`.")
         if shape == x.shape[-1:]:
-            found.append("One value per column is `ragged.per_column(v)`.")
+            found.append(f"One value per column is `ragged.per_column({v})`.")
         elif shape == x.shape:
             found.append(f"One value per element is `x.map(lambda data: {data})`.")
         return " ".join(found)
 
     without_ones = tuple(n for n in shape if n != 1)  # `bias[:, None]` is meant as `bias`.
-    squeezed = f"ragged.\\1(v.reshape({', '.join(map(str, without_ones))}))"
     return (
-        hints(shape)
-        or re.sub(r"ragged\.(\w+)\(v\)", squeezed, hints(without_ones))
+        hints(shape, "v")
+        or hints(without_ones, f"v.reshape({', '.join(map(str, without_ones))})")
         or "Wrap it: `ragged.per_group(v)` for one value per group, `ragged.per_row(v)` for one per row, "
         "`ragged.per_column(v)` for one per column. "
         "Or pass a function that closes over it to `x.map`."
