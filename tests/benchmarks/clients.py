@@ -2,7 +2,7 @@
 
 Needs `libtpu`, but no TPU.
 
-    python -m tests.benchmarks.clients [--only expert fsdp ring capacity] [--whose theirs ours] [--drops]
+    python -m tests.benchmarks.clients [--only expert fsdp ring capacity] [--whose theirs ours] [--drops] [--sums]
 
 One layer, forward and backward, in bfloat16, compiled for a slice of TPU v5e 2×4: 1024 tokens of 2048 on each device,
 32 experts of 1024, four a token, gated; the gradients by tokens, matrices and weights. In MiB a device, what XLA sets
@@ -19,9 +19,14 @@ aside in HBM besides arguments and results.
 
 `--drops`: the share of rows that a capacity of 1.25 times the mean drops, by slots and pooled: four experts on each of
 32 and 64 devices, 512 tokens a device, eight experts a token, whose logits are normal on each device.
+
+`--sums`: what a device's collectives hold, in MiB, if all devices of an expert or tensor axis have all tokens: 1024 on
+eight devices as above, with `Explicit` axes under `jit`. `theirs` is what Qwen 3 does in `jax-llm-examples`, written
+anew; `ours` is the `shard_map` of `docs/sharding.md`, with a gated layer; `products` has no `shard_map`.
 """
 
 import argparse
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -39,9 +44,11 @@ from jax.sharding import PartitionSpec as P
 import ragged
 from tests import tpu
 from tests.benchmarks.memory import of_tpu
+from tests.contract.meshes import moved
 
 N, D, HIDDEN, EXPERTS, TOP_K = 8, 2048, 1024, 32, 4
 LOCAL, FACTOR = EXPERTS // N, 1.25
+BYTES = {"f32": 4, "bf16": 2, "s32": 4, "u32": 4, "pred": 1, "s8": 1, "u8": 1}
 
 
 def products(rows: Array, sizes: Array, gate: Array, up: Array, down: Array) -> Array:
@@ -189,11 +196,77 @@ def dropped(devices: int, skew: float) -> dict[str, float]:
     return {"slots": of("dense"), "pooled": of("ring")}
 
 
+MESHES: dict[str, dict[str, int]] = {
+    "experts": {"data": 1, "expert": 8, "tensor": 1},
+    "tensor": {"data": 1, "expert": 1, "tensor": 8},
+    "2x2x2": {"data": 2, "expert": 2, "tensor": 2},
+}
+
+
+def local_products(rows: Array, sizes: Array, gate: Array, up: Array, down: Array) -> Array:
+    """Those of the first `len(gate)` groups. Other rows are zeros."""
+    first = (jnp.arange(len(rows)) < sizes[: len(gate)].sum())[:, None]
+    return jnp.where(first, products(rows, sizes[: len(gate)], gate, up, down), 0)
+
+
+def theirs_summed(x: Array, ids: Array, weights: Array, *matrices: Array) -> Array:
+    """One sum of the tokens' results, in their dtype."""
+    rows, order, sizes = sorted_rows(x, (ids - lax.axis_index("expert") * len(matrices[0])) % EXPERTS)
+    y = summed(local_products(rows, sizes, *matrices), order, weights)
+    return lax.psum(y, ("expert", "tensor"))
+
+
+def ours_summed(x: Array, ids: Array, weights: Array, *matrices: Array) -> Array:
+    """One sum of the tokens' results, in float32."""
+    axes = "expert", "tensor"
+    ids = lax.pcast(ids, axes, to="varying")
+    route, offset = ragged.route(ids, EXPERTS), lax.axis_index("expert") * len(matrices[0])
+    hidden = ragged.gated_matmul(route.gathered(x), *matrices[:2], group_offset=offset)
+    y = ragged.matmul(hidden, matrices[2], group_offset=offset, preferred_element_type=jnp.float32)
+    return lax.psum(route.combine(y, weights), axes).astype(x.dtype)
+
+
+def program_with_sums(axes: dict[str, int], whose: str) -> Any:
+    """The compiled value and gradients of a layer."""
+    tpu.device("v5e")
+    devices = np.array(topologies.get_topology_desc("v5e:2x4", platform="tpu").devices)
+    mesh = Mesh(devices.reshape(*axes.values()), tuple(axes), axis_types=(AxisType.Explicit,) * 3)
+    of_tokens, into, out_of = P("data"), P("expert", None, "tensor"), P("expert", "tensor", None)
+    specs = of_tokens, of_tokens, of_tokens, into, into, out_of
+    shapes: Any = [((1024, D), "bfloat16"), ((1024, TOP_K), "int32"), ((1024, TOP_K), "float32")]
+    shapes += [((EXPERTS, *each), "bfloat16") for each in ((D, HIDDEN), (D, HIDDEN), (HIDDEN, D))]
+    avals = [
+        jax.ShapeDtypeStruct(*shape, sharding=NamedSharding(mesh, spec))
+        for shape, spec in zip(shapes, specs, strict=True)
+    ]
+    run = {"theirs": theirs_summed, "ours": ours_summed, "products": ours_fsdp}[whose]
+    if whose != "products":
+        run = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=of_tokens, check_vma=whose == "ours")
+
+    def loss(x: Array, ids: Array, weights: Array, *matrices: Array) -> Array:
+        return jnp.sum(run(x, ids, weights, *matrices).astype(jnp.float32) ** 2)
+
+    with jax.set_mesh(mesh):
+        gradients = jax.jit(jax.value_and_grad(loss, (0, 2, 3, 4, 5)))
+        return gradients.trace(*avals).lower(lowering_platforms=("tpu",)).compile()
+
+
+def sent(program: Any) -> dict[str, float]:
+    """MiB of the collectives' results, by kind and dtype."""
+    found: dict[str, float] = {}
+    for name, types in moved(program):
+        for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", types):
+            elements = np.prod([int(n) for n in shape.split(",") if n])
+            found[f"{name} {dtype}"] = found.get(f"{name} {dtype}", 0) + elements * BYTES[dtype] / 2**20
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[*FORMS], choices=[*FORMS])
     parser.add_argument("--whose", nargs="+", default=["theirs", "ours"], choices=["theirs", "ours"])
     parser.add_argument("--drops", action="store_true")
+    parser.add_argument("--sums", action="store_true")
     parser.add_argument("--dump", help="a folder for the programs' text")
     options = parser.parse_args()
     if options.drops:
@@ -201,6 +274,14 @@ def main() -> None:
         for devices, skew in ((32, 0.5), (64, 1.0)):
             found = ", ".join(f"{name} {100 * share:.2f} %" for name, share in dropped(devices, skew).items())
             print(f"{devices} devices, skew {skew}: {found}", flush=True)
+        return
+    if options.sums:
+        for name, axes in MESHES.items():
+            for whose in ("theirs", "ours", "products"):
+                found = ", ".join(
+                    f"{kind} {mib:.2f}" for kind, mib in sorted(sent(program_with_sums(axes, whose)).items())
+                )
+                print(name, whose, found, flush=True)
         return
     for form in options.only:
         for whose in options.whose:

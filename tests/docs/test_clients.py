@@ -1,9 +1,11 @@
-"""The provider for qwix in `docs/migration.md`: its errors are about those of qwix, and products keep nothing of qwix.
+"""Libraries that use this one: the provider for qwix in `docs/migration.md`, arrays of Flax, and experts of haliax.
 
-Needs flax and qwix.
+The provider's errors are about those of qwix, and products keep nothing of qwix. Needs flax, haliax and qwix.
 """
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,8 @@ from tests.docs.context import jax_defaults
 qwix, linen = pytest.importorskip("qwix"), pytest.importorskip("flax.linen")
 pytestmark = pytest.mark.long
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "migration.md"
+ROOT = Path(__file__).parent.parent.parent
+PAGE = ROOT / "docs" / "migration.md"
 SIZES = jnp.array([10, 0, 30, 24], jnp.int32)
 
 
@@ -86,3 +89,13 @@ def test_params() -> None:
         call(param[...])
     with pytest.raises(TypeError, match=re.escape("Pass the wrapped array: `v[...]`.")):
         _ = x + nnx.Param(jnp.ones(32))
+
+
+def test_experts_of_haliax() -> None:
+    """The example prints differences of a few roundings of float32, for the result and five gradients."""
+    pytest.importorskip("haliax")
+    command = [sys.executable, "-W", "ignore", ROOT / "examples" / "haliax_experts.py"]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    print(printed)
+    differences = [float(x) for x in re.findall(r"differs by (\S+)", printed)]
+    assert len(differences) == 6 and max(differences) < 5e-6
