@@ -36,7 +36,8 @@ from ragged.tools.explain import explain
 from ragged.tuning.rounds import rounds
 from ragged.tuning.sizes import KINDS, sample_sizes
 
-LETTERS = {name: letters for letters, name in NAMES.items()}
+RAGGED_LETTERS = {name: letters for letters, name in NAMES.items()}
+"""The ragged letters of each layout, keyed by its name."""
 PACKAGES = (
     "jax",
     "jaxlib",
@@ -112,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_product(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("the product, [m, k] × [k, n] in each group").add_argument
-    add("--layout", choices=[*LETTERS], default="forward", help="which dims are ragged (default: %(default)s)")
+    add("--layout", choices=[*RAGGED_LETTERS], default="forward", help="which dims are ragged (default: %(default)s)")
     for letter in "mkn":
         add(f"--{letter}", type=_count, required=True, help="extent of the dim; of all groups together if it is ragged")
     add("--groups", type=_count, required=True, help="number of groups")
@@ -149,7 +150,7 @@ def _plain(x: Any) -> Any:
 def _sizes(args: argparse.Namespace) -> dict[str, np.ndarray]:
     """Group sizes, keyed by ragged letter."""
     sizes_of = {}
-    for letter in LETTERS[args.layout]:
+    for letter in RAGGED_LETTERS[args.layout]:
         total = getattr(args, letter)
         if args.sizes in KINDS:
             sizes_of[letter] = sample_sizes(args.sizes, args.groups, total, args.seed)
@@ -175,7 +176,7 @@ def _operands(args: argparse.Namespace, make: Callable[[tuple[int, ...], Any], A
         raise _Usage(f"--dtype {args.dtype!r} is not a dtype") from None
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise _Usage(f"--dtype {args.dtype!r} needs `JAX_ENABLE_X64=1`")
-    ragged, sizes, dims = LETTERS[args.layout], _sizes(args), {}
+    ragged, sizes, dims = RAGGED_LETTERS[args.layout], _sizes(args), {}
     for letter, each in sizes.items():
         dims[letter] = jnp.asarray(each)
 

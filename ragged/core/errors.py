@@ -26,8 +26,9 @@ MAX_ROWS = np.iinfo(np.int32).max
 class Site:
     """Context of an error: the public call, and the operands to print, keyed by name.
 
-    `names`: for a public call that makes another one, as `gated_matmul` calls `matmul`: the outer argument names, keyed
-    by the inner ones. Problems and hints use the inner names; the message has the outer ones.
+    `names`: only if the public call makes another one, as `gated_matmul` calls `matmul`. It has the argument names of
+    the outer call, keyed by those of the inner call. Problems and hints use the inner names; the message has the outer
+    ones.
     """
 
     call: str
@@ -35,7 +36,8 @@ class Site:
     names: dict[str, str] = field(default_factory=dict)
 
     def fail(self, error: type[Exception], problem: str, hint: str) -> NoReturn:
-        """Raises `error` with the message of `text`. If an operand wraps an array, the hint names the array."""
+        """Raises `error` with the message of `text`. For a `TypeError` with operands that wrap an array, such as flax's
+        `nnx.Param`, the hint is replaced: it says how to pass the arrays."""
         arrays = [array for name, x in self.operands.items() if (array := wrapped_array(name, x))]
         if error is TypeError and arrays:
             hint = f"Pass the wrapped array: {', '.join(f'`{array}`' for array in arrays)}."
@@ -60,8 +62,8 @@ class Site:
 
 
 def describe(x: Any) -> str:
-    """Short text of a value: `f32[4,8]` for an array; the `repr` of None, numbers, strings and modules that define
-    one, such as `GroupedTensor`; the first elements of a list; else the name of the type."""
+    """Short text of a value: `f32[4,8]` for an array; the `repr` of None, numbers, strings, and modules that define
+    `__repr__`, such as `GroupedTensor`; the first elements of a list; else the name of the type."""
     if isinstance(x, ShapedArray):  # Its `str` includes the sharding.
         return str(x)
     if is_arraylike(x) or isinstance(x, jax.ShapeDtypeStruct):
@@ -119,7 +121,7 @@ def is_extent(x: Any, minimum: int = 1) -> bool:
 
 
 def as_extent(x: Any) -> Any:
-    """An extent as shapes contain it: an int or a symbol."""
+    """`x`, an extent, as an entry of a shape: an int or a symbol."""
     return x if is_symbolic_dim(x) else int(x)
 
 

@@ -24,7 +24,7 @@ def optional_array_field(x: AnyArray | jax.ShapeDtypeStruct | None) -> Array | N
 
 
 class Units(NamedTuple):
-    """Support for a format in the kernels of a platform."""
+    """Support for a format in a platform's kernels and matrix units."""
 
     # The oldest generation that multiplies the format: for GPUs the compute capability, 89 for 8.9. 0: all generations.
     # None: kernels don't support it as an operand.

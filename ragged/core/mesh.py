@@ -32,8 +32,10 @@ def _varied(x: Array, axes: tuple[str, ...]) -> Array:
 
 
 def vary_if_unreduced(x: Array, others: Iterable[Any]) -> Array:
-    """`x`, made to vary over the mesh axes over which `others` vary, if the type of `x` is `reduced` for them: over
-    these axes, `x` is replicated, but its cotangent must not be summed."""
+    """`x`, made to vary over the mesh axes over which `others` vary and for which the type of `x` is `reduced`.
+
+    Over a `reduced` axis, `x` is replicated, and its cotangent must stay `unreduced`: it is not summed.
+    """
     unreduced = jax.typeof(x).manual_axis_type.reduced & {*axes_beyond(x, others)}
     return lax.pcast(x, tuple(sorted(unreduced)), to="varying") if unreduced else x
 
@@ -103,23 +105,21 @@ def partially_manual_mesh(leaves: Sequence[Any], requested: PartitionSpec | None
 
 
 def automatic_meshes(leaves: Sequence[Any]) -> list[Any]:
-    """The meshes of several devices in the arrays' types that have only `Auto` axes."""
+    """The meshes in the arrays' types that have several devices and only `Auto` axes."""
     meshes = [mesh for x in leaves if not (mesh := jax.typeof(x).sharding.mesh).empty]
     return [mesh for mesh in meshes if mesh.size > 1 and not (mesh.manual_axes or mesh.explicit_axes)]
 
 
 def is_of_one_device(leaves: Sequence[Any], requested: PartitionSpec | None = None) -> bool:
-    """Whether each array, and a result with the `requested` spec, is local to one device: only manual mesh axes
-    distribute it."""
+    """Whether the arrays, and a result with the `requested` spec, are arrays of one device: there is no mesh of several
+    devices, or the program is in a `shard_map` over all mesh axes."""
     is_explicit = explicit_mesh(leaves, requested) is not None
     return not is_explicit and not automatic_meshes(leaves) and partially_manual_mesh(leaves, requested) is None
 
 
 def on_host(arrays: Sequence[Any], copy: bool = False) -> list[np.ndarray] | None:
-    """The arrays in NumPy, if all are NumPy's or on the CPU; None if one is traced or they are on several devices.
-
-    `copy`: arrays on an accelerator are copied to the host.
-    """
+    """The arrays in NumPy. None if one is traced, if they are on several devices, or, without `copy`, if they are on an
+    accelerator."""
     if not is_concrete(*arrays):
         return None
     devices = {device for x in arrays if isinstance(x, Array) for device in x.devices()}
@@ -129,7 +129,8 @@ def on_host(arrays: Sequence[Any], copy: bool = False) -> list[np.ndarray] | Non
 
 
 def on_device(x: np.ndarray, like: Sequence[Any]) -> Array:
-    """`x` as an array of JAX, on the device of `like`. `jnp.asarray` would compile a program for each shape."""
+    """`x` as an array of JAX: on the device of the first committed array in `like`, else on the default device.
+    `jnp.asarray` would compile a program for each shape."""
     committed = [each for each in like if isinstance(each, Array) and each.committed]
     return jax.device_put(x, *committed[0].devices()) if committed else jax.device_put(x)
 
@@ -200,5 +201,6 @@ def _like(x: Any, out: Any) -> PartitionSpec:
 
 
 def resharded(x: Array, mesh: Any, spec: PartitionSpec) -> Array:
+    """`x`, sharded with this spec over a mesh with or without `Explicit` axes."""
     sharding = NamedSharding(mesh, spec)
     return jax.sharding.reshard(x, sharding) if mesh.explicit_axes else lax.with_sharding_constraint(x, sharding)

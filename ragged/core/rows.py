@@ -79,8 +79,8 @@ def _(dtype: Any, primals: Any, tangents: Any) -> tuple[Array, Array]:
 
     def by_row(y: Array, weights: Array) -> Array:
         of_row = spread_rows(weights.reshape(-1, 1), weight_index, places.reshape(-1, 1))  # [p, 1]
-        # The transpose has a barrier too: it computes both gradients before either is used. XLA would postpone that of
-        # the weights, and keep `y` and the cotangent's rows until then.
+        # The transpose has a barrier too: it computes both gradients before either is used. Without it, XLA would
+        # postpone the gradient of the weights, and keep `y` and the cotangent's rows until then.
         y, of_row = lax.optimization_barrier((y, of_row))
         source = weight_index // places.shape[1]
         return _bind(y.astype(weights.dtype) * of_row, source, places, collect=True, dtype=dtype)

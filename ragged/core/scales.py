@@ -23,8 +23,8 @@ class Scales:
     - `block`: the extents of a block along the operand's last two axes. None is the whole extent; along packed rows,
       all rows of a group. Along packed rows, each group begins with a new block: see `aligned_to_blocks`.
     - `e8m0`: whether float8_e8m0fnu can represent all values: powers of two, or NaN.
-    - `tensor`: float32, with as many axes as `values`, all of extent 1 except a batch axis, and the group axis of a
-      uniform operand if each group has one.
+    - `tensor`: float32, with as many axes as `values`. All axes have extent 1, except a batch axis, and the group axis
+      of a uniform operand if each of its groups has its own `tensor` scale.
     """
 
     values: Any
@@ -48,7 +48,7 @@ class Scales:
 
     @property
     def whole(self) -> "Scales":
-        """The scales in one level, float32: `values` multiplied by `tensor`."""
+        """The same scales in one level, in float32: `values` multiplied by `tensor`."""
         values = self.values.astype(jnp.float32)
         return replace(self, values=values if self.tensor is None else values * self.tensor, tensor=None)
 
@@ -61,7 +61,8 @@ def dequantized(x: Array, scales: Scales, packed_sizes: Array | None = None, dty
 
 
 def spread(scales: Scales, shape: tuple[int, ...], packed_sizes: Array | None = None) -> Array:
-    """Each element's entry of `values`, for an operand of this shape. An axis with a single block may have extent 1.
+    """Each element's entry of `values`, for an operand of this shape. Along an axis with a single block, the result may
+    have extent 1.
 
     `packed_sizes`: the group sizes if groups are packed along the operand's rows. The scales have the operand's leading
     batch axis, if any; the sizes may have one.

@@ -173,19 +173,24 @@ def _no_derivative(call: str, primals: Any, tangents: Any) -> Any:
 
 
 def stored_scales(
-    x: Scaling, scales: Array, of_tensor: Array | None, packed_axis: int | None, num_groups: int, flipped: bool
+    scaling: Scaling,
+    scales: Array,
+    tensor_scale: Array | None,
+    packed_axis: int | None,
+    num_groups: int,
+    is_flipped: bool,
 ) -> Scales:
     """The `Scales` of a tensor's stored buffer, in the dtype of `scales`.
 
-    One scale per group, or one for all groups, becomes `[g, 1]`, or `[g, 1, 1]` for a uniform tensor. If `flipped`,
+    One scale per group, or one for all groups, becomes `[g, 1]`, or `[g, 1, 1]` for a uniform tensor. If `is_flipped`,
     the buffer is stored transposed, and so are the scales.
     """
-    values, block = scales, x.block or (None, None)
+    values, block = scales, scaling.block or (None, None)
     if block == (None, None):
         last = (1, 1) if packed_axis is None else (1,)
         column = values if values.ndim else jnp.broadcast_to(values, (num_groups,))
         values = column.reshape(num_groups, *last)
         values = values.mT if packed_axis == -1 else values
-    level = None if of_tensor is None else of_tensor.reshape(-1, *[1] * (values.ndim - 1))
-    out = Scales(values, block, x.dtype == jnp.float8_e8m0fnu, level)
-    return out.mT if flipped else out
+    tensor = None if tensor_scale is None else tensor_scale.reshape(-1, *[1] * (values.ndim - 1))
+    out = Scales(values, block, scaling.dtype == jnp.float8_e8m0fnu, tensor)
+    return out.mT if is_flipped else out

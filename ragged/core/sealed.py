@@ -1,8 +1,8 @@
 """Sealed arrays: float32 numbers in a pytree that neither an optimiser nor arithmetic can change by accident.
 
 They are stored as random keys, JAX's only arrays that reject arithmetic and pass through every transformation. So
-`eqx.is_inexact_array` doesn't select them, and they have no gradient. Arrays of
-`jax.experimental.primal_tangent_dtype` can't leave `jit`, and integers can be summed.
+`eqx.is_inexact_array` doesn't select them, and they have no gradient. Two alternatives fail: arrays of
+`jax.experimental.primal_tangent_dtype` can't leave `jit`, and integers don't reject arithmetic.
 """
 
 from typing import Any, NoReturn
@@ -40,7 +40,7 @@ def sealed(x: Any) -> Any:
 
 
 def unsealed(x: Array) -> Array:
-    """Inverse of `sealed`."""
+    """Inverse of `sealed`. Anything but an array of keys is returned unchanged."""
     if not is_arraylike(x) or not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x
     return bits(jax.random.key_data(x)[..., 0], jnp.float32)

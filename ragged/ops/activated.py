@@ -1,6 +1,6 @@
 """Products with biases, an activation or a gate: what is saved for the backward pass, and what it recomputes.
 
-The functions take the requests of one product: see `Request`.
+The functions take a tuple of requests: one, or for a gated product two, the gate's first.
 """
 
 from dataclasses import replace
@@ -52,6 +52,7 @@ def with_pre_activations(requests: Requests) -> tuple[GroupedTensor, tuple[Array
 
 
 def _with_rows(requests: Requests, rows: Array | None) -> Requests:
+    """`requests` with `rows` as the copy of the gathered rows: see `Index`."""
 
     def with_rows(x: Operands) -> Operands:
         return x if x.gather is None else x._replace(gather=x.gather._replace(rows=rows))
@@ -71,7 +72,8 @@ def _result_and_z(requests: Requests) -> tuple[Array, tuple[Array, ...]]:
 
 
 def _with_shared_rows(requests: Requests) -> Requests:
-    """`requests` whose rows are quantised and saved once, if all recipes quantise the rows in the same way."""
+    """`requests` with rows that are quantised and saved once; unchanged unless all recipes quantise them in the same
+    way."""
     first, recipes = requests[0], [each.recipe for each in requests if each.recipe is not None]
     if len(requests) < 2 or len(recipes) < len(requests) or first.operands.gather is not None:
         return requests
@@ -134,7 +136,7 @@ def _one_product(requests: Requests) -> tuple[Operands, Call] | None:
 
 
 def _types(x: Operand) -> Operand:
-    """`(shape, dtype)` of each array of an operand, which a kernel needs to be equal for gate and up."""
+    """`x` with `(shape, dtype)` in place of each array. A kernel needs these to be equal for gate and up."""
     return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), x)
 
 
@@ -144,19 +146,19 @@ def _(primals: tuple[Requests], tangents: tuple[Requests]) -> tuple[Any, Any]:
     dtype = requests[0].call.dtype
     out, z = _activated(requests)
     z = tuple(checkpoint_name(each, request.name) for each, request in zip(z, requests, strict=True))
-    # Nonzero tangents: `moving`, by the index of a leaf; below, `dbiases`, by the index of a request.
+    # Nonzero tangents: `dleaves`, keyed by the index of a leaf; below, `dbiases`, keyed by the index of a request.
     leaves, tree = jax.tree.flatten(requests)
-    moving = {i: d for i, d in enumerate(tree.flatten_up_to(tangents[0])) if not isinstance(d, SymbolicZero)}
+    dleaves = {i: d for i, d in enumerate(tree.flatten_up_to(tangents[0])) if not isinstance(d, SymbolicZero)}
 
-    def products(moved: dict[int, Array]) -> tuple[Array, ...]:
-        moved_requests = tree.unflatten([moved.get(i, leaf) for i, leaf in enumerate(leaves)])
-        first = moved_requests[0]
+    def products(replaced: dict[int, Array]) -> tuple[Array, ...]:
+        new_requests = tree.unflatten([replaced.get(i, leaf) for i, leaf in enumerate(leaves)])
+        first = new_requests[0]
         if first.both is None:
-            return tuple(_product(each, dtype) for each in moved_requests)
+            return tuple(_product(each, dtype) for each in new_requests)
         # One product with one weight, so that derivatives read it, and write its gradient, in place.
         x, shape = first.operands._replace(rhs=Operand(first.both)), (*first.call.shape[:-1], first.both.shape[-1])
-        wide = replace(first, operands=x, call=first.call._replace(shape=shape))
-        return split_columns(_product(wide, dtype), first.columns)
+        one_request = replace(first, operands=x, call=first.call._replace(shape=shape))
+        return split_columns(_product(one_request, dtype), first.columns)
 
     def biased(found: tuple[Array, ...], biases: dict[int, Array]) -> tuple[Array, ...]:
         parts = enumerate(zip(requests, found, strict=True))
@@ -167,20 +169,20 @@ def _(primals: tuple[Requests], tangents: tuple[Requests]) -> tuple[Any, Any]:
     def result(z: tuple[Array, ...]) -> Array:
         return _combined(requests, [each.astype(accumulator_dtype(dtype)) for each in z]).astype(dtype)
 
-    # The backward pass recomputes elementwise values from the saved pre-activations. `prevent_cse=False`: XLA has
-    # nothing to merge with the forward pass, which computes none of them; and a barrier would make XLA copy
-    # pre-activations that a loop has stacked.
+    # The backward pass recomputes elementwise values from the saved pre-activations. `prevent_cse=False` leaves out a
+    # barrier, which would make XLA copy pre-activations that a loop has stacked. No barrier is needed: the forward pass
+    # computes none of these values, so XLA can't merge them with it.
     @partial(jax.checkpoint, prevent_cse=False)
     def elementwise(z: tuple[Array, ...], dproducts: Any, dbiases: dict[int, Array]) -> tuple[Array, tuple[Array, ...]]:
-        # `biased` is affine, so its derivative at `z` is its derivative at the products. Its own rule sums the
-        # cotangent of a bias over the rows in float32.
+        # `biased` is affine, so its derivative at `z` is its derivative at the products. The transpose of `with_bias`
+        # sums the cotangent of a bias over the rows in float32.
         _, dz = jax.jvp(biased, (z, {i: requests[i].bias for i in dbiases}), (dproducts, dbiases))
         # In float16, large pre-activations were rounded to infinity, where derivatives of activations are NaN.
         if dtype == jnp.float16:
             z = tuple(jnp.clip(each, *_FLOAT16) for each in z)
         return jax.jvp(result, (z,), (dz,))[1], dz
 
-    _, dproducts = jax.jvp(products, ({i: leaves[i] for i in moving},), (moving,))
+    _, dproducts = jax.jvp(products, ({i: leaves[i] for i in dleaves},), (dleaves,))
     biases = enumerate(each.bias for each in tangents[0])
     dbiases = {i: each for i, each in biases if not isinstance(each, (type(None), SymbolicZero))}
     # Results of one kernel vary over all mesh axes over which some operand varies. So must tangents.

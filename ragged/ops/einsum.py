@@ -49,7 +49,8 @@ def einsum(
     - `spec`: a name for each axis of both buffers and of the result's buffer, as in `"t h d, g d h e -> t h e"`. Names
       separated by spaces may be words. Without spaces, each character is a name.
     - `lhs`, `rhs`: as in `ragged.matmul`; at least one is a `GroupedTensor`.
-    - `capacity`, `max_last`: as in `ragged.matmul`, for a ragged letter alone, even if it is merged with others.
+    - `capacity`, `max_last`: as in `ragged.matmul`. They count elements of the ragged letter only, even if the letter
+      is merged with others.
     - The rest: as in `ragged.matmul`.
 
     The tensors determine which letters are ragged. Letters of both operands that aren't in the result are summed over:
@@ -59,7 +60,7 @@ def einsum(
     | `t d, g d e -> t e`      | ragged rows, uniform          | ragged rows, `forward`                  |
     | `t d, d e -> t e`        | ragged rows, array            | the same, one matrix for all groups     |
     | `g m k, g k n -> g m n`  | uniform, uniform              | uniform, `batched`                      |
-    | `t d, t e -> g d e`      | ragged rows, ragged rows      | uniform, `wgrad`: `g` is named here     |
+    | `t d, t e -> g d e`      | ragged rows, ragged rows      | uniform, `wgrad`: `g` is a new letter   |
     | `t d, s d -> t s`        | ragged rows, ragged rows      | ragged both, `outer`                    |
     | `t s, s d -> t d`        | ragged both, ragged rows      | ragged rows, `inner_rows`               |
 
@@ -67,9 +68,9 @@ def einsum(
     a ragged operand has groups if its first letter occurs nowhere else.
 
     **Batch letters**, such as heads, are in both operands and in the result. One kernel maps the product over them.
-    Letters with the same role are merged into one axis, with a transpose if they aren't adjacent in memory. A result's
-    ragged letter is its first letter, or, if it has two letters, its first or its last. Two ragged letters are its
-    first and its last.
+    Letters with the same role are merged into one axis, with a transpose if they aren't adjacent in memory. If the
+    result has one ragged letter, it must come first; if the result has only two letters, it may also come last. If the
+    result has two ragged letters, one must come first and the other one last.
 
     **Returns:** a `GroupedTensor` with zeros in the tail.
 
@@ -101,14 +102,14 @@ def site_of(spec: Any, lhs: Any, rhs: Any) -> Site:
 
 
 def read(site: Site, spec: Any, lhs: Any, rhs: Any, group_offset: Any = None) -> Einsum:
-    """The checked einsum of a spec and its operands. Of `group_offset`, it matters only whether it is None."""
+    """The checked einsum of a spec and its operands. With a `group_offset`, the numbers of groups may differ."""
     names = _names(site, spec)
     operands = [_operand(site, *each) for each in zip(("lhs", "rhs"), (lhs, rhs), names, strict=False)]
     one, other = operands
     if not any(isinstance(each.x, GroupedTensor) for each in operands):
         site.fail(ValueError, "both operands are plain arrays; there are no groups.", "Use `jnp.einsum`.")
     if one.ragged or other.ragged:
-        # Such an array has groups if its first letter occurs nowhere else.
+        # A plain array next to a ragged operand has groups if its first letter occurs nowhere else.
         one, other = (
             a._replace(group=a.letters[:1])
             if not isinstance(a.x, GroupedTensor) and a.letters[0] not in (*b.letters, *names[2])
@@ -170,7 +171,7 @@ def _operand(site: Site, name: str, x: Any, letters: Names) -> EinsumOperand:
 
 
 def _group(site: Site, lhs: EinsumOperand, rhs: EinsumOperand, names: tuple[Names, Names, Names]) -> Names:
-    """The letter of the groups, in an operand or in the result, as a tuple; empty if no axis is for the groups."""
+    """The letter of the group axis of an operand or of the result, in a tuple; `()` if no array has a group axis."""
     out = names[2]
     found = {operand.name: operand.group[0] for operand in (lhs, rhs) if operand.group}
     if len({*found.values()}) > 1:
@@ -183,9 +184,8 @@ def _group(site: Site, lhs: EinsumOperand, rhs: EinsumOperand, names: tuple[Name
     holder, other = (lhs, rhs) if lhs.group else (rhs, lhs)
     if ragged and (group in other.letters or group in out):
         where = f"in `{other.name}`" if group in other.letters else "in the result"
-        problem = (
-            f"{group!r} names the groups of `{holder.name}`, so it can't be {where} too, where {ragged[0]!r} has them."
-        )
+        problem = f"{group!r} names the groups of `{holder.name}`, so it can't be {where} too. "
+        problem += f"There, the groups are along the ragged letter {ragged[0]!r}."
         first = [z for z in out if z in ragged] if group in out else []
         code = _code(names, (*first, *(z for z in out if z not in first)), array=holder.name)
         site.fail(ValueError, problem, f"If {group!r} doesn't name groups, pass the plain array: `{code}`.")

@@ -8,11 +8,11 @@ from ragged.core.errors import Site, is_arraylike
 from ragged.ops.request import Request
 
 # Layouts that allow a bias and an activation.
-LAYOUTS = ("forward", "batched", "inner_rows")
+ROW_LAYOUTS = ("forward", "batched", "inner_rows")
 SAVES = ("pre", "out")
 PRE_ACTIVATION, GATE, UP = "ragged_pre_activation", "ragged_gate", "ragged_up"
-"""Names of pre-activations in policies of `jax.checkpoint`, unless the caller gives others: of `matmul`; of the two
-products of `gated_matmul`."""
+"""Default names of pre-activations in policies of `jax.checkpoint`: of `matmul`, then of the two products of
+`gated_matmul`."""
 
 
 def check_save(site: Site, save: Any) -> None:
@@ -52,9 +52,10 @@ def check_epilogue(site: Site, request: Request, activation: Any) -> None:
 
 
 def check_rows(site: Site, request: Request, what: str) -> None:
-    """Raises unless the layout is in `LAYOUTS`, the result floating and not unreduced. `what`: the error's subject."""
+    """Raises unless the layout is in `ROW_LAYOUTS`, and the result is floating and not unreduced. `what`: the error's
+    subject."""
     layout, dtype, spec = request.layout.name, jnp.dtype(request.call.dtype), request.call.out_spec
-    if layout not in LAYOUTS:
+    if layout not in ROW_LAYOUTS:
         hint = "It requires a result with ragged rows, or two uniform operands."
         if layout in ("forward_left", "inner_columns"):
             hint += " The transposed product has ragged rows: `matmul(rhs.mT, lhs.mT)`."

@@ -79,8 +79,8 @@ def gated_matmul(
         assert ragged.gated_matmul(x, w_gate, w_up).shape == (16, 8)
         ```
     """
-    own = ("x", "w_gate", "w_up", "columns", "names")
-    options = {name: value for name, value in locals().items() if name not in (*own, "own")}
+    not_of_matmul = ("x", "w_gate", "w_up", "columns", "names")
+    options = {name: value for name, value in locals().items() if name not in (*not_of_matmul, "not_of_matmul")}
     return with_epilogue(gated_requests(x, w_gate, w_up, Arguments(**options), columns, names))
 
 
@@ -128,8 +128,8 @@ def gated_requests(
     dtype = promote(gate.call.dtype, up.call.dtype)
     function = function_of(site, arguments.activation, 2, accumulator_dtype(dtype))
     gate, up = (replace(each, call=each.call._replace(dtype=dtype), function=function) for each in (gate, up))
-    has_two = both is None or recipes != (None, None) or gate.merge is not None
-    if has_two or not is_of_one_device(jax.tree.leaves((gate.operands, both))):
+    needs_two = both is None or recipes != (None, None) or gate.merge is not None
+    if needs_two or not is_of_one_device(jax.tree.leaves((gate.operands, both))):
         return gate, up
     # Kernels and derivatives read the one weight in place. The two matrices are for products that can't.
     return replace(gate, both=both, columns=columns), up

@@ -59,6 +59,7 @@ class EinsumOperand(NamedTuple):
         return EinsumOperand(name, x, letters, (letters[0], letters[-1]) if both else letters[:1], given=given)
 
     def dims(self, letter: str) -> Any:
+        """The group sizes along a ragged letter."""
         return self.x.first_dims if letter == self.ragged[0] else self.x.last_dims
 
     @property
@@ -69,8 +70,8 @@ class EinsumOperand(NamedTuple):
 class Einsum(NamedTuple):
     """The letters of a product by role.
 
-    `lhs` is the operand with the first letter of the result that only one operand has. So the caller's operands may be
-    swapped.
+    Of the result's letters that only one operand has, the first one is in `lhs`. So `lhs` and `rhs` may be the caller's
+    operands swapped.
     """
 
     lhs: EinsumOperand
@@ -108,8 +109,8 @@ class Einsum(NamedTuple):
         return dims if times == 1 else jnp.clip(as_int32(dims), 0, MAX_ROWS // (times or 1)) * times
 
     def roles_of(self, operand: EinsumOperand) -> tuple[Names, Names]:
-        """The letters of the operand's two roles: a packed axis first, else in storage order, if that avoids a
-        transpose."""
+        """The letters of the operand's two roles, in the order of its merged axes: first the role of a packed axis. An
+        operand without a packed axis has the order that avoids a transpose, if there is one."""
         roles = (self.m, self.k) if operand is self.lhs else (self.k, self.n)
         swapped = roles[1], roles[0]
         if operand.ragged:
@@ -148,14 +149,14 @@ class Einsum(NamedTuple):
         existing = None
         if arguments.existing_out is not None:
             existing = _merged(self._checked(site, arguments.existing_out), self.out, self.result)
-        # The caller's extents are of one letter, the product's of all letters of the role.
+        # The caller's extents count the elements of one letter, the product's those of all letters of the role.
         packed = self.n if self.ragged and self.ragged[0] in self.n else self.m
         for name, role in (("capacity", packed), ("max_last", self.n)):
             if is_count(extent := getattr(arguments, name), 0):
                 arguments = replace(arguments, **{name: extent * prod(self.extents[z] for z in role[1:])})
 
         def one(lhs: Any, rhs: Any, existing: Any) -> Array:
-            lhs, rhs = self._rows_first(lhs, self.lhs), self._rows_first(rhs, self.rhs)
+            lhs, rhs = self._for_matmul(lhs, self.lhs), self._for_matmul(rhs, self.rhs)
             return multiply(lhs, rhs, replace(arguments, existing_out=existing), inner).data
 
         axes = (_mapped(lhs), _mapped(rhs), None if existing is None else 0)
@@ -193,7 +194,7 @@ class Einsum(NamedTuple):
                 site.fail(ValueError, "`existing_out` has groups of other sizes than the result.", hint)
         return jnp.asarray(data)
 
-    def _rows_first(self, x: Any, operand: EinsumOperand) -> Any:
+    def _for_matmul(self, x: Any, operand: EinsumOperand) -> Any:
         """An arranged operand as `matmul` takes it: `[m, k]` for `lhs`, `[k, n]` for `rhs`."""
         return x if self.roles_of(operand)[0] == (self.m if operand is self.lhs else self.k) else x.mT
 
@@ -261,8 +262,8 @@ def _scales(site: Site, e: Einsum, operand: EinsumOperand, parts: tuple[Names, .
     x, letters = operand.x, operand.letters
     if x.scaling.block in (None, (None, None)):
         # Unmapped batch letters become groups, and each needs a scale.
-        more = 1 if e.is_mapped or x.scaling.block is None else prod(e.extents[z] for z in e.batch)
-        return (x.scales if more == 1 else jnp.repeat(jnp.asarray(x.scales), more)), x.scaling
+        repeats = 1 if e.is_mapped or x.scaling.block is None else prod(e.extents[z] for z in e.batch)
+        return (x.scales if repeats == 1 else jnp.repeat(jnp.asarray(x.scales), repeats)), x.scaling
     rest = len(letters) - len(operand.group) - 2
     first, last = x.scaling.block
     blocks = dict(zip(letters, [*[1] * len(operand.group), first, *[1] * rest, last], strict=True))

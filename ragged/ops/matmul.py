@@ -92,8 +92,9 @@ def matmul(
       default is the number of columns of the buffer of `rhs`. Columns beyond `max_last` are dropped, but `last_dims`
       still counts them, so `validate` reports the loss.
     - `capacity`: a static int, the extent of the result's packed axis. Pass it only if the operand with that dim is
-      ragged in both dims and packs its other dim: the default is then `num_groups` times the largest size that a group
-      can have, and elements that don't fit are dropped. In all other cases, the result has the operand's capacity.
+      ragged in both dims and packs its other dim. The default is then `num_groups` times the largest size that a group
+      can have, which is always enough. Elements that don't fit a smaller capacity are dropped. In all other cases, the
+      result has the operand's capacity.
     - `bias`: `(*n,)`, or `[groups, *n]` with a row for each group of the uniform operand. It is added in float32 to the
       rows of the groups, before the activation. The layout must be `forward`, `batched` or `inner_rows`.
     - `activation`: `"relu"`, `"silu"`, `"gelu"` (exact), `"gelu_tanh"` (its approximation), `"sigmoid"`, `"tanh"`, or
@@ -193,7 +194,7 @@ def request_of(lhs: Any, rhs: Any, arguments: Arguments, site: Site | None = Non
     `merges`: whether groups that share a matrix become one group.
     """
     given, lhs, rhs = (lhs, rhs), unquantized(lhs), unquantized(rhs)
-    gathered = lhs if _is_in_place(lhs, rhs) else None
+    gathered = lhs if _may_gather(lhs, rhs) else None
     if gathered is not None:  # The checks need only shapes and dtypes, so nothing is gathered.
         lhs = GroupedTensor(jax.ShapeDtypeStruct(gathered.shape, gathered.dtype), gathered.first_dims)
     elif isinstance(lhs, Gathered):
@@ -257,14 +258,15 @@ def request_of(lhs: Any, rhs: Any, arguments: Arguments, site: Site | None = Non
     operands, call, merge = merged(operands, call)
     check.check_plan(site, operands, call, (None, None) if recipe is None else recipe.forward)
     function = function_of(site, arguments.activation, 1, accumulator_dtype(dtype))
-    # Over explicit axes, groups of an unreduced result can't be merged; `sharding.mapped` merges those of a device.
+    # Over explicit axes, groups of an unreduced result can't be merged here; `sharding.mapped` merges them on each
+    # device.
     is_unreduced = out_spec is not None and out_spec.unreduced
     if merges and (recipe is not None or not is_unreduced):
         request = replace(request, operands=operands, call=call, merge=merge)
     return replace(request, function=function)
 
 
-def _is_in_place(lhs: Any, rhs: Any) -> bool:
+def _may_gather(lhs: Any, rhs: Any) -> bool:
     """Whether the product may read the rows of `lhs` by an index: if `rhs` has a matrix for each group and all arrays
     are on one device."""
     if not isinstance(lhs, Gathered) or lhs.data.ndim != 2 or getattr(rhs, "ndim", 0) != 3 or any(_ragged(rhs)):

@@ -21,6 +21,8 @@ from ragged.tensor.tensor import GroupedTensor
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
+    """The keyword arguments of `matmul`, unchecked."""
+
     preferred_element_type: Any = None
     precision: Any = None
     existing_out: Any = None

@@ -187,4 +187,4 @@ def _check_extents(
         for extent, names in zip(shape, each, strict=True):
             if extent % (shards := math.prod(mesh[n] for n in names)):
                 problem = f"`{name}` splits an axis of extent {extent} into {shards} shards, over {names}."
-                site.fail(ValueError, problem, "The number of shards must divide the extent, except of packed dims.")
+                site.fail(ValueError, problem, "The number of shards must divide the extent, unless the dim is packed.")

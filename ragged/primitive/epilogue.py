@@ -21,7 +21,8 @@ def split_columns(x: Any, columns: str) -> tuple[Array, Array]:
 
 
 def with_bias(out: Array, bias: Array | None, x: Operands, first_dims: Array | None) -> Array:
-    """`out + bias` in the rows of groups. `bias`: `(n,)`, or `[h, n]`, a row for each group of the uniform operand."""
+    """`out + bias` in the rows of groups. `bias`: `(n,)`, or `[h, n]`, a row for each of the `h`
+    groups of the uniform operand."""
     if bias is None:
         return out
     accumulator = accumulator_dtype(out.dtype)  # The bias's gradient is summed in this dtype, too.

@@ -77,7 +77,7 @@ def _abstract_eval(*avals: Any, tree: Any, call: Call) -> tuple[list[Any], froze
 
 
 def _batch(args: Sequence[Any], dims: Sequence[Any], *, tree: Any, call: Call) -> tuple[list[Array], list[int]]:
-    """In the primitive, only rows, sizes and the offset may have a batch axis, and only one. Otherwise XLA applies the
+    """The primitive allows one batch axis, on rows, sizes and the offset only. In other cases, XLA applies the
     epilogue."""
     mapped: Operands = tree.unflatten([d is not None for d in dims])
     if call.out_batch or any(jax.tree.leaves((mapped.rhs, mapped.epilogue, mapped.gather))):

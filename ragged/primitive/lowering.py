@@ -36,7 +36,7 @@ class Backend(NamedTuple):
     gathers: tuple[str, ...] = ()  # kernels that gather the rows of `lhs` by an index
     two_levels: bool = False  # supports `Scales` of two levels
     has_epilogues: bool = True  # some kernel applies an `EpilogueSpec`
-    whole_blocks: bool = True  # groups must begin at multiples of the blocks of scales
+    whole_blocks: bool = True  # its kernels need groups that begin at multiples of the blocks of scales
     in_exports: bool = False  # its kernels can be exported if the caller names the backend
 
     def load(self) -> ModuleType:
@@ -120,15 +120,15 @@ def ask(name: str, x: Operands, call: Call, target: Target) -> Launch | Refusal:
     )
 
 
-def compute(platform: str, x: Operands, call: Call, target: Target, composed: Callable[..., Any] | None = None) -> Any:
-    """The result of a product, by the launch of `plan`. It is `composed(x, call)` if no kernel applies the call's
+def compute(platform: str, x: Operands, call: Call, target: Target, unfused: Callable[..., Any] | None = None) -> Any:
+    """The result of a product, by the launch of `plan`. It is `unfused(x, call)` if no kernel applies the call's
     `EpilogueSpec`."""
     given, x, inner = x, prepared(x, call), _inner(x, call)
     launch = plan(platform, x, inner, target)
-    if composed is not None and launch.is_composed:
-        # The separate products wouldn't find this configuration: the cache's key has the epilogue.
+    if unfused is not None and launch.is_composed:
+        # The separate products wouldn't find this configuration in the cache, whose key has the epilogue.
         configs = call.options.configs if launch.source != "cache" else Configs(*[(launch.config,)] * 3)
-        return composed(given, call._replace(options=call.options._replace(configs=configs)))
+        return unfused(given, call._replace(options=call.options._replace(configs=configs)))
     out = BACKENDS[launch.backend].load().run(launch, taken_by(launch.backend, call, x))
     return out if inner is call else jnp.sum(out, axis=0).astype(call.dtype)
 
@@ -220,8 +220,8 @@ def target_of(
 ) -> Iterator[Target]:
     """A context in which a product's kernel is traced and lowered for a platform; yields the target.
 
-    `device`: the abstract device of the program's mesh. `portable`: whether the program is
-    exported. `automatic`: whether XLA partitions it over several devices.
+    `device`: the abstract device of the program's mesh. `portable`: whether the program is exported. `automatic`:
+    whether XLA partitions the program over several devices.
     """
     # An interpreted kernel is for a device of its backend's platform, whatever `platform` is.
     requested = BACKENDS[options.backend or FALLBACK]
@@ -249,7 +249,7 @@ def _device(platform: str, portable: bool, device: AbstractDevice | None) -> tup
     device = device or jax.sharding.get_abstract_mesh().abstract_device
     if device is not None and platform_name(device.platform or platform) != platform:
         return None
-    # A mesh doesn't know the compute capability of its GPUs. If this machine has such a GPU, it is read below.
+    # A mesh doesn't know the compute capability of its GPUs. The code below reads that of a local GPU of this kind.
     if device is not None and (platform != "cuda" or device.device_kind != jax.devices()[0].device_kind):
         return device.device_kind, device.num_cores or int(platform != "cuda")  # For a GPU, 0 means the kind's default.
     local = jax.devices()[0]

@@ -26,7 +26,7 @@ def dispatched(x: Operands) -> Operands:
 
 
 def in_blocks(x: Operands, product: Product) -> Operands:
-    """`x` with blocks of scales that begin at multiples of the block in the buffer, not at the start of each group.
+    """`x` with blocks of scales that tile the buffer from its first row on, instead of each group.
 
     If only the contracted letter is ragged, groups are moved to multiples of the blocks, with zeros between them.
     Otherwise each packed row gets its own scales.

@@ -44,7 +44,8 @@ from ragged.product.operands import Call, Epilogue, Index, Operand, Operands
 
 
 def bind(x: Operands, call: Call) -> Array:
-    """The product. No operand may be one matrix for all groups: see `merged`. Only `sharding.mapped` allows it."""
+    """The product. `merged` must be called before, if an operand is one matrix for all groups. The exception is an
+    unreduced result: then `sharding.mapped` calls `merged` on each device."""
     if call.out_spec is not None and call.out_spec.unreduced:  # The primitive's result is never unreduced.
         return _mapped(*jax.tree.flatten(x), call)
     leaves, tree = jax.tree.flatten(x)
@@ -156,15 +157,15 @@ def cotangents(ct: Array, x: Operands, call: Call, of: Operands, product: Callab
     for wrt in ("lhs", "rhs"):
         index = x.gather if wrt == "lhs" else None
         # `like`: the type of the cotangent that the product computes; with an index, it has the gathered rows.
-        rows = None if index is None else _rows(of)
+        rows = None if index is None else _gathered_rows(of)
         like = getattr(of, wrt).data if rows is None else rows
         if like is not None:
             if index is not None and rows is None:
                 like = rows_of(like, index)
             operands, ct_call = derivative(wrt, ct, x, call, like)
             if axes := axes_beyond(like, [ct]):
-                wide = ct_call._replace(dtype=ct_call.sum_dtype(types._replace(**{wrt: Operand(ct)})))
-                data = lax.psum(product(wrt, operands, wide), axes).astype(ct_call.dtype)
+                sum_call = ct_call._replace(dtype=ct_call.sum_dtype(types._replace(**{wrt: Operand(ct)})))
+                data = lax.psum(product(wrt, operands, sum_call), axes).astype(ct_call.dtype)
             else:
                 data = product(wrt, operands, ct_call)
             if rows is not None and cts.gather is not None:
@@ -179,7 +180,7 @@ def cotangents(ct: Array, x: Operands, call: Call, of: Operands, product: Callab
     return cts
 
 
-def _rows(of: Operands) -> Any:
+def _gathered_rows(of: Operands) -> Any:
     """The gathered rows if they are differentiated in place of the buffer, else None."""
     return None if of.gather is None else of.gather.rows
 
@@ -202,8 +203,8 @@ def _collected(rows: Array, index: Index, like: Any) -> Array:
     """The cotangent of a buffer like `like`, an array or an aval, from the cotangent of its gathered rows: summed and
     rounded as in `cotangents`."""
     if axes := axes_beyond(like, [rows, *index[:2]]):
-        wide = collect_rows(rows, index.source, index.places, accumulator_dtype(like.dtype))
-        return lax.psum(wide, axes).astype(like.dtype)
+        local_sum = collect_rows(rows, index.source, index.places, accumulator_dtype(like.dtype))
+        return lax.psum(local_sum, axes).astype(like.dtype)
     return collect_rows(rows, index.source, index.places)
 
 
@@ -236,8 +237,8 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, tree: Any, call: Ca
     check_cotangent(call)
     x, dx = tree.unflatten(primals), tree.unflatten(tangents)
     terms, operands = [], ("lhs", "rhs")
-    if _rows(x) is not None:  # These rows are differentiated in place of the buffer.
-        if not isinstance(tangent := _rows(dx), ad.Zero):
+    if _gathered_rows(x) is not None:  # These rows are differentiated in place of the buffer.
+        if not isinstance(tangent := _gathered_rows(dx), ad.Zero):
             terms.append(bind(x._replace(lhs=Operand(tangent), epilogue=Epilogue(), gather=None), call))
         x, operands = without_rows(x), ("rhs",)
     out = bind(x, call)
@@ -257,7 +258,7 @@ def _transpose(ct: Any, *args: Any, tree: Any, call: Call) -> list[Any]:
     if isinstance(ct, ad.Zero):
         return [None] * len(args)
     x, of = tree.unflatten(args), tree.unflatten([arg.aval if ad.is_undefined_primal(arg) else None for arg in args])
-    if (of.lhs.data is not None or _rows(of) is not None) and of.rhs.data is not None:
+    if (of.lhs.data is not None or _gathered_rows(of) is not None) and of.rhs.data is not None:
         problem = "a product is linear in each operand, not in both."
         Site(call.options.name).fail(NotImplementedError, problem, "Transpose it with respect to one operand.")
     return tree.flatten_up_to(cotangents(ct, x, call, of, lambda wrt, x, call: bind(x, call)))

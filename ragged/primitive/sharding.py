@@ -232,8 +232,8 @@ def local(x: Operands, call: Call, sharding: Sharding, product: Callable[[Operan
     shard = x._replace(lhs=lhs, rhs=rhs, sizes=sizes, offset=offset)
     if not summed:
         return multiply(shard, call._replace(shape=partial_shape))
-    wide = call._replace(shape=partial_shape, dtype=call.sum_dtype(x))
-    out = multiply(shard._replace(epilogue=Epilogue()), wide)
+    sum_call = call._replace(shape=partial_shape, dtype=call.sum_dtype(x))
+    out = multiply(shard._replace(epilogue=Epilogue()), sum_call)
 
     # 3. The sum over devices, then `existing_out` and rounding.
     for axis, (before, after) in enumerate(zip(sharding.partial, sharding.out, strict=True)):
@@ -404,13 +404,13 @@ def rule(x: Operands, call: Call) -> tuple[str, dict[str, tuple[str, ...]]]:
         None if x.offset is None else "." * x.offset.ndim,
         jax.tree.map(lambda _: of.out, x.epilogue),
     )
-    alone: list[str] = []
+    replicated: list[str] = []
 
     def factors(letters: str) -> str:
         names = [f"w{next(counter)}" if z == "." else z for z in letters]
-        alone.extend(name for name in names if name[0] == "w")
+        replicated.extend(name for name in names if name[0] == "w")
         return " ".join(names)
 
     text = ", ".join(map(factors, jax.tree.leaves(operands))) + " -> " + factors(of.out)
     summed = tuple(z for z in dict.fromkeys(of.lhs + of.rhs) if z not in of.out + ".")
-    return text, {"reduction_factors": summed, "need_replication_factors": tuple(alone)}
+    return text, {"reduction_factors": summed, "need_replication_factors": tuple(replicated)}

@@ -43,7 +43,7 @@ def merged(x: Operands, call: Call) -> tuple[Operands, Call, Merge | None]:
         return x, call, None
     x = x._replace(**{shared: getattr(x, shared)._replace(data=getattr(x, shared).data[None])})
     if x.sizes:
-        one, sizes = _rows(groups, x.sizes[p.ragged])
+        one, sizes = _one_ragged_group(groups, x.sizes[p.ragged])
         return x._replace(**{other: one}, sizes={p.ragged: sizes}), call, Merge()
 
     # Groups `[g, rows, contracted]` become one, `[1, g * rows, contracted]`.
@@ -58,7 +58,7 @@ def merged(x: Operands, call: Call) -> tuple[Operands, Call, Merge | None]:
     g, rows = groups.data.shape[:2]
     one_group, merge = (1, g * rows, shape[1]), Merge((g, *shape), is_transposed, call.out_spec)
     epilogue = x.epilogue._replace(existing=None if existing is None else _reshaped(existing, one_group))
-    x = x._replace(epilogue=epilogue, **{other: _one(groups)})
+    x = x._replace(epilogue=epilogue, **{other: _one_uniform_group(groups)})
     return x, call._replace(product=p._replace(**{other: letters}), shape=one_group, out_spec=None), merge
 
 
@@ -67,14 +67,14 @@ def _reshaped(x: Array, shape: tuple[int, ...]) -> Array:
     return x.reshape(shape)
 
 
-def _rows(ragged: Operand, sizes: Array) -> tuple[Operand, Array]:
-    """`(operand, size)`: a ragged operand with all rows as one group, and the size of the group."""
+def _one_ragged_group(ragged: Operand, sizes: Array) -> tuple[Operand, Array]:
+    """`(operand, size)`: a ragged operand with all rows as one group, and the `(1,)` size of the group."""
     scales, rows = ragged.scales, ragged.data.shape[0]
     scales = None if scales is None else of_rows(scales, sizes, rows)
     return ragged._replace(scales=scales), group_offsets(sizes, rows)[-1:]
 
 
-def _one(groups: Operand) -> Operand:
+def _one_uniform_group(groups: Operand) -> Operand:
     """The operand `[g, rows, contracted]` as `[1, g * rows, contracted]`."""
     data, scales, _ = groups
     g, rows, contracted = data.shape

@@ -108,8 +108,9 @@ class XlaConfig(Config):
 class TpuConfig(Config):
     """Tiles of a TPU kernel, the number of buffers of each streamed operand, and whether the kernel is interpreted.
 
-    The tile of a ragged dim is a multiple of the dtypes' sublanes (8 for 4 bytes, 16 for 2, 32 for 1); of another dim,
-    a multiple of 128. Any tile may also be the whole extent.
+    The tile of a ragged dim is a multiple of the sublanes of the smallest dtype of the operands and the result: 8 for
+    32 bits, 16 for 16, 32 for 8, 64 for 4. The tile of another dim is a multiple of 128. Any tile may also be the whole
+    extent.
     """
 
     backend: ClassVar[str] = "pallas_tpu"
@@ -149,7 +150,7 @@ class GpuConfig(Config):
     band: int = 8  # programs visit bands of this many rows of tiles, each band column by column
     programs: int = 0  # programs that a multiprocessor runs at a time; 0: as many as fit
     tma: bool = True  # whether TMA loads tiles, if it can
-    # True runs the kernel's body on the CPU, as for the GPU of the mesh in context, by default an A100.
+    # True runs the kernel's body on the CPU, planned for the GPU of the mesh in context, or else for an A100.
     interpret: bool = False
 
     def __post_init__(self) -> None:
@@ -187,10 +188,10 @@ class Configs(NamedTuple):
     rhs: Any = None
 
     def of(self, letters: str, backend: str) -> Config | None:
-        """The configuration for `backend`, or None, of the product whose result has `letters`. With the letters of
-        an operand, this is the product that is the operand's cotangent.
+        """The configuration for `backend`, or None.
 
-        Each field must be None or a tuple, as in `checked`.
+        `letters`: the letters of the result; or of an operand, for the product that is its cotangent. Each field must
+        be None or a tuple, as in `checked`.
         """
         configs = {"mn": self.out, "km": self.lhs, "kn": self.rhs}["".join(sorted(letters))]
         return next((each for each in configs or () if each.backend == backend), None)
@@ -249,6 +250,8 @@ def backend_of(site: Site, given: Any) -> tuple[Any, Any, Configs]:
 
 
 class Using(NamedTuple):
+    """The settings of a context of `using`."""
+
     configs: Configs = Configs()
     cached: bool = True
 

@@ -56,6 +56,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 
 def names(text: str) -> frozenset[str]:
+    """The words of `text`."""
     return frozenset(text.split())
 
 
@@ -258,8 +259,8 @@ def _numbers_read(activation: Any) -> str | None:
     if not isinstance(activation, FunctionType):
         return None
     cells = [cell.cell_contents for cell in activation.__closure__ or ()]
-    names = activation.__globals__.keys() & {*activation.__code__.co_names}
-    read = [*cells, *(activation.__globals__[name] for name in sorted(names)), *(activation.__defaults__ or ())]
+    global_names = activation.__globals__.keys() & {*activation.__code__.co_names}
+    read = [*cells, *(activation.__globals__[name] for name in sorted(global_names)), *(activation.__defaults__ or ())]
     others = [each for each in read if not isinstance(each, _NUMBERS)]
     calls_inner = any(isinstance(each, CodeType) for each in activation.__code__.co_consts)
     if calls_inner or activation.__kwdefaults__ or not all(_is_fixed(each) for each in others):

@@ -86,7 +86,7 @@ class Options(NamedTuple):
     cached: bool = True  # whether a product without a configuration takes one from the cache
     tiling: tuple[int, int, int] | None = None  # tiles of `m`, `k`, `n`, also in derivatives; a backend may shrink them
     buffers: int = 2  # buffers of each streamed operand of a TPU kernel, if no configuration sets them
-    name: str = "ragged.matmul"  # the public function, for errors after the call
+    name: str = "ragged.matmul"  # the public function, for errors after the call, as in derivatives and lowering
 
     @property
     def calls_back(self) -> bool:
@@ -122,6 +122,7 @@ class EpilogueSpec(NamedTuple):
 
     @property
     def instructions(self) -> int:
+        """Approximate number of vector instructions of `function` per element."""
         return 0 if self.function is None else self.function.instructions
 
 

@@ -22,7 +22,7 @@ class _Kind(type):
     """Metaclass of `Rows`, `Cols`, `Both`, `Uniform` and their subscripted forms."""
 
     kind: str
-    shown: Any = None  # jaxtyping's annotation of `[g, *buffer]`; None without subscripts
+    annotation: Any = None  # jaxtyping's annotation of `[g, *buffer]`; None without subscripts
     logical: bool = False  # whether the dtype is the one of `dequantize()`, not the buffer's
 
     def __getitem__(cls, item: Any) -> Any:
@@ -32,7 +32,7 @@ class _Kind(type):
         if buffer is GroupedTensor:
             buffer = Shaped[GroupedTensor, "..."]
         name = f"{cls.__name__}[{', '.join(map(_name, (buffer, *more)))}]"
-        if cls.shown is not None or len(more) not in (1, 2) or more[1:] not in ([], ["logical"]):
+        if cls.annotation is not None or len(more) not in (1, 2) or more[1:] not in ([], ["logical"]):
             cls._fail(TypeError, name, 'the subscripts must be an annotation, the group axis and optionally "logical".')
         if not (isinstance(buffer, type) and issubclass(buffer, AbstractArray) and buffer.array_type is GroupedTensor):
             cls._fail(TypeError, name, f"{_name(buffer)} doesn't annotate a `GroupedTensor`.")
@@ -43,9 +43,9 @@ class _Kind(type):
         class OfBuffer(AbstractDtype):
             dtypes = buffer.dtypes
 
-        shown = OfBuffer[jax.ShapeDtypeStruct, f"{groups.dim_str} {buffer.dim_str}"]
-        logical = "logical" in more[1:]
-        return _Kind(name, (cls,), {"shown": shown, "logical": logical, "__module__": "ragged", "__qualname__": name})
+        annotation = OfBuffer[jax.ShapeDtypeStruct, f"{groups.dim_str} {buffer.dim_str}"]
+        fields = {"annotation": annotation, "logical": "logical" in more[1:]}
+        return _Kind(name, (cls,), {**fields, "__module__": "ragged", "__qualname__": name})
 
     # `no_type_check`: jaxtyping's import hook would bind the axes for this call only.
     @no_type_check
@@ -55,7 +55,7 @@ class _Kind(type):
     @no_type_check
     def __instancecheck_str__(cls, x: Any) -> str:
         """The reason why `x` doesn't match, for beartype's message `x violates ..., as <reason>`; `""` if it does."""
-        if cls.shown is None:
+        if cls.annotation is None:
             cls._fail(TypeError, cls.__name__, "an annotation needs its axes.")
         if not isinstance(x, GroupedTensor):
             return f"this is {describe(x)}, not a GroupedTensor"
@@ -68,9 +68,9 @@ class _Kind(type):
         if x.kind != cls.kind:
             return f"this tensor's kind is {x.kind}, not {cls.kind}"
         dtype = x.logical_dtype if cls.logical else x.dtype
-        shown = jax.ShapeDtypeStruct((x.num_groups, *x.shape), dtype)
-        problem = cls.shown.__instancecheck_str__(shown)
-        return problem and f"its groups and buffer, {describe(shown)}, don't fit '{cls.shown.dim_str}': {problem}"
+        array = jax.ShapeDtypeStruct((x.num_groups, *x.shape), dtype)
+        problem = cls.annotation.__instancecheck_str__(array)
+        return problem and f"its groups and buffer, {describe(array)}, don't fit '{cls.annotation.dim_str}': {problem}"
 
     def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
         cls._fail(TypeError, cls.__name__, "an annotation can't be called.")

@@ -3,8 +3,8 @@
 Functions see ones in the tail, and results have zeros there. `filled` inserts both, and gives the tail a gradient of
 zero. So the tail affects no result and no gradient.
 
-Values and cotangents are summed in float32 and rounded once. Sums along the packed axis are sums of blocks (`_steps`),
-so that the error doesn't grow with the size of a group.
+Values and cotangents are summed in float32 and rounded once. Along the packed axis, blocks of rows are summed first,
+then their sums (`_steps`), so that the error doesn't grow with the size of a group.
 """
 
 import math
@@ -46,8 +46,8 @@ class per_group(_Wrapper):
     """Wraps one value per group, to combine with a tensor: `x * per_group(v)`.
 
     `value`: `(g,)`, one value for all elements of a group. For ragged rows also `(g, *more, last)`, one row per group;
-    for ragged columns `(g, first)`, one column per group; for a uniform tensor, any shape whose axes after the group
-    axis broadcast.
+    for ragged columns `(g, first)`, one column per group; for a uniform tensor, any shape `(g, ...)` whose axes after
+    the first one broadcast to a group's.
 
     One row that all groups share, `(last,)`, is `per_column(v)`.
     """
@@ -83,7 +83,7 @@ Side = int | Int[AnyArray, ""] | None
 Window = Side | tuple[Side, Side]
 Sink = float | AnyArray | None
 
-# Arrays without dims are numbers. A `(last,)` array is combined with every row.
+# Numbers and plain arrays. An array without dims is a number; a `(last,)` array is combined with every row.
 SCALARS = int | float | complex | np.generic | np.ndarray | Array
 
 
@@ -230,7 +230,7 @@ class Arithmetic(GroupedBase, Operators):
                 if isinstance(other, Operators):
                     hint = "Copy the rows first: `x.map(fn, other.dispatch())`."
                 Site("GroupedTensor.map", {"x": self, "other": other}).fail(TypeError, problem, hint)
-        x = _host(self, *others)
+        x = _template(self, *others)
         return x._mapped(fn(*(_aligned(x, each, "map") for each in (self, *others))), zero_tail)
 
     def _mapped(self: Tensor, out: Any, zero_tail: bool = True) -> Tensor:
@@ -257,7 +257,7 @@ class Arithmetic(GroupedBase, Operators):
                 site = Site(f"GroupedTensor {symbol} array", {"x": self, "v": other})
                 site.fail(TypeError, "`v` is not an array.", "Pass an array.")
             return NotImplemented
-        x = _host(self, other)
+        x = _template(self, other)
         own_values, values = _aligned(x, self, symbol), _aligned(x, other, symbol, reflected)
         return x._mapped(fn(values, own_values) if reflected else fn(own_values, values))
 
@@ -357,13 +357,14 @@ class Arithmetic(GroupedBase, Operators):
         return self._with_kept_dims(self._or_empty(out, axis, empty), axis, keepdims)
 
     def _or_empty(self, out: Array, axis: int | None, empty: Any) -> Array:
-        """A reduction `out` along `axis`, with `empty`, unless it is None, where there are no elements."""
+        """`out`, a reduction along `axis`, with `empty` where there are no elements; unchanged if `empty` is None."""
         if empty is None:
             return out
         count = self.with_data(jnp.ones(self.shape, jnp.int32)).sum(axis)
         return jnp.where(count > 0, out, jnp.asarray(empty, out.dtype))
 
     def _with_kept_dims(self, out: Array, axis: int | None, keepdims: bool) -> Any:
+        """`out`, a reduction along `axis`; with `keepdims`, as the tensor that `sum` documents."""
         if not keepdims:
             return out
         rank = self.ndim - (self.packed_axis is None)  # of a group
@@ -483,20 +484,20 @@ class Arithmetic(GroupedBase, Operators):
 
     def _softmax_of(self: Tensor, visible: Array, axis: int, sink: Sink) -> Tensor:
         """Softmax of the `visible` elements along `axis`, by reductions of each group; zeros elsewhere."""
-        # Softmax doesn't depend on the maximum, so it needs no derivative.
+        # Softmax doesn't depend on the maximum that is subtracted, so the maximum needs no derivative.
         lowest = _limits(self.dtype)[0]
         scores = self.with_data(jnp.where(visible, jax.lax.stop_gradient(jnp.asarray(self.data)), lowest))
         largest: Any = scores.max(axis, empty=0, keepdims=True)
-        more: Any = None
+        sinks: Any = None
         if sink is not None:
-            more = self._with_kept_dims(_sinks(self, visible, axis, sink), axis, keepdims=True)
-            largest = largest.map(jnp.maximum, more.with_data(jax.lax.stop_gradient(more.data)))
+            sinks = self._with_kept_dims(_sinks(self, visible, axis, sink), axis, keepdims=True)
+            largest = largest.map(jnp.maximum, sinks.with_data(jax.lax.stop_gradient(sinks.data)))
         # NaN and infinities aren't masked: they make their whole row NaN.
         shifted = self.with_data(jnp.where(visible, self.data, 0)) - largest
         weights = shifted.with_data(jnp.where(visible, jnp.exp(jnp.where(visible, shifted.data, 0)), 0))
         total: Any = weights.sum(axis, empty=1, keepdims=True)
-        if more is not None:
-            total += (more - largest).map(jnp.exp)
+        if sinks is not None:
+            total += (sinks - largest).map(jnp.exp)
         out = weights / total.map(lambda each: jnp.where(each == 0, 1, each))
         return out.with_data(jnp.where(visible, out.data, 0))
 
@@ -556,15 +557,15 @@ def _hold_arrays(*operands: Any) -> bool:
     return all(is_arraylike(each.data) for each in operands if isinstance(each, Operators))
 
 
-def _host(self: Arithmetic, *others: Any) -> Any:
+def _template(self: Arithmetic, *others: Any) -> Any:
     """The operand whose structure the result has: `self`, unless it is a cotangent of another operand, or is stretched
     to another operand's size."""
-    host = self
+    template = self
     for other in others:
-        if isinstance(other, Arithmetic) and other is not host:
-            gains = _is_cotangent(host, other) and not other.is_cotangent
-            host = other if gains or _stretched(other, host) is not None else host
-    return host
+        if isinstance(other, Arithmetic) and other is not template:
+            adds_groups = _is_cotangent(template, other) and not other.is_cotangent
+            template = other if adds_groups or _stretched(other, template) is not None else template
+    return template
 
 
 @over_explicit_axes
@@ -606,7 +607,7 @@ def _stretched(x: Arithmetic, other: Arithmetic) -> Wrapped | None:
             return per_group(data)
         if data.shape[axis] != 1:
             return None
-        value, shape = jnp.squeeze(data, axis), (x.num_groups, *_others(x))
+        value, shape = jnp.squeeze(data, axis), (x.num_groups, *_unpacked_shape(x))
         is_scalar = all(n == 1 for n in value.shape[1:])
         return per_group(value.reshape(-1) if is_scalar else broadcast_accumulated(value, value.dtype, shape))
     if axis is None or (other.packed_axis, other.capacity) != (axis, x.capacity):
@@ -620,7 +621,8 @@ def _stretched(x: Arithmetic, other: Arithmetic) -> Wrapped | None:
     return per_row(data) if axis != -1 else per_column(data[0])  # one value per row or column of the buffer
 
 
-def _others(x: Arithmetic) -> tuple[int, ...]:
+def _unpacked_shape(x: Arithmetic) -> tuple[int, ...]:
+    """The shape of the buffer without its packed axis; of a uniform tensor, without the group axis."""
     return x.shape[:1] if x.packed_axis == -1 else x.shape[1:]
 
 
@@ -632,12 +634,14 @@ def _may_be_equal(sizes: Any, others: Any) -> bool:
 
 
 def _spread(x: Arithmetic, wrapped: Wrapped) -> Array:
-    value = _along(x, wrapped)
+    """Wrapped values as an array that broadcasts to the buffer of `x`, with ones outside of the groups."""
+    value = _broadcast(x, wrapped)
     # Without `filled`, rows without columns, and columns beyond the last dims, would add to the gradient of `v`.
     return value if x.packed_axis is None else filled(x.with_data(value), 1)
 
 
-def _along(x: Arithmetic, wrapped: Wrapped) -> Array:
+def _broadcast(x: Arithmetic, wrapped: Wrapped) -> Array:
+    """Wrapped values as an array that broadcasts to the buffer of `x`. Raises unless they have a valid shape."""
     require_groups(x)
     value, name = jnp.asarray(wrapped.value), type(wrapped).__name__
     axis = x.packed_axis
@@ -650,7 +654,7 @@ def _along(x: Arithmetic, wrapped: Wrapped) -> Array:
     elif isinstance(wrapped, per_column):
         want, hint = x.shape[-1:], "It needs one value per column of the buffer."
     else:
-        columns = () if value.ndim == 1 else _others(x)
+        columns = () if value.ndim == 1 else _unpacked_shape(x)
         if axis is None:  # The value may broadcast along the last axes.
             last = x.shape[max(1, x.ndim - value.ndim + 1) :]
             columns = tuple(1 if m == 1 else n for m, n in zip(value.shape[1:], last, strict=False))
@@ -672,7 +676,7 @@ def _along(x: Arithmetic, wrapped: Wrapped) -> Array:
     value = jnp.pad(value, [(0, 1), *[(0, 0)] * (value.ndim - 1)], constant_values=1)  # The tail is one more group.
     value = _take(value, x.offsets, x.group_ids)  # (capacity,) or [capacity, *other]
     if is_scalar:
-        shape = (x.capacity, *_others(x))
+        shape = (x.capacity, *_unpacked_shape(x))
         value = broadcast_accumulated(value.reshape(x.capacity, *(1,) * (len(shape) - 1)), dtype, shape)
     return value.mT if axis == -1 else value
 
@@ -713,7 +717,7 @@ def _hint(x: Arithmetic, shape: tuple[int, ...], symbol: str, reflected: bool) -
     if not x.is_cotangent:
         of[x.num_groups,] = "value"
     if axis is not None:
-        of[x.num_groups, *_others(x)] = "column" if axis == -1 else "row"
+        of[x.num_groups, *_unpacked_shape(x)] = "column" if axis == -1 else "row"
 
     def hints(shape: tuple[int, ...], v: str) -> str:
         found = [f"One {of[shape]} per group is `ragged.per_group({v})`."] if shape in of else []

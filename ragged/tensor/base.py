@@ -42,10 +42,10 @@ class GroupedBase(eqx.Module):
             if not is_arraylike(dims):
                 continue
             if dims.dtype not in (jnp.int32, jnp.uint32, jax.dtypes.float0):
-                problem = f"`{name}` must be int32 or uint32, one size a group."
+                problem = f"`{name}` must be int32 or uint32, one size per group."
                 Site("GroupedTensor", {name: dims}).fail(TypeError, problem, f"Cast it: `{name}.astype(jnp.int32)`.")
             if dims.ndim != 1:
-                problem = f"`{name}` must have shape (g,), one size a group."
+                problem = f"`{name}` must have shape (g,), one size per group."
                 hint = "A stack of tensors is made by `jax.vmap(GroupedTensor)`."
                 Site("GroupedTensor", {name: dims}).fail(ValueError, problem, hint)
         data, first, last = self.data, self.first_dims, self.last_dims
@@ -97,7 +97,7 @@ class GroupedBase(eqx.Module):
         if scale_bytes == 1 and jnp.issubdtype(self.data.dtype, jnp.unsignedinteger):
             problem = f"the scaling {self.scaling} has no unsigned integers, but `data` is {self.data.dtype.name}."
             hint = "If these are the bytes of floats, reinterpret them: `x.data.view(jnp.float8_e4m3fn)`, or "
-            hint += "`x.data.view(jnp.float4_e2m1fn)` for two numbers a byte, of which the low half is the first."
+            hint += "`x.data.view(jnp.float4_e2m1fn)` for two numbers per byte, the first one in the low half."
             site.fail(TypeError, problem, hint)
         scale, needed = self.tensor_scale, self.scaling.has_tensor_scale
         fits = not is_arraylike(scale) or (scale.shape in ((), (self.num_groups,)) and scale.dtype == jnp.float32)
@@ -364,7 +364,7 @@ def float_scales(x: GroupedBase) -> Array:
         return scales
     tensor_scale = jnp.asarray(x.tensor_scale)
     assert x.scaling is not None
-    if tensor_scale.ndim and scales.ndim > 1:  # one for each group, to each of its blocks
+    if tensor_scale.ndim and scales.ndim > 1:  # Each block gets the tensor scale of its group.
         axis = x.packed_axis
         block = None if axis is None else (x.scaling.block or (None, None))[0 if axis != -1 else -1]
         if axis is not None and block is not None:
@@ -385,12 +385,12 @@ def buffer_scales(x: GroupedBase) -> Scales:
     x._check_scales()  # Tensors from `tree_map` and `tree_at` skip `__check_init__`.
     assert x.scaling is not None
     scaling, scales = x.scaling, jnp.asarray(x.scales)
-    of_tensor = None if x.tensor_scale is None else jnp.asarray(x.tensor_scale)
-    if of_tensor is not None and of_tensor.ndim and (x.packed_axis is not None or scales.ndim < 2):
+    tensor_scale = None if x.tensor_scale is None else jnp.asarray(x.tensor_scale)
+    if tensor_scale is not None and tensor_scale.ndim and (x.packed_axis is not None or scales.ndim < 2):
         # Kernels support a scale for each group only as the second level of a uniform operand.
         block = scaling.block or (None, None)
-        scaling, scales, of_tensor = Scaling(block), float_scales(x), None
-    return stored_scales(scaling, scales, of_tensor, x.packed_axis, x.num_groups, is_flipped(x))
+        scaling, scales, tensor_scale = Scaling(block), float_scales(x), None
+    return stored_scales(scaling, scales, tensor_scale, x.packed_axis, x.num_groups, is_flipped(x))
 
 
 def element_scales(x: GroupedBase) -> Array:
@@ -399,8 +399,8 @@ def element_scales(x: GroupedBase) -> Array:
     if x.ndim > inner + 1:  # Blocks have extent 1 along such axes, so map over them.
         is_whole = x.scaling is None or x.scaling.block in (None, (None, None))  # Scales of whole groups lack the axes.
         axes = inner, None if is_whole else inner
-        each = jax.vmap(lambda data, scales: element_scales(with_fields(x, data=data, scales=scales)), axes, inner)
-        return each(jnp.asarray(x.data), jnp.asarray(x.scales))
+        mapped = jax.vmap(lambda data, scales: element_scales(with_fields(x, data=data, scales=scales)), axes, inner)
+        return mapped(jnp.asarray(x.data), jnp.asarray(x.scales))
     scales = kernel_scales(x)
     assert scales is not None
     shape = (*x.shape[:-2], x.shape[-1], x.shape[-2]) if is_flipped(x) else x.shape

@@ -77,7 +77,7 @@ def _joined(tensors: list[GroupedTensor]) -> GroupedTensor:
 
 
 def _joined_on_host(tensors: list[GroupedTensor]) -> GroupedTensor:
-    """`_joined` of tensors in NumPy. No program is compiled for their capacities."""
+    """`_joined` of tensors in NumPy, without a compiled program."""
     head = tensors[0]
     if head.packed_axis is None:
         return with_fields(head, data=np.concatenate([t.data for t in tensors]))

@@ -51,7 +51,7 @@ def from_list(
     if capacity < total:
         hint = f"Pass at least {total}, or leave `capacity` out."
         site.fail(ValueError, f"`capacity` is {capacity}, but the groups need {total}.", hint)
-    # A program would be compiled again for each list of shapes.
+    # Packed by NumPy if possible: JAX would compile a program for each list of shapes.
     arrays, like = on_host(given, copy=True), given
     if arrays is None:
         data, like = _packed(jnp, [jnp.asarray(a) for a in given], ragged, capacity - total), ()

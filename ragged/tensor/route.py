@@ -47,7 +47,7 @@ class Gathered(Operators):
 
     - `data`: `[tokens, d]`.
     - `rows`: `[rows, d]`, the copied rows. Under `jit`, XLA drops the copy if no product needs it.
-    - `source`: `(rows,)` int32. row `i` is `data[source[i]]`; the number of tokens, out of range, for rows of no group.
+    - `source`: `(rows,)` int32. Row `i` is `data[source[i]]`; the number of tokens, out of range, for rows of no group.
     - `places`: `[tokens, top_k]` int32, the rows of each token; the number of rows, out of range, for rows of no group.
     - `first_dims`: `(g,)` int32, the number of rows of each group.
 
@@ -311,7 +311,7 @@ class Route(eqx.Module):
 
 
 def check_combined(
-    of: str,
+    class_name: str,
     y: Any,
     weights: Any,
     sizes: tuple[int, int],
@@ -319,12 +319,12 @@ def check_combined(
     dispatch: str,
     max_ndim: int | None = None,
 ) -> None:
-    """Raises unless `y` has ragged rows, `sizes = (rows, groups)` and at most `max_ndim` dims. `weights` must be None
-    or have the shape `shape`.
+    """Raises unless `y` has ragged rows, with the `(rows, groups)` in `sizes`, and at most `max_ndim` dims. Raises for
+    `weights` that are neither None nor floats of this shape.
 
-    `of`: the class whose `combine` is called. `dispatch`: the call that returns such a `y`, for hints.
+    `class_name`: the class whose `combine` is called. `dispatch`: the call that returns such a `y`, for hints.
     """
-    site = Site(f"{of}.combine(y, weights)", {"y": y} if weights is None else {"y": y, "weights": weights})
+    site = Site(f"{class_name}.combine(y, weights)", {"y": y} if weights is None else {"y": y, "weights": weights})
     hint = f"Pass `{dispatch}`, or what you computed from it."
     if not isinstance(y, GroupedTensor):
         site.fail(TypeError, "`y` is not a `GroupedTensor`.", hint)

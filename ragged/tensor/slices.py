@@ -2,9 +2,9 @@
 
 With `first_dims=[3, 1, 2]`, rows `-2:` of each group:
 
-    data         a0 a1 a2 | b0 | c0 c1 | ? ?
-    begin, size      1  2    0 1   0   2      within each group
-    result       a1 a2 | b0 | c0 c1 | ?       the buffer has two rows for each of the three groups
+    data           a0 a1 a2 | b0   | c0 c1 | ? ?
+    (begin, size)  (1, 2)   | (0, 1) | (0, 2)     the slice within each group
+    result         a1 a2    | b0   | c0 c1 | ?    the buffer has two rows for each of the three groups
 """
 
 from math import prod

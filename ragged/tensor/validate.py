@@ -82,13 +82,14 @@ class _Problems(Sequence[str]):
 
     @property
     def max_size(self) -> int:
-        """The largest size with its own message, which larger sizes share.
+        """The largest size with its own message. Larger sizes get this message too.
 
-        It is above the extent, unless the number of messages would exceed int32.
+        It is above the extent, unless int32 couldn't count the messages.
         """
         return max(min(self.extent + 1, np.iinfo(np.int32).max // self.groups - 2), 0)
 
     def code(self, group: Array, size: Array) -> Array:
+        """The index of the message for this size of this group."""
         return group * (self.max_size + 2) + jnp.minimum(size, self.max_size) + 1
 
     def __len__(self) -> int:

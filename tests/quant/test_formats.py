@@ -120,7 +120,7 @@ def test_bytes_of_a_checkpoint() -> None:
     with pytest.raises(ValueError, match=r"`x.scales.view\(jnp.float8_e8m0fnu\)`"):
         GroupedTensor(data.view(jnp.float4_e2m1fn), scales=scales, scaling=mx)
     scales = scales.view(jnp.float8_e8m0fnu)
-    with pytest.raises(TypeError, match=r"`x.data.view\(jnp.float4_e2m1fn\)` for two numbers a byte"):
+    with pytest.raises(TypeError, match=r"`x.data.view\(jnp.float4_e2m1fn\)` for two numbers per byte"):
         GroupedTensor(jnp.repeat(data, 2, axis=-1), scales=scales, scaling=mx)
     x = GroupedTensor(data.view(jnp.float4_e2m1fn), scales=scales, scaling=mx)
     np.testing.assert_array_equal(np.asarray(x.dequantize().data, np.float64), want)
