@@ -204,10 +204,11 @@ class Arithmetic(GroupedBase, Operators):
         """Applies an elementwise or rowwise function to the buffer, or to several buffers: `x.map(jnp.maximum, y)`.
 
         `fn` is called once, with the whole buffer (ones outside of the groups). It must treat each row (each column, if
-        columns are packed) independently; on a row of ones, `fn` and its derivative must be finite. It may change the
-        dtype, and dims that aren't ragged: `x.map(lambda rows: rows @ w)`. For ragged rows and uniform tensors, it may
-        also split or merge dims: `x.map(lambda rows: rows.reshape(-1, heads, head_dim))`. For a cotangent, whose groups
-        are unknown, `fn` must be elementwise.
+        columns are packed; each element, if both dims are ragged) independently; on a row of ones, `fn` and its
+        derivative must be finite. It may change the dtype, and dims that aren't ragged: `x.map(lambda rows: rows @ w)`.
+        For ragged rows and uniform tensors, it may also split or merge dims:
+        `x.map(lambda rows: rows.reshape(-1, heads, head_dim))`. For a cotangent, whose groups are unknown, `fn` must be
+        elementwise.
 
         `fn` may close over arrays: `x.map(lambda rows: rows + bias)`. JAX sums their gradients over the rows in the
         dtype of the operation. For accurate gradients in bfloat16, write
