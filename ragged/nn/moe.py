@@ -218,7 +218,9 @@ def _(function: Function | None, is_part: bool, primals: Any, tangents: Any) -> 
     def weighted_before(down: Array, weights: Array, *saved: Array) -> Array:
         z, first_dims = tuple(each.astype(accumulator) for each in saved), hidden.first_dims
         rows = GroupedTensor(z[0], first_dims) if function is None else activated(function, z, first_dims)
-        rows = rows * per_row(weights_of_rows(routed, weights.astype(accumulator)))
+        # The cotangents of the rows' weights are summed over devices here: one number per row, not for each element.
+        of_rows, *_ = vary_together([weights_of_rows(routed, weights.astype(accumulator)), *z])
+        rows = rows * per_row(of_rows)
         return routed.combine(matmul(rows.astype(dtype), down))
 
     dsaved, ddown, dweights, *_ = tangents
