@@ -165,7 +165,7 @@ class Function:
         values = [*z]
         for primitive, params, operands, _ in self.operations:
             arrays: list[Any] = [values[each] if isinstance(each, int) else each for each in operands]
-            if shape := np.broadcast_shapes(*(each.shape for each in arrays)):
+            if shape := max((each.shape for each in arrays), key=len):  # the others are single numbers
                 arrays = [jnp.broadcast_to(each, shape) for each in arrays]
             values.append(formulas.get(primitive.name, primitive.bind)(*vary_together(arrays), **params))
         result: Any = values[self.result] if isinstance(self.result, int) else self.result

@@ -144,6 +144,31 @@ def test_symbolic_shapes() -> None:
     in_a_process(SYMBOLIC)
 
 
+SYMBOLIC_ROWS = """
+import jax, jax.numpy as jnp, numpy as np
+import ragged
+from jax import export
+
+def loss(x, w):
+    x = ragged.GroupedTensor(x, jnp.array([7, 0, 8], jnp.int32))
+    outs = [ragged.matmul(x, w, activation=lambda z: jnp.clip(jax.nn.silu(z), -1, 1), bias=w[0, 0])]
+    outs += [ragged.gated_matmul(x, w, columns="halves")]
+    return sum(out.data.sum() for out in outs), [out.data for out in outs]
+
+scope = export.SymbolicScope()
+types = [jax.ShapeDtypeStruct(export.symbolic_shape(s, scope=scope), jnp.float32) for s in ("m,4", "3,4,2*n")]
+args = jnp.cos(jnp.arange(64.0)).reshape(16, 4), jnp.sin(jnp.arange(48.0)).reshape(3, 4, 4)
+program = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+exported = export.export(program)(*types)
+jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), exported.call(*args), program(*args))
+"""
+
+
+def test_symbolic_rows_and_columns_of_activations() -> None:
+    """A program of any number of rows and columns equals the program of one shape."""
+    in_a_process(SYMBOLIC_ROWS)
+
+
 def test_linear_in_each_operand_but_not_in_both() -> None:
     case = small("forward", dtype="float32")
 
