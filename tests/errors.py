@@ -21,6 +21,8 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "errors.md"
 
 SETUP = """
+import itertools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -70,6 +72,15 @@ two = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
 def over(fn, *args, mesh=auto, **options):
     mapped = jax.shard_map(fn, mesh=mesh, in_specs=P("a"), out_specs=P("a"), **options)
     return jax.eval_shape(mapped, *args)
+
+
+numbers = itertools.count(1)
+
+
+def with_slope(slope):
+    tanh = jax.custom_jvp(jnp.tanh)
+    tanh.defjvp(lambda z, dz: (jnp.tanh(*z), slope * dz[0]))
+    return tanh
 
 
 class Param:  # as flax's `nnx.Param`
@@ -298,8 +309,14 @@ ragged.matmul(x, w, activation=lambda z: z.T)
 ragged.matmul(x, w, activation=lambda z: (z, z))
 ragged.matmul(x, w, activation=lambda z: z > 0)
 ragged.matmul(x, w, activation=lambda z: z * jnp.ones(6))
+ragged.matmul(x, w, activation=lambda z: z * w[0, 0])
 ragged.matmul(x, w, activation=lambda z: z * jnp.arange(6.0))
+ragged.matmul(x, w, activation=lambda z: None)
+ragged.matmul(x, w, activation=lambda z: next(numbers) * z)
+ragged.matmul(x, w, activation=lambda gate, up, more: gate * up)
+ragged.gated_matmul(x, w, w, activation=lambda gate, up, more: gate * up)
 jax.grad(lambda w: ragged.matmul(x, w, activation=lambda z: z * w[0, 0, 0]).data.sum())(w)
+jax.grad(lambda w: ragged.matmul(x, w, activation=with_slope(w[0, 0, 0])).data.sum())(w)
 ragged.matmul(x, w, activation=lambda z: [z, jax.debug.print("z")][0])
 ragged.matmul(x, w, activation=jnp.add)
 ragged.matmul(x, w, activation="swish")

@@ -11,10 +11,11 @@ XLA computes the function itself.
 
 import hashlib
 import inspect
+import sys
 from collections.abc import Callable, Container, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from dataclasses import dataclass, field
+from functools import lru_cache, partial, reduce
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -61,15 +62,18 @@ def names(text: str) -> frozenset[str]:
 
 
 _ELEMENTWISE = names(
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type cos cosh digamma "
-    "div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le lgamma log log1p logistic lt max min "
-    "mul ne neg nextafter not or pow reduce_precision rem round rsqrt select_n sign sin sinh sqrt square "
-    "stop_gradient sub tan tanh xor"
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil "
+    "clamp clz convert_element_type cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma "
+    "igamma_grad_a igammac integer_pow is_finite le lgamma log log1p log2 logistic lt max min mul name ne neg "
+    "nextafter not one_minus_square optimization_barrier or polygamma polynomial population_count pow reduce_precision "
+    "regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign "
+    "sin sinh sqrt square stop_gradient sub tan tanh xor zeta"
 )
-"""JAX primitives that compute each element from the same element of each operand."""
+"""JAX primitives that compute each element from the same element of each operand, if no shape changes."""
 _TRANSCENDENTAL = names(
-    "acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma erf erf_inv erfc exp exp2 expm1 lgamma log log1p "
-    "logistic pow sin sinh tan tanh"
+    "acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt cos cosh digamma erf erf_inv erfc exp exp2 "
+    "expm1 igamma igamma_grad_a igammac lgamma log log1p log2 logistic polygamma pow regularized_incomplete_beta sin "
+    "sinh tan tanh zeta"
 )
 _TRANSCENDENTAL_INSTRUCTIONS = 8
 """Approximate number of instructions of a transcendental operation."""
@@ -167,7 +171,8 @@ class Function:
             arrays: list[Any] = [values[each] if isinstance(each, int) else each for each in operands]
             if shape := max((each.shape for each in arrays), key=len):  # the others are single numbers
                 arrays = [jnp.broadcast_to(each, shape) for each in arrays]
-            values.append(formulas.get(primitive.name, primitive.bind)(*vary_together(arrays), **params))
+            out = formulas.get(primitive.name, primitive.bind)(*vary_together(arrays), **params)
+            values.append(out[0] if primitive.multiple_results else out)
         result: Any = values[self.result] if isinstance(self.result, int) else self.result
         return jnp.broadcast_to(result, z[0].shape)
 
@@ -176,20 +181,24 @@ def _text(operand: int | np.generic) -> str:
     return f"%{operand}" if isinstance(operand, int) else f"{operand!r}"
 
 
-def takes_two(function: Any) -> bool:
-    """Whether a function takes two arguments, but not one."""
+def _takes(function: Any, count: int) -> bool:
+    """Whether a function takes `count` arguments. True if its signature isn't known."""
     if hasattr(function, "nin"):  # a ufunc
-        return function.nin == 2
+        return function.nin == count
     try:
         signature = inspect.signature(function)
-        signature.bind(None, None)
     except (TypeError, ValueError):
-        return False
-    try:
-        signature.bind(None)
-    except TypeError:
         return True
-    return False
+    try:
+        signature.bind(*[None] * count)
+    except TypeError:
+        return False
+    return True
+
+
+def takes_two(function: Any) -> bool:
+    """Whether a function takes two arguments, but not one."""
+    return not _takes(function, 1) and _takes(function, 2)
 
 
 def check_activation(site: Site, activation: Any) -> None:
@@ -215,11 +224,19 @@ def function_of(site: Site, activation: Any, arity: int, dtype: Any) -> Function
     if arity == 1 and takes_two(activation):
         hint = "Pass a function of one argument. `ragged.gated_matmul` takes a function of two."
         site.fail(TypeError, "`activation` needs two arguments, but there is one product.", hint)
-    numbers, dtype = _numbers_read(activation), jnp.dtype(dtype).name
+    if not isinstance(activation, str) and not any(_takes(activation, count) for count in range(1, arity + 1)):
+        problem, hint = "doesn't take one argument", "Pass a function of one argument."
+        if arity == 2:
+            problem, hint = (
+                "takes neither one argument nor two",
+                "Pass a function of the gate, or of the gate and the other product.",
+            )
+        site.fail(TypeError, f"`activation` {problem}.", hint)
+    key, dtype = _read_by(activation), jnp.dtype(dtype).name
     try:
-        if numbers is None:  # The function may change while the cache's key doesn't.
-            return _traced.__wrapped__(activation, arity, dtype, None)
-        return _traced(activation, arity, dtype, numbers)
+        if key is None:  # The function may change while the cache's key doesn't.
+            return _traced.__wrapped__(_Cached((), activation), arity, dtype)
+        return _traced(_Cached(key, activation), arity, dtype)
     except _Unsuitable as error:
         code = "`ragged.matmul(lhs, rhs).map(activation)`"
         if arity > 1:
@@ -235,12 +252,12 @@ def function_of(site: Site, activation: Any, arity: int, dtype: Any) -> Function
 class _Unsuitable(Exception):
     """Raised if a function can't be an activation. The message completes a sentence that begins with "`activation`".
 
-    `maps`: whether `GroupedTensor.map` supports the function.
+    `maps`: whether `GroupedTensor.map` supports the function. `is_traced`: whether it closes over a traced value.
     """
 
-    def __init__(self, reason: str, kind: type[Exception] = ValueError, maps: bool = True):
+    def __init__(self, reason: str, kind: type[Exception] = ValueError, maps: bool = True, is_traced: bool = False):
         super().__init__(reason)
-        self.kind, self.maps = kind, maps
+        self.kind, self.maps, self.is_traced = kind, maps, is_traced
 
 
 def _without_activation(gate: Array, up: Array) -> Array:
@@ -251,34 +268,63 @@ def _with_gate(activation: Callable[[Array], Array], gate: Array, up: Array) -> 
     return activation(gate) * up
 
 
-def _numbers_read(activation: Any) -> str | None:
-    """The text of all numbers that an activation reads from its closure, globals and defaults, for a cache's key: they
-    may change between calls. None if it may read other values that change."""
-    if isinstance(activation, str) or _is_of_jax(activation):
-        return ""
-    if not isinstance(activation, FunctionType):
-        return None
-    cells = [cell.cell_contents for cell in activation.__closure__ or ()]
-    global_names = activation.__globals__.keys() & {*activation.__code__.co_names}
-    read = [*cells, *(activation.__globals__[name] for name in sorted(global_names)), *(activation.__defaults__ or ())]
-    others = [each for each in read if not isinstance(each, _NUMBERS)]
-    calls_inner = any(isinstance(each, CodeType) for each in activation.__code__.co_consts)
-    if calls_inner or activation.__kwdefaults__ or not all(_is_fixed(each) for each in others):
-        return None
-    return repr([each for each in read if isinstance(each, _NUMBERS)])
+_CONSTANTS = (bool, int, float, np.generic, str, type(None))
 
 
-_NUMBERS = (bool, int, float, np.generic)
+@dataclass(frozen=True)
+class _Cached:
+    """An activation, as a cache's key."""
+
+    key: tuple[Any, ...]  # from `_read_by`
+    activation: Any = field(compare=False)
+
+
+def _read_by(activation: Any) -> tuple[Any, ...] | None:
+    """All that an activation computes with: code, and what it reads from closures, globals, defaults and partial
+    arguments, also in functions that it calls. None if it may read values that change unseen."""
+    found: list[Any] = []
+    functions: list[FunctionType] = []
+    todo: list[Any] = [activation]
+    while todo:
+        x = todo.pop()
+        if isinstance(x, _CONSTANTS):
+            found.append((type(x), repr(x)))
+        elif _is_fixed(x):
+            found.append(x)
+        elif isinstance(x, partial):
+            found.append((len(x.args), *x.keywords))
+            todo += [x.func, *x.args, *x.keywords.values()]
+        elif not isinstance(x, FunctionType) or x.__dict__:
+            return None
+        elif x in functions:
+            found.append(functions.index(x))
+        else:
+            functions.append(x)
+            try:
+                cells = [cell.cell_contents for cell in x.__closure__ or ()]
+            except ValueError:  # A variable isn't assigned yet.
+                return None
+            # An import inside of a function reads a module by its name, too.
+            names = sorted(name for name in _mentioned(x.__code__) if name in x.__globals__ or name in sys.modules)
+            read, options = [x.__globals__.get(name, sys.modules.get(name)) for name in names], x.__kwdefaults__ or {}
+            found.append((x.__name__, x.__code__, *names, *options, len(x.__defaults__ or ())))
+            todo += [*cells, *read, *(x.__defaults__ or ()), *options.values()]
+    return tuple(found)
+
+
+def _mentioned(code: CodeType) -> set[str]:
+    """All names of globals in a function's code and in its inner functions, and names of attributes."""
+    inner = [_mentioned(each) for each in code.co_consts if isinstance(each, CodeType)]
+    return {*code.co_names}.union(*inner)
 
 
 def _is_fixed(x: Any) -> bool:
     """Whether values read through `x` can't change between calls: true for modules of JAX, NumPy and `math`, and for
-    functions of JAX."""
-    return x.__name__.partition(".")[0] in ("jax", "math", "numpy") if isinstance(x, ModuleType) else _is_of_jax(x)
-
-
-def _is_of_jax(x: Any) -> bool:
-    return callable(x) and (getattr(x, "__module__", None) or "").startswith("jax.")
+    public functions of JAX, but not for a caller's function in a wrapper of JAX."""
+    if isinstance(x, ModuleType):
+        return x.__name__.partition(".")[0] in ("jax", "math", "numpy")
+    module, name = (getattr(x, each, None) or "" for each in ("__module__", "__name__"))
+    return callable(x) and module.startswith("jax.") and getattr(sys.modules.get(module), name, None) is x
 
 
 def elementwise(name: str, call: Callable[..., Array], *dtypes: Any) -> Function:
@@ -288,20 +334,22 @@ def elementwise(name: str, call: Callable[..., Array], *dtypes: Any) -> Function
 
 
 @lru_cache(256)
-def _traced(activation: Any, arity: int, dtype: str, numbers: str | None) -> Function:
-    """An activation as a `Function`. `numbers`, from `_numbers_read`, is only a part of the cache's key."""
+def _traced(cached: _Cached, arity: int, dtype: str) -> Function:
+    """An activation as a `Function`."""
+    activation = cached.activation
     call = ACTIVATIONS[activation] if isinstance(activation, str) else activation
     name = activation if isinstance(activation, str) else _name(activation)
     if arity > 1 and not takes_two(call):
         call = partial(_with_gate, call)
-    z = [jax.ShapeDtypeStruct(_SHAPE, jnp.dtype(dtype))] * arity
+    z, others = ([jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))] * arity for shape in (_SHAPE, _OTHER_SHAPE))
     operations, result, has_rules = _operations(call, z)
     text = _text_of(operations, result)
-    others = [jax.ShapeDtypeStruct(_OTHER_SHAPE, jnp.dtype(dtype))] * arity
     if text != _text_of(*_operations(call, others)[:2]):
+        if text != _text_of(*_operations(call, z)[:2]):
+            raise _Unsuitable("isn't a function of its argument alone: it computes something else at each call")
         raise _Unsuitable("isn't elementwise: its operations depend on the shape of the array")
     if has_rules:
-        text += _rules_of(call, z)
+        text += _rules_of(call, z) or f" | {id(activation)}"
     return Function(name, call if has_rules else None, arity, operations, result, text)
 
 
@@ -317,42 +365,58 @@ def _text_of(operations: tuple[Operation, ...], result: int | np.generic) -> str
 
 
 def _rules_of(call: Callable[..., Array], z: list[Any]) -> str:
-    """The text of the operations of a function's first two derivatives, which rules may define. If a function has no
-    forward mode, the text is unique to it."""
+    """The text of the operations of a function's first two derivatives, which rules may define; "" if one can't be
+    traced to elementwise operations."""
 
-    def derivative(of: Callable[..., Array], count: int) -> Callable[..., Array]:
+    def jvp(of: Callable[..., Array], count: int) -> Callable[..., Array]:
         return lambda *args: jax.jvp(of, args[:count], args[count:])[1]  # primals, then tangents
 
-    first = derivative(call, len(z))
-    second = derivative(first, 2 * len(z))
-    try:
-        return f" | {_text_of(*_operations(first, z * 2)[:2])} | {_text_of(*_operations(second, z * 4)[:2])}"
-    except (TypeError, _Unsuitable):
-        return f" | {id(call)}"
+    def vjp(of: Callable[..., Array], count: int) -> Callable[..., Array]:
+        """Of primals, a weight of the cotangent of each, and the cotangent of the result."""
+        return lambda *args: reduce(lax.add, map(lax.mul, args[count:-1], jax.vjp(of, *args[:count])[1](args[-1])))
+
+    for derivative, more in ((jvp, 0), (vjp, 1)):  # With `jax.custom_vjp`, there is no jvp.
+        text, of, count = "", call, len(z)
+        try:
+            for _ in range(2):
+                of, count = derivative(of, count), 2 * count + more
+                text += f" | {_text_of(*_operations(of, z[:1] * count)[:2])}"
+            return text
+        except _Unsuitable as error:
+            if error.is_traced:
+                raise
+    return ""
 
 
 def _operations(call: Callable[..., Array], z: list[Any]) -> tuple[tuple[Operation, ...], int | np.generic, bool]:
     """`(operations, result, has_rules)`: a function's operations, its result as in `Operation.operands`, and whether it
     defines derivative rules."""
     shape = z[0].shape
-    # The traced operations must not depend on the mesh in context.
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        try:
-            # JAX caches a function's trace, although values that it reads may change. So each trace has a new lambda.
-            closed, out = jax.make_jaxpr(lambda *z: call(*z), return_shape=True)(*z)
-        except Exception as error:
-            problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            raise _Unsuitable(f"can't be traced: for arrays of shape {shape}, it raises {problem}") from error
+    try:
+        closed, out = _jaxpr(call, z)
+    except Exception as error:
+        _check_with_one_element(call, z)
+        problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise _Unsuitable(f"can't be traced: for arrays of shape {shape}, it raises {problem}") from error
+    for constant in closed.consts:
+        _number(constant)  # raises for arrays
     if closed.effects:
         raise _Unsuitable("has effects, such as printing or writing a state", TypeError)
-    if getattr(out, "shape", None) != shape:
-        gives = "several results" if getattr(out, "shape", None) is None else f"a result of shape {out.shape}"
+    if (found := getattr(out, "shape", None)) != shape:
+        gives = "None" if out is None else "several results" if found is None else f"a result of shape {found}"
         raise _Unsuitable(f"isn't elementwise: for arrays of shape {shape}, it returns {gives}", maps=False)
     if jnp.issubdtype(z[0].dtype, jnp.floating) and not jnp.issubdtype(out.dtype, jnp.floating):
         problem = f"returns {out.dtype.name} for {z[0].dtype.name} of shape {shape}"
         raise _Unsuitable(problem, TypeError, maps=False)
     operations: list[Operation] = []
     has_rules = False
+
+    def value(primitive: Primitive, params: Any, operands: list[int | np.generic], dtype: Any) -> int | np.generic:
+        """The result of a primitive: a number, or the index of a new operation."""
+        if not any(isinstance(each, int) for each in operands):
+            return _of_numbers(primitive, params, operands)
+        operations.append(Operation(primitive, params, tuple(operands), dtype))
+        return len(z) + len(operations) - 1
 
     def run(closed: Any, arguments: list[int | np.generic]) -> list[int | np.generic]:
         """The results of a jaxpr. Appends its operations to `operations`."""
@@ -373,11 +437,11 @@ def _operations(call: Callable[..., Array], z: list[Any]) -> tuple[tuple[Operati
                 results = run(params["jaxpr" if "jaxpr" in params else "call_jaxpr"], operands)
             elif name in _SAME and out.shape in ((), shape):
                 results = operands[:1]
-            elif name in _ELEMENTWISE and not any(isinstance(each, int) for each in operands):
-                results = [_of_numbers(equation.primitive, params, operands)]
-            elif name in _ELEMENTWISE:
-                results = [len(z) + len(operations)]
-                operations.append(Operation(equation.primitive, params, tuple(operands), out.dtype))
+            elif name in _ELEMENTWISE and out.shape in ((), shape):
+                # Only a barrier has several results: each is one operand.
+                parts = [[each] for each in operands] if equation.primitive.multiple_results else [operands]
+                pairs = zip(parts, equation.outvars, strict=True)
+                results = [value(equation.primitive, params, part, var.aval.dtype) for part, var in pairs]
             else:
                 raise _Unsuitable(f"isn't known to be elementwise: it uses JAX's primitive `{name}`")
             known.update(zip(equation.outvars, results, strict=True))
@@ -387,18 +451,40 @@ def _operations(call: Callable[..., Array], z: list[Any]) -> tuple[tuple[Operati
     return tuple(operations), result, has_rules
 
 
+def _jaxpr(call: Callable[..., Array], z: list[Any]) -> tuple[Any, Any]:
+    """`(jaxpr, result)`: what a function computes, and the shape and dtype of its result."""
+    # The traced operations must not depend on the mesh in context.
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        # JAX caches a function's trace, although values that it reads may change. So each trace has a new lambda.
+        return jax.make_jaxpr(lambda *z: call(*z), return_shape=True)(*z)
+
+
+def _check_with_one_element(call: Callable[..., Array], z: list[Any]) -> None:
+    """Raises the reason why a function can't be traced, if it is an array that only fits arrays of one element."""
+    one = (1,) * len(z[0].shape)
+    try:
+        closed, out = _jaxpr(call, [jax.ShapeDtypeStruct(one, each.dtype) for each in z])
+    except Exception:
+        return
+    for each in closed.consts:
+        _number(each)
+    gives: Any = getattr(out, "shape", one)
+    if gives != one:
+        raise _Unsuitable(f"isn't elementwise: for arrays of shape {one}, it returns a result of shape {gives}")
+
+
 def _of_numbers(primitive: Primitive, params: dict[str, Any], operands: list[Any]) -> np.generic:
     """The value of a primitive of numbers, computed at once even while JAX is tracing."""
     if primitive.name == "convert_element_type":
         return _scalar(operands[0], params["new_dtype"])
     with ThreadPoolExecutor(1) as thread:  # JAX's tracing state is local to a thread.
-        return thread.submit(lambda: _scalar(primitive.bind(*operands, **params))).result()
+        return thread.submit(lambda: _scalar(jax.tree.leaves(primitive.bind(*operands, **params))[0])).result()
 
 
 def _number(constant: Any) -> np.generic:
     """A constant that a function closes over. Raises unless it is one number."""
     if isinstance(constant, Tracer):
-        raise _Unsuitable(f"closes over a traced value, {describe(constant)}", TypeError)
+        raise _Unsuitable(f"closes over a traced value, {describe(constant)}", TypeError, is_traced=True)
     if np.shape(constant) != () or jnp.issubdtype(constant.dtype, jax.dtypes.extended):
         raise _Unsuitable(f"closes over an array, {describe(constant)}", TypeError)
     return _scalar(constant)

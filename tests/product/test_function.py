@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 
 import ragged
 from ragged import GroupedTensor
@@ -258,12 +259,33 @@ def test_functions_are_equal_by_their_operations() -> None:
 
     assert traced(by(0), 2) == traced(by(0), 2) != traced(by(1), 2)
 
+    # Rules whose derivatives have a `tanh`, and rules of cotangents alone.
+    assert traced(lambda z: jax.nn.mish(z)).key == traced(lambda z: jax.nn.mish(z)).key
+    for arity in (1, 2):
+        assert traced(with_slope(2.0), arity) == traced(with_slope(2.0), arity) != traced(with_slope(3.0), arity)
+
+
+def with_slope(slope: float) -> Any:
+    """`tanh` with another derivative, made anew."""
+    function = jax.custom_vjp(lambda z: jnp.tanh(z))
+    function.defvjp(lambda z: (jnp.tanh(z), z), lambda z, dz: (slope * dz * jnp.tanh(z),))
+    return function
+
 
 X, W = GroupedTensor(jnp.ones((8, 4)), jnp.array([3, 2], jnp.int32)), jnp.ones((2, 4, 6))
 
 
-def test_a_function_in_a_loop_is_compiled_once() -> None:
-    """Eager calls with a lambda that is made anew, and its gradients."""
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda limit: lambda z: jnp.minimum(jax.nn.softplus(z), limit),
+        lambda limit: lambda z: z * jnp.tanh(limit * jax.nn.softplus(z)),
+        with_slope,
+    ],
+    ids=["softplus", "mish", "custom_vjp"],
+)
+def test_a_function_in_a_loop_is_compiled_once(function: Any) -> None:
+    """Eager calls with a function that is made anew, and its gradients."""
     compiled = []
 
     def note(event: str, duration_secs: float, **_: Any) -> None:
@@ -271,7 +293,9 @@ def test_a_function_in_a_loop_is_compiled_once() -> None:
 
     def step(limit: float) -> None:
         def loss(w: Array) -> Array:
-            return ragged.matmul(X, w, activation=lambda z: jnp.minimum(jax.nn.softplus(z), limit)).data.sum()
+            if function is with_slope:
+                return ragged.gated_matmul(X, w, w, activation=function(limit)).data.sum()
+            return ragged.matmul(X, w, activation=function(limit)).data.sum()
 
         jax.grad(loss)(W)
 
@@ -286,7 +310,21 @@ def test_a_function_in_a_loop_is_compiled_once() -> None:
         jax.monitoring.unregister_event_duration_listener(note)
 
 
-OFFSET = 1.0
+OFFSET, HELPER = 1.0, jnp.negative
+
+
+def _helped(z: Array) -> Array:
+    return HELPER(z) * (lambda y: y + OFFSET)(z)
+
+
+IN_JAX = jax.tree_util.Partial(lambda z: jnp.minimum(z, OFFSET))
+HELPED = [
+    partial(lambda z, by: _helped(z) * by, by=OFFSET),
+    lambda z: _helped(z),
+    IN_JAX,
+    jax.nn.silu,
+    partial(_helped),
+]
 
 
 def test_numbers_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,12 +340,23 @@ def test_numbers_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
     def shifted(z: Array) -> Array:
         return (lambda y: y + OFFSET)(z)  # a global that only an inner function reads
 
+    def unset(z: Array) -> Array:
+        return z if limit else z * not_yet  # a variable of the test that has no value yet
+
     found = []
     for limit, scale.of in ((1.0, 2.0), (2.0, 5.0), (1.0, 2.0)):
         monkeypatch.setitem(globals(), "OFFSET", limit)
         outs = (ragged.matmul(X, W, activation=each) for each in (clipped, scaled, shifted))
         found.append([float(out.data[0, 0]) for out in outs])
     assert found == [[1, 8, 5], [2, 20, 6], [1, 8, 5]]
+    assert ragged.matmul(X, W, activation=unset).data[0, 0] == 4
+    not_yet = 0.0
+
+    for offset, helper in ((1.0, jnp.negative), (2.0, jnp.negative), (2.0, lambda z: z * scale.of), (1.0, jnp.abs)):
+        monkeypatch.setitem(globals(), "OFFSET", offset)
+        monkeypatch.setitem(globals(), "HELPER", helper)
+        outs = jax.jit(lambda: [ragged.matmul(X, W, activation=each).data[0, 0] for each in HELPED])()
+        np.testing.assert_allclose(outs, [each(jnp.float32(4)) for each in HELPED], rtol=1e-6)
 
 
 def test_in_an_eager_shard_map() -> None:
@@ -319,6 +368,33 @@ def test_in_an_eager_shard_map() -> None:
 
     got = jax.shard_map(product, mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P("d"))(jnp.ones((16, 4)))
     np.testing.assert_array_equal(got[:, 0], np.tile([3] * 5 + [0] * 3, 2))
+
+
+def test_what_is_elementwise_in_jax() -> None:
+    """Functions of primitives without a formula in kernels, and their gradients: XLA computes them."""
+    functions: list[Pair] = [
+        (jnp.log2, np.log2),
+        (jnp.sinc, np.sinc),
+        (lambda z: jnp.copysign(z, -2.0), lambda z: -z),
+        (lambda z: jnp.where(jnp.signbit(-z), z, 0), lambda z: z),
+        (lambda z: checkpoint_name(z * z, "squared"), np.square),
+        (lambda z: lax.optimization_barrier((z, 2 * z))[1], lambda z: 2 * z),
+    ]
+    # A column has a number.
+    z, x = np.linspace(0.3, 2.7, 6, dtype=np.float32), X.with_data(jnp.ones_like(X.data))
+
+    def values(z: Array) -> list[Array]:
+        w = jnp.broadcast_to(z / 4, W.shape)
+        return [ragged.matmul(x, w, activation=function).data[0] for function, _ in functions]
+
+    def slopes(z: Array) -> list[Array]:
+        return [jax.grad(lambda z, i=i: values(z)[i].sum())(z) for i in range(len(functions))]
+
+    for (_, function), value, slope in zip(functions, *jax.jit(lambda z: (values(z), slopes(z)))(z), strict=False):
+        wide, step = z.astype(float), 1e-4
+        np.testing.assert_allclose(value, function(wide), rtol=1e-5)
+        want = (function(wide + step) - function(wide - step)) / (2 * step)
+        np.testing.assert_allclose(slope, want, rtol=1e-4, atol=1e-4)
 
 
 def test_what_no_kernel_has() -> None:
