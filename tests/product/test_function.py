@@ -70,6 +70,7 @@ FUNCTIONS: dict[str, Pair] = {
     "max": (lambda z: jnp.maximum(z, -1), lambda z: np.maximum(z, -1)),
     "min": (lambda z: jnp.minimum(z, 1), lambda z: np.minimum(z, 1)),
     "mul": (lambda z: z * -3, lambda z: z * -3),
+    "name": (lambda z: checkpoint_name(z * z, "squared"), np.square),
     "ne": (lambda z: jnp.where(z != 9, 1, z), lambda z: np.where(z != 9, 1, z)),
     "neg": (lax.neg, np.negative),
     "not": (lambda z: jnp.where(~(z > 1), z, 2), lambda z: np.where(z > 1, 2, z)),
@@ -377,7 +378,6 @@ def test_what_is_elementwise_in_jax() -> None:
         (jnp.sinc, np.sinc),
         (lambda z: jnp.copysign(z, -2.0), lambda z: -z),
         (lambda z: jnp.where(jnp.signbit(-z), z, 0), lambda z: z),
-        (lambda z: checkpoint_name(z * z, "squared"), np.square),
         (lambda z: lax.optimization_barrier((z, 2 * z))[1], lambda z: 2 * z),
     ]
     # A column has a number.

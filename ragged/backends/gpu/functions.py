@@ -45,6 +45,7 @@ FORMULAS: dict[str, str | Callable[..., str]] = {
     "logistic": "_sigmoid({})",
     "max": _MAXIMUM,
     "min": _MINIMUM,
+    "name": "{}",
     "neg": "-{}",
     "not": "tl.where({}, False, True)",
     "select_n": "tl.where({0}, {2}, {1})",
