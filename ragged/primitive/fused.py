@@ -43,6 +43,11 @@ def bind(x: Operands, call: Call) -> list[Array] | None:
     return fused_p.bind(*vary_together(leaves), tree=tree, call=call)
 
 
+def separate(x: Operands, call: Call) -> tuple[Operands, Call]:
+    """`(operands, call)` of the product, for gated products the gate's, without the epilogue."""
+    return x._replace(epilogue=Epilogue()), call._replace(epilogue=None, dtype=jnp.dtype(accumulator_dtype(call.dtype)))
+
+
 def _unfused(x: Operands, call: Call) -> list[Array]:
     """The arrays that the call stores, from separate products and the epilogue in XLA."""
     epilogue = call.epilogue
@@ -57,8 +62,7 @@ def _unfused(x: Operands, call: Call) -> list[Array]:
         element_call = call._replace(out_batch=False)
         return jax.vmap(lambda *leaves: _unfused(tree.unflatten(leaves), element_call), in_axes=axes)(*leaves)
     first_dims = x.sizes.get(call.product.out[0])
-    linear = call._replace(epilogue=None, dtype=jnp.dtype(accumulator_dtype(call.dtype)))
-    gate = x._replace(epilogue=Epilogue())
+    gate, linear = separate(x, call)
     z = [with_bias(primitive.bind(gate, linear), x.epilogue.bias, gate, first_dims)]
     if call.num_products > 1:
         up = gate._replace(rhs=x.epilogue.up)

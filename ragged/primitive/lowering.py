@@ -126,11 +126,16 @@ def compute(platform: str, x: Operands, call: Call, target: Target, unfused: Cal
     given, x, inner = x, prepared(x, call), _inner(x, call)
     launch = plan(platform, x, inner, target)
     if unfused is not None and launch.is_composed:
-        # The separate products wouldn't find this configuration in the cache, whose key has the epilogue.
-        configs = call.options.configs if launch.source != "cache" else Configs(*[(launch.config,)] * 3)
-        return unfused(given, call._replace(options=call.options._replace(configs=configs)))
+        return unfused(given, with_cached_config(call, launch))
     out = BACKENDS[launch.backend].load().run(launch, taken_by(launch.backend, call, x))
     return out if inner is call else jnp.sum(out, axis=0).astype(call.dtype)
+
+
+def with_cached_config(call: Call, launch: Launch) -> Call:
+    """The call with the launch's configuration if it is from the cache. Separate products wouldn't find it there: its
+    key has the epilogue."""
+    configs = call.options.configs if launch.source != "cache" else Configs(*[(launch.config,)] * 3)
+    return call._replace(options=call.options._replace(configs=configs))
 
 
 def launch_of(platform: str, x: Operands, call: Call, target: Target) -> Launch:

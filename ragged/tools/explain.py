@@ -13,16 +13,17 @@ from jax.sharding import AbstractDevice
 
 from ragged.backends.base import DEFAULT_TPU, Launch, cost, spans
 from ragged.core.errors import Site, describe, is_concrete
-from ragged.core.formats import AnyArray
+from ragged.core.formats import AnyArray, accumulator_dtype
 from ragged.core.offsets import known_offsets
 from ragged.ops.check import has_more_dims
 from ragged.ops.einsum import einsum, read, site_of
 from ragged.ops.letters import Einsum
 from ragged.ops.matmul import einsum_of_matmul, matmul
 from ragged.ops.request import Arguments
-from ragged.primitive import lowering
+from ragged.primitive import fused, lowering
+from ragged.product.function import function_of
 from ragged.product.layout import LAYOUTS, Layout
-from ragged.product.operands import Call, Operand, Operands
+from ragged.product.operands import Call, EpilogueSpec, Operand, Operands
 from ragged.quant.recipe import Recipe
 from ragged.quant.weights import QuantizedWeights, unquantized
 from ragged.tensor.route import Gathered
@@ -93,6 +94,7 @@ def explain(
     known = sizes is not None and (offset is None or isinstance(offset, int | np.integer) or is_concrete(offset))
     known = known and not _is_unreduced(options)  # If it is, sizes differ between devices.
     explained = [_Product.of(name, layout, each, sizes if known else None, offset) for name, each in equations.items()]
+    explained[0] = explained[0].then(options.get("bias"), options.get("activation"))
     recipe = options.get("recipe")
     kinds = [KINDS[layout.kind(term)] for term in ("mk", "kn", "mn")]
     return Explanation(
@@ -221,6 +223,7 @@ class _Product(NamedTuple):
     operands: Operands  # `ShapeDtypeStruct`s for arrays
     operands_with_sizes: Operands | None  # with concrete sizes; None if these are unknown
     fields: dict[str, Any]  # fields of `ProductPlan`
+    epilogue: EpilogueSpec | None = None  # what XLA computes after the product, if its primitive has no epilogue
 
     @staticmethod
     def of(name: str, layout: Layout, equation: Any, sizes: dict[str, np.ndarray] | None, offset: Any) -> "_Product":
@@ -242,12 +245,25 @@ class _Product(NamedTuple):
         }
         return _Product(call, x, with_sizes, fields | costs)
 
+    def then(self, bias: Any, activation: Any) -> "_Product":
+        """The product, followed by the activation or bias of the call unless the product's primitive applies it."""
+        if self.call.epilogue is not None or (bias is None and activation is None):
+            return self
+        function = function_of(Site("ragged.explain"), activation, 1, accumulator_dtype(self.call.dtype))
+        return self._replace(epilogue=EpilogueSpec(function, (True,)))
+
     def on(self, platform: str, device: AbstractDevice | None) -> ProductPlan:
         """The plan for a platform, with the error's text if lowering raises."""
         plan = ProductPlan(platform=platform, **self.fields)
         try:
             with lowering.target_of(platform, self.call.options, device) as target:
                 launch = lowering.launch_of(platform, self.operands, self.call, target)
+                runs = replace(launch, is_composed=launch.is_composed or self.epilogue is not None)
+                if launch.is_composed:  # The product has its own plan, as in the lowered program.
+                    separate = fused.separate(self.operands, lowering.with_cached_config(self.call, launch))
+                    launch = lowering.launch_of(platform, *separate, target)
+                call = launch.call._replace(epilogue=runs.call.epilogue or self.epilogue)
+                runs = replace(runs, backend=launch.backend, kernel=launch.kernel, call=call)
         except (ValueError, NotImplementedError) as error:
             message = str(error).partition("\n")[0].removeprefix("`ragged.matmul`: ")
             return replace(plan, runs=f"{type(error).__name__}: {message}", error=str(error))
@@ -256,10 +272,10 @@ class _Product(NamedTuple):
             device="" if target.device is None else target.device[0],
             backend=launch.backend,
             kernel=launch.kernel,
-            runs=str(launch),
+            runs=str(runs),
             config=launch.config,
-            source=launch.source,
-            passed_over=launch.passed_over,
+            source=launch.source or runs.source,
+            passed_over=runs.passed_over,
             visits=launch.visits,
         )
         return _with_chip(_with_work(plan, launch, self.operands_with_sizes), target.device)

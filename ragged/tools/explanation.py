@@ -35,7 +35,8 @@ class ProductPlan:
     - `runs`: `backend` and `kernel` as text, with the reason if the platform's own backend doesn't run.
     - `config`: the backend's configuration.
     - `source`: origin of `config`: the call's `"tiling"` or `"backend"`, `"using"`, the `"cache"` or the `"model"`.
-    - `passed_over`: `(backend, reason)` of each backend that would be preferred but can't run.
+    - `passed_over`: `(backend, reason)` of each backend that would be preferred but can't run, or can't apply the
+      activation.
     - `error`: text of the error that lowering raises, else `""`.
     - `visits`: number of products of a tile of one operand and a tile of the other.
     - `idle`: number of result tiles in the tail and in empty groups, where a kernel only writes zeros. (XLA writes all

@@ -32,11 +32,21 @@ CALLS: dict[str, dict[str, Any]] = {
     "recipe": {"recipe": "rowwise"},
     "blocks": {"recipe": "blockwise"},
     "existing": {"has_existing": True},
+    "silu": {"activation": "silu"},
+    "lgamma": {"activation": jax.lax.lgamma},
+    "existing and silu": {"has_existing": True, "activation": "silu"},
     "xla": {"backend": "xla"},
     "triton_gpu": {"backend": "triton_gpu"},
     "pallas_tpu": {"backend": "pallas_tpu"},
     "interpret": {"backend": TpuConfig(interpret=True)},
 }
+
+
+SILU = "silu (2 operations an element, 1 transcendental)"
+LGAMMA = (
+    "grouped_matmul of {0}, then lgamma (1 operation an element, 1 transcendental) "
+    "({0} has no formula for `lgamma` of float32, in the activation lgamma)"
+)
 
 
 def check(
@@ -54,6 +64,8 @@ def check(
     layout, _, shared = layout.partition(" ")
     platform, rows = MACHINES[machine].platform, max(256, g)
     options |= options_of(layout, rows)
+    if "activation" in options and layout not in ("batched", "forward", "inner_rows"):
+        del options["activation"]
     operands: list[Any] = [*shapes(layout, g, rows, dtype=dtype)]
     if scaling is not None:
         operands = [jax.eval_shape(lambda x: ragged.quantize(x, "int8", scaling), x) for x in operands]
@@ -79,6 +91,7 @@ def check(
         return train(*args, **options) if has_derivatives else ragged.matmul(*args, **options).data
 
     kernels, text = lowered(machine, run, *operands)
+    kernels = [(backend, kernel.partition(" -> ")[0]) for backend, kernel in kernels]
     first, *others = [(plan.backend, plan.kernel) for plan in found.plans]
     assert kernels[0] == first and sorted(kernels[1:]) == sorted(others), said
     calls = {"pallas_tpu": "custom_call @tpu_custom_call", "triton_gpu": "custom_call @triton_kernel_call"}
@@ -114,6 +127,12 @@ def _pass(machine: str, layout: str, call: str) -> Any:
             "grouped_matmul of xla (GPUs of compute capability 8.0 can't convert float8_e4m3fn; 8.9 and later can)",
         ),
         ("v5e", "forward rhs", "plain", "grouped_matmul of pallas_tpu"),
+        ("v5e", "forward", "silu", f"grouped_matmul of pallas_tpu with {SILU}"),
+        ("v5e", "forward", "existing and silu", f"grouped_matmul of pallas_tpu, then {SILU}"),
+        ("v5e", "forward rhs", "silu", f"grouped_matmul of pallas_tpu, then {SILU}"),
+        ("v5e", "forward", "lgamma", LGAMMA.format("pallas_tpu")),
+        ("H200", "batched", "lgamma", LGAMMA.format("triton_gpu").replace("grouped", "batched")),
+        ("CPU", "forward", "existing and silu", f"grouped_matmul of xla, then {SILU}"),
         (
             "v5e",
             "forward",
