@@ -39,16 +39,19 @@ def check_epilogue(site: Site, request: Request, activation: Any) -> None:
     bias, call = request.bias, request.call
     if bias is not None or activation is not None:
         check_rows(site, request, "`bias`" if activation is None else "`activation`")
-    if bias is None:
-        return
+    if bias is not None:
+        check_bias(site, bias, call.num_local_groups(request.operands), call.shape[-1], "the result")
+
+
+def check_bias(site: Site, bias: Any, num_groups: Any, n: Any, of: str) -> None:
+    """Raises unless `bias` is a floating array, `[num_groups, n]` or `(n,)`. `of`: whose last dim `n` is."""
     site = site.also(bias=bias)
     if not is_arraylike(bias) or not jnp.issubdtype(bias.dtype, jnp.floating):
         site.fail(TypeError, "`bias` is not a floating array.", "Pass [groups, n], or (n,).")
-    n = call.shape[-1]
-    per_group = (call.num_local_groups(request.operands), n)
-    if bias.shape not in (per_group, (n,)):
-        problem = f"`bias` must have shape {per_group}, a row for each group, or {(n,)}, one row for all groups."
-        site.fail(ValueError, problem, "The last dim of `bias` must equal the last dim of the result.")
+    if bias.shape not in ((num_groups, n), (n,)):
+        shapes = f"{(num_groups, n)}, a row for each group, or {(n,)}, one row for all groups"
+        hint = f"The last dim of `bias` must equal the last dim of {of}."
+        site.fail(ValueError, f"`bias` must have shape {shapes}.", hint)
 
 
 def check_rows(site: Site, request: Request, what: str) -> None:

@@ -16,7 +16,7 @@ from ragged.core.errors import Site, is_arraylike
 from ragged.core.formats import AnyArray, accumulator_dtype, promote
 from ragged.core.mesh import is_of_one_device
 from ragged.ops.activated import with_epilogue
-from ragged.ops.epilogue import GATE, UP, check_names, check_rows, check_save
+from ragged.ops.epilogue import GATE, UP, check_bias, check_names, check_rows, check_save
 from ragged.ops.matmul import request_of
 from ragged.ops.request import Arguments, Request
 from ragged.primitive.epilogue import split_columns
@@ -63,7 +63,8 @@ def gated_matmul(
     - `bias`: a pair, one for each product: `(n,)`, `[groups, n]` or None. With `columns`, it may also be one array,
       `(2 * n,)` or `[groups, 2 * n]`, with the weight's columns.
     - `names`: the names of the gate's and the other pre-activations in policies of `jax.checkpoint`.
-    - `recipe`: as in `matmul`, for both products, or a pair, one for each. Recipes with a history must be a pair.
+    - `recipe`: as in `matmul`, for both products, or a pair, one for each. Recipes with a history must be a pair. A
+      name builds a recipe for each product.
     - The rest: as in `matmul`, for both products.
 
     **Returns:** a tensor like `matmul(x, w_up)`, with zeros in the tail, in the common dtype of both products.
@@ -91,14 +92,21 @@ def gated_requests(
 
     `arguments.bias` is a pair, or with `columns` one array; `arguments.recipe` is a pair, or one recipe for both.
     """
-    both = None
+    both, weight_names = None, ("w_gate", "w_up")
+    site = Site("ragged.gated_matmul(x, w_gate, w_up)", {"x": x, "w_gate": w_gate, "w_up": w_up})
     if columns is not None:
         site = Site("ragged.gated_matmul(x, w)", {"x": x, "w": w_gate})
         both = _both(site, w_gate, w_up, columns)
         w_gate, w_up = split_columns(both, columns)
-        if is_arraylike(arguments.bias):
+        n = w_up.shape[-1]
+        names_of = {"halves": (f"w[..., :{n}]", f"w[..., {n}:]"), "interleaved": ("w[..., ::2]", "w[..., 1::2]")}
+        weight_names = names_of[columns]
+        if not isinstance(arguments.bias, tuple | list | type(None)):
+            num_groups = (
+                both.shape[0] if both.ndim == 3 else x.shape[0] if is_arraylike(x) else getattr(x, "num_groups", 0)
+            )
+            check_bias(site, arguments.bias, num_groups, both.shape[-1], "`w`")
             arguments = replace(arguments, bias=split_columns(arguments.bias, columns))
-    site = Site("ragged.gated_matmul(x, w_gate, w_up)", {"x": x, "w_gate": w_gate, "w_up": w_up})
     bias, recipe = arguments.bias, arguments.recipe
     check_save(site, arguments.save)
     if w_up is None:
@@ -117,7 +125,7 @@ def gated_requests(
             site.also(**{name: pair}).fail(TypeError, f"`{name}` is not a pair.", hint)
     if tuple(names) != (GATE, UP):
         check_names(site, {f"names[{i}]": name for i, name in enumerate(names)}, arguments.save)
-    outer = [{"lhs": "x", "rhs": name, "bias": f"bias[{i}]"} for i, name in enumerate(("w_gate", "w_up"))]
+    outer = [{"lhs": "x", "rhs": name, "bias": f"bias[{i}]"} for i, name in enumerate(weight_names)]
     gate, up = (
         request_of(x, w, replace(arguments, bias=b, recipe=r, activation=None), Site(site.call, names=n))
         for w, b, r, n in zip((w_gate, w_up), biases, recipes, outer, strict=True)
