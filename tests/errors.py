@@ -490,6 +490,7 @@ ragged.matmul(xs, ws, out_sharding=P(unreduced={"e"}), existing_out=jnp.ones((16
 ragged.matmul(xs, ws, out_sharding=P(unreduced={"e"}), activation="silu")
 ragged.matmul(xs, w, out_sharding=P(unreduced={"e"}))
 ragged.sharded_matmul(x, w, mesh=auto, in_specs=(P("a"), P()), out_specs=P("a"), recipe=recipe)
+ragged.sharded_matmul(x, w, mesh=auto, in_specs=(P("a"), P()), out_specs=P("a"), save="out")
 ragged.sharded_matmul(x, w, mesh="auto", in_specs=(P("a"), P()), out_specs=P("a"))
 ragged.sharded_matmul(x, w, mesh=auto, in_specs=P("a"), out_specs=P("a"))
 ragged.sharded_matmul(x, w, mesh=auto, in_specs=(P("a"), P()), out_specs=P("a"), alpha=2.0)

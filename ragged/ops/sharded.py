@@ -21,6 +21,24 @@ from ragged.product.operands import Operands
 from ragged.tensor.base import is_flipped
 from ragged.tensor.tensor import GroupedTensor
 
+OPTIONS = (
+    "preferred_element_type",
+    "precision",
+    "existing_out",
+    "group_offset",
+    "num_actual_groups",
+    "capacity",
+    "max_last",
+    "backend",
+)
+"""The options of `matmul` that `sharded_matmul` has."""
+_HINTS = {
+    "recipe": "Quantise the operands first, or call `matmul` with sharded operands.",
+    "out_sharding": "Pass the sharding of the result as `out_specs`.",
+    "bias": "Add it in `out_shard_callback`.",
+    "activation": "Apply it in `out_shard_callback`.",
+}
+
 
 def sharded_matmul(
     lhs: GroupedTensor | AnyArray,
@@ -48,7 +66,8 @@ def sharded_matmul(
     - `out_shard_callback`: a function, such as an activation, that is called on each device with its shard of the
       result: a `GroupedTensor` with the groups' sizes in that shard. It returns a tensor of the same kind and shape, of
       any dtype. `vmap` and `grad` of the product include it.
-    - `options`: the other arguments of `matmul`, except `recipe`, `out_sharding`, `bias` and `activation`.
+    - `options`: `preferred_element_type`, `precision`, `existing_out`, `group_offset`, `num_actual_groups`, `capacity`,
+      `max_last` and `backend`, as in `matmul`.
 
     **Returns:** the result of `matmul`, sharded as `out_specs`.
 
@@ -56,16 +75,11 @@ def sharded_matmul(
     `matmul`.
     """
     site = Site("ragged.sharded_matmul(lhs, rhs)", {"lhs": lhs, "rhs": rhs})
-    hints = {
-        "recipe": "Quantise the operands first, or call `matmul` with sharded operands.",
-        "out_sharding": "Pass the sharding of the result as `out_specs`.",
-        "bias": "Add it in `out_shard_callback`.",
-        "activation": "Apply it in `out_shard_callback`.",
-    }
-    for name, hint in hints.items():
-        if options.get(name) is not None:
-            site.fail(ValueError, f"`{name}` can't be combined with `in_specs` and `out_specs`.", hint)
     arguments = Arguments.of(site, options)
+    for name, value in options.items():
+        if name not in OPTIONS and value is not None:
+            problem = f"`{name}` can't be combined with `in_specs` and `out_specs`."
+            site.fail(ValueError, problem, _HINTS.get(name, "Leave it out."))
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     if not hasattr(mesh, "axis_names") or mesh.empty:
         site.fail(ValueError, f"`mesh` is {mesh!r}.", "Pass a mesh, or set one: `with jax.set_mesh(mesh):`.")
