@@ -1,6 +1,7 @@
 """Activations that are functions: how they are traced, compared and refused, and what kernels compute of them."""
 
 import math
+import sys
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -248,6 +249,14 @@ def test_functions_are_equal_by_their_operations() -> None:
     assert traced(partial(clipped, limit=7.0), 2) == traced(clipped, 2) != traced(partial(clipped, limit=6.0), 2)
     assert traced("silu") == traced(jax.nn.silu) != traced("silu", 2)
 
+    for made in (
+        lambda by: lambda z: z * by,
+        lambda by: lambda z, by=by: z * by,
+        lambda by: lambda z, *, by=by: z * by,
+    ):
+        assert traced(made(2.0)) == traced(made(2.0)) != traced(made(3.0))
+        assert traced(partial(made(2.0))) == traced(made(2.0)) != traced(partial(made(3.0)))
+
     straight = jax.custom_jvp(lambda z: jnp.tanh(z))
     straight.defjvp(lambda primals, tangents: (jnp.tanh(primals[0]), tangents[0]))
     assert traced(straight) != traced(jnp.tanh)
@@ -318,13 +327,29 @@ def _helped(z: Array) -> Array:
     return HELPER(z) * (lambda y: y + OFFSET)(z)
 
 
-IN_JAX = jax.tree_util.Partial(lambda z: jnp.minimum(z, OFFSET))
-HELPED = [
-    partial(lambda z, by: _helped(z) * by, by=OFFSET),
+def _power(z: Array, n: int = 3) -> Array:
+    return z if n == 1 else z * _power(z, n - 1)
+
+
+def _with_attribute(z: Array) -> Array:
+    return z * _with_attribute.scale  # type: ignore[attr-defined]
+
+
+def _with_import(z: Array) -> Array:
+    import settings_of_a_test  # type: ignore[import-not-found]
+
+    return z * settings_of_a_test.scale
+
+
+CHANGING: list[Callable[[Array], Array]] = [
     lambda z: _helped(z),
-    IN_JAX,
-    jax.nn.silu,
+    partial(lambda z, by: _helped(z) * by, by=3.0),
     partial(_helped),
+    jax.tree_util.Partial(lambda z: jnp.minimum(z, OFFSET)),
+    lambda z: _power(z) * OFFSET,
+    lambda z: _with_attribute(z),
+    _with_import,
+    jax.nn.silu,
 ]
 
 
@@ -356,8 +381,10 @@ def test_numbers_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
     for offset, helper in ((1.0, jnp.negative), (2.0, jnp.negative), (2.0, lambda z: z * scale.of), (1.0, jnp.abs)):
         monkeypatch.setitem(globals(), "OFFSET", offset)
         monkeypatch.setitem(globals(), "HELPER", helper)
-        outs = jax.jit(lambda: [ragged.matmul(X, W, activation=each).data[0, 0] for each in HELPED])()
-        np.testing.assert_allclose(outs, [each(jnp.float32(4)) for each in HELPED], rtol=1e-6)
+        monkeypatch.setattr(_with_attribute, "scale", offset, raising=False)
+        monkeypatch.setitem(sys.modules, "settings_of_a_test", SimpleNamespace(scale=offset))
+        outs = jax.jit(lambda: [ragged.matmul(X, W, activation=each).data[0, 0] for each in CHANGING])()
+        np.testing.assert_allclose(outs, [each(jnp.float32(4)) for each in CHANGING], rtol=1e-6)
 
 
 def test_in_an_eager_shard_map() -> None:
