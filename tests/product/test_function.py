@@ -451,8 +451,9 @@ def test_what_no_kernel_has() -> None:
         (lambda z: z * jnp.arange(3.0)[None], ValueError, "primitive `iota`"),
         (lambda z: z * jnp.ones(3)[None], ValueError, "primitive `broadcast_in_dim`"),
         (lambda z: z * np.ones((1, 3), np.float32), TypeError, r"closes over an array, f32\[1,3\]"),
+        (lambda z: z[None] * np.ones((5, 1, 1), np.float32), TypeError, r"closes over an array, f32\[5,1,1\]"),
     ],
-    ids=["reversed", "shape", "numpy", "iota", "row", "array"],
+    ids=["reversed", "shape", "numpy", "iota", "row", "array", "more dims"],
 )
 def test_bad_functions(activation: Any, error: type[Exception], text: str) -> None:
     """They are no elementwise functions of numbers, and raise at the call. `docs/errors.md` has more of them."""
