@@ -237,7 +237,7 @@ def _details(call: Call, x: Operands, chip: tiles.Chip) -> Details:
         *(extent[letter] for letter in order),
         groups=num_local * batch if kind == "batched" else num_local,
         dtypes=(jnp.dtype(a.data.dtype), jnp.dtype(b.data.dtype), jnp.dtype(call.dtype)),
-        dot=units.dot(*multiplied, chip),
+        dot=units.dot(*multiplied, chip, (a.data.dtype, b.data.dtype)),
         buffers=requested.buffers if requested else call.options.buffers,
         has_existing=x.epilogue.existing is not None,
         elements=batch if is_listed and kind != "batched" else 1,
@@ -393,7 +393,7 @@ def _rows_body(kernel: Kernel, by_visit: bool) -> Any:
         *refs: Any,
     ) -> None:
         outs, scratch = refs[: kernel.problem.results], refs[kernel.problem.results :]
-        _, _, at, step = ids
+        column, _, at, step = ids
         piece, before = v.piece[at], jnp.maximum(at - 1, 0)
         low, high = (jnp.clip(edge[piece] - v.tile[at] * tm, 0, tm) for edge in (v.start, v.end))
         is_full = (low == 0) & (high == tm)
@@ -407,7 +407,7 @@ def _rows_body(kernel: Kernel, by_visit: bool) -> Any:
             return lhs_scales.at[rows, :]
 
         def multiply(rows: Any, is_last: bool) -> Iterator[Array]:
-            return kernel.products(lhs[rows, :], rhs, row_scales(rows), rhs_scales, step, is_last)
+            return kernel.products(lhs[rows, :], rhs, row_scales(rows), rhs_scales, column, step, is_last)
 
         def store(rows: Any, masked: bool, totals: list[Array]) -> None:
             # A partial tile of the result already has `existing`, and rows of other groups.
@@ -681,7 +681,7 @@ def _batched_body(kernel: Kernel) -> Any:
         outs, scratch = refs[: kernel.problem.results], refs[kernel.problem.results :]
 
         def multiply(is_last: bool) -> Iterator[Array]:
-            return kernel.products(x[...], ys, x_scales, y_scales, ids[-1], is_last)
+            return kernel.products(x[...], ys, x_scales, y_scales, ids[3], ids[4], is_last)
 
         def store(totals: list[Array]) -> None:
             old = None if existing is None else existing[...]
