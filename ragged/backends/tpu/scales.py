@@ -38,7 +38,11 @@ def arrange(scales: Scales | None, outer_axis: int, outer: int, first: bool, ndi
     """
     if scales is None:
         return None
-    values, width, extent = scales.values.astype(jnp.float32), scales.block[outer_axis] or 1, scales.block[1 - outer_axis]
+    values, width, extent = (
+        scales.values.astype(jnp.float32),
+        scales.block[outer_axis] or 1,
+        scales.block[1 - outer_axis],
+    )
     values = values if outer_axis == 0 else values.mT  # [..., outer, blocks]
     # Wide and short blocks are repeated in the kernel: in memory they would be as many bytes as the operand, or more.
     if width > 1 and (first or extent is None or extent >= 32):
