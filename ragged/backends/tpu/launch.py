@@ -209,13 +209,14 @@ class Kernel:
         return total
 
     def with_epilogue(
-        self, totals: list[Array], x_scales: Any, y_scales: Any, existing: Any, biases: Any
+        self, totals: list[Array], x_scales: Any, y_scales: Any, levels: Any, existing: Any, biases: Any
     ) -> list[Array]:
         """Arrays to store, unrounded: `totals` after scales and epilogue."""
         totals = split_interleaved(*totals) if self.problem.columns == "interleaved" else totals
         z = []
-        for total, scales, bias in zip(totals, y_scales, biases, strict=True):
-            total = base.apply_epilogue(self.launch.call, self.rescale(total, x_scales, scales), existing)
+        for total, scales, level, bias in zip(totals, y_scales, levels, biases, strict=True):
+            total = self.rescale(total if level is None else total * level[...], x_scales, scales)
+            total = base.apply_epilogue(self.launch.call, total, existing)
             z.append(total if bias is None else total.astype(jnp.float32) + bias[...])
         return _activated(z, self.launch.call)
 
