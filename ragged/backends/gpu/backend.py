@@ -121,11 +121,7 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
     elements, summed = (1, batch or 1) if sums else (batch or 1, 1)
 
     stored = call.dtype if jnp.dtype(call.dtype).name in _STORED else accumulator_dtype(call.dtype)
-    min_k = tiles.min_k(a.data.dtype, b.data.dtype)
-    modes = ("unit", "unit") if by_tensor_cores else scale_modes(call, x, min_k)
-    is_decoded = jnp.uint8 in (a.data.dtype, b.data.dtype) and not by_tensor_cores
-    if is_decoded:  # Tiles with their scales are exact in few bits, and the product of each step need not be scaled.
-        min_k, modes = 32, scale_modes(call, x, None)
+    modes, min_k = _modes((a, b), call, x, by_tensor_cores)
     dot = _dot((a, b), modes, call.options.precision, chip)
     transposes = _transposes((a, b), dot, p, chip)
     # Extents of the mean group: its share of the packed rows, and the whole extent of other letters.
@@ -188,6 +184,19 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
         details=details._replace(result_tiles=result_tiles),
         **cost(call, x),
     )
+
+
+def _modes(
+    loaded: tuple[KernelOperand, KernelOperand], call: Call, x: Operands, by_tensor_cores: bool
+) -> tuple[tuple[str, str], int]:
+    """`(modes, min_k)`: scale modes, and the smallest tile of the contracted letter."""
+    dtypes = [operand.data.dtype for operand in loaded]
+    min_k = tiles.min_k(*dtypes)
+    if by_tensor_cores:
+        return ("unit", "unit"), min_k
+    if jnp.uint8 in dtypes:  # 4-bit floats times their scales are exact in few bits, so tiles are multiplied by them.
+        return scale_modes(call, x, None), 32
+    return scale_modes(call, x, min_k), min_k
 
 
 def candidates(launch: Launch, x: Operands) -> list[GpuConfig]:
