@@ -65,6 +65,8 @@ router, experts = ragged.nn.Router(8, 4, 2, key=key), ragged.nn.Experts(8, 16, 4
 moe = ragged.nn.MoE(router, experts)
 moe_relu = ragged.nn.MoE(router, ragged.nn.Experts(8, 16, 4, activation=jax.nn.relu, key=key))
 moe_over = ragged.nn.MoE(router, experts, axis="a")
+blocks = ragged.quantize(experts.down.weight, jnp.int8, (12, 1))
+moe_in_blocks = ragged.nn.MoE(router, eqx.tree_at(lambda e: e.down.weight, experts, blocks), tensor_axis="a")
 moe_two = ragged.nn.MoE(router, experts, axis="a", data_axes=("b",))
 two = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
 
@@ -555,6 +557,7 @@ moe(x.data, routing=(jnp.ones((15, 2)), jnp.zeros((15, 2), jnp.int32)))
 moe(x.data, routing=(jnp.ones((16, 2)), jnp.full((16, 2), 4)))
 moe_over(jnp.ones((4, 8)))
 with jax.set_mesh(auto): moe_over(jnp.ones((5, 8)))
+with jax.set_mesh(auto): moe_in_blocks(jnp.ones((4, 8)))
 with jax.set_mesh(two): over(lambda t: moe_two(t)[0], jnp.ones((4, 8)), axis_names={"a"}, mesh=two)
 """,
 }
