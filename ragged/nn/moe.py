@@ -379,8 +379,10 @@ class MoE(eqx.Module):
         if the axes don't divide the rows, and as `Exchange.map` does.
         """
         axes, mesh = {*self._token_axes, self.tensor_axis} - {None}, jax.sharding.get_abstract_mesh()
-        routing = None if routing is None else _as_routing(Site("ragged.nn.MoE"), "`routing` is", routing)
-        _check(self, x, args, mask, routing, axes, mesh)
+        _check(self, x, args, mask, axes, mesh)
+        if routing is not None:
+            ways = mesh.shape[self.axis] if self.axis in mesh.manual_axes else 1
+            routing = _checked_routing("`routing`", routing, x.shape[0], self.experts.up.weight.shape[0] * ways)
         data, is_packed = jnp.asarray(x.data if isinstance(x, GroupedTensor) else x), isinstance(x, GroupedTensor)
         if is_packed:
             mask = jnp.arange(x.shape[0], dtype=jnp.int32) < x.offsets[-1]
@@ -436,12 +438,8 @@ class MoE(eqx.Module):
         # Padding gets distinct positive numbers, so that a router that divides by a norm has finite derivatives.
         padding = jnp.arange(1, x.shape[1] + 1, dtype=x.dtype)[None] / jnp.asarray(x.shape[1], x.dtype)
         routing = self.router(_with_padding(x, is_token, padding), *args)
-        site = Site("ragged.nn.MoE")
-        routing = _as_routing(site, "`router` returned", routing)
-        _check_routing(site, "`router` returned", routing, x.shape[0])
-        if is_token is None:
-            _check_experts(site, "`router` returned", routing, num_experts)
-        return routing
+        has_padding = is_token is not None
+        return _checked_routing("the router's result", routing, x.shape[0], num_experts, has_padding)
 
     def _of_shared(self, x: Array, is_token: Bool[Array, "tokens 1"] | None, is_packed: bool) -> Array:
         """The shared expert's results, zero for padding."""
@@ -529,9 +527,7 @@ def _with_padding(x: Shaped[Array, "tokens n"], is_token: Bool[Array, "tokens 1"
     return x if is_token is None else jnp.where(is_token, x, fill)
 
 
-def _check(
-    moe: MoE, x: Any, args: tuple[Any, ...], mask: Any, routing: Routing | None, axes: set[str], mesh: Any
-) -> None:
+def _check(moe: MoE, x: Any, args: tuple[Any, ...], mask: Any, axes: set[str], mesh: Any) -> None:
     """Raises unless the arguments and the mesh in context fit the module, which needs the mesh axes `axes`."""
     site, manual, d = Site("ragged.nn.MoE", {"x": x}), axes & {*mesh.manual_axes}, moe.experts.up.weight.shape[1]
     is_tensor = isinstance(x, GroupedTensor)
@@ -564,10 +560,6 @@ def _check(
         padded = -(-x.shape[0] // shards) * shards
         mask_hint = "" if is_tensor or mask is not None else f" and pass `mask=jnp.arange({padded}) < {x.shape[0]}`"
         site.fail(ValueError, problem, f"Pad `x` to {padded} rows{mask_hint}, or use fewer devices.")
-    if routing is not None:
-        _check_routing(site, "`routing` has", routing, x.shape[0])
-        ways = mesh.shape[moe.axis] if moe.axis is not None and manual else 1
-        _check_experts(site, "`routing` has", routing, moe.experts.up.weight.shape[0] * ways)
 
 
 def _check_mesh(site: Site, moe: MoE, axes: set[str], mesh: Any, manual: set[str]) -> None:
@@ -580,33 +572,38 @@ def _check_mesh(site: Site, moe: MoE, axes: set[str], mesh: Any, manual: set[str
         site.fail(ValueError, problem, f"Map over all of {sorted(axes)}, or over none of them.")
 
 
-def _as_routing(site: Site, whose: str, routing: Any) -> Routing:
-    """`routing`, which may be a pair of weights and experts. Raises if it is anything else."""
-    if isinstance(routing, Routing):
-        return routing
-    if not isinstance(routing, tuple | list) or len(routing) != 2:
+def _checked_routing(name: str, routing: Any, tokens: int, num_experts: int, has_padding: bool = False) -> Routing:
+    """`routing`, a `Routing` or a pair of weights and experts, as a `Routing` of JAX's arrays.
+
+    Raises if a field has a wrong kind, shape or dtype, or if the experts are known, none is of padding, and one is out
+    of range. `name`: what an error calls it.
+    """
+    site = Site("ragged.nn.MoE")
+    if isinstance(routing, tuple | list) and len(routing) == 2:
+        routing = Routing(*routing)
+    if not isinstance(routing, Routing):
         hint = "Pass `(weights, experts)`, or a `ragged.nn.Routing`."
-        site.fail(TypeError, f"{whose} {describe(routing)}.", hint)
-    return Routing(*map(jnp.asarray, routing))
-
-
-def _check_experts(site: Site, whose: str, routing: Routing, num_experts: int) -> None:
-    """Raises if the experts are known when the program is traced, and one is out of range."""
+        site.fail(TypeError, f"{name} is {describe(routing)}.", hint)
+    given: dict[str, Any] = {
+        key: x for key, x in vars(routing).items() if x is not None or key in ("weights", "experts")
+    }
+    site = site.also(**given)
+    if not all(map(is_arraylike, given.values())):
+        site.fail(TypeError, f"{name} has fields that aren't arrays.", "Only probabilities and logits may be None.")
+    top_k = jnp.shape(routing.weights)[-1:]
+    shapes = {key: (tokens, *(top_k if key in ("weights", "experts") else [num_experts])) for key in given}
+    if any(x.shape != shapes[key] for key, x in given.items()):
+        hint = f"Weights and experts must both be [{tokens}, top_k], and probabilities and logits, if any, "
+        site.fail(ValueError, f"{name} has wrong shapes.", hint + f"[{tokens}, {num_experts}].")
+    kinds = {key: jnp.integer if key == "experts" else jnp.floating for key in given}
+    if not all(jnp.issubdtype(x.dtype, kinds[key]) for key, x in given.items()):
+        hint = "Pass weights, floats, and then experts, integers. Probabilities and logits are floats."
+        site.fail(TypeError, f"{name} has wrong dtypes.", hint)
     experts = np.asarray(routing.experts) if is_concrete(routing.experts) else np.zeros(0, int)
-    if experts.size and not 0 <= experts.min() <= experts.max() < num_experts:
-        problem = f"{whose} experts from {experts.min()} to {experts.max()}, but there are {num_experts}."
-        hint = f"Pass 0 to {num_experts - 1}. Padding can have any of them."
-        site.also(experts=routing.experts).fail(ValueError, problem, hint)
-
-
-def _check_routing(site: Site, whose: str, routing: Routing, tokens: int) -> None:
-    """Raises unless weights and experts have one shape, `[tokens, top_k]`, and the right dtypes."""
-    weights, experts = routing.weights, routing.experts
-    site = site.also(weights=weights, experts=experts)
-    if weights.shape != experts.shape or weights.ndim != 2 or weights.shape[0] != tokens:
-        site.fail(ValueError, f"{whose} wrong shapes.", f"Weights and experts must both be [{tokens}, top_k].")
-    if not jnp.issubdtype(experts.dtype, jnp.integer) or not jnp.issubdtype(weights.dtype, jnp.floating):
-        site.fail(TypeError, f"{whose} wrong dtypes.", "Pass weights, floats, and then experts, integers.")
+    if experts.size and not has_padding and not 0 <= experts.min() <= experts.max() < num_experts:
+        problem = f"{name} has experts from {experts.min()} to {experts.max()}, but there are {num_experts}."
+        site.fail(ValueError, problem, f"Pass 0 to {num_experts - 1}. Padding can have any of them.")
+    return jax.tree.map(jnp.asarray, routing)
 
 
 def _over(collective: Callable[..., Array], x: Array, axes: tuple[str, ...]) -> Array:

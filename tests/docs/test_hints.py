@@ -62,6 +62,7 @@ OF_CALLS: dict[str, dict[str, str]] = {
         "w_down": "jnp.ones((3, 6, 8))",
         "weights": "jnp.ones(4)",
     },
+    "moe(x.data, routing": {"weights": "jnp.ones((16, 2))"},
     "ragged.route": {"x": "jnp.ones((2, 2, 8))"},
     "route.combine": {"x": "tokens"},
 }

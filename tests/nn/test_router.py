@@ -164,11 +164,40 @@ def test_a_router_of_ones_own(name: str) -> None:
 
 
 def test_wrong_routing() -> None:
-    """At the call; `docs/errors.md` shows what a router returns."""
-    layer, ones = MoE(Router(D, EXPERTS, 2, key=jax.random.key(0)), experts()), jnp.ones((TOKENS, 1))
-    with pytest.raises(ValueError, match="from 8 to 8, but there are 8"):
-        layer(rows(), routing=(ones, jnp.full((TOKENS, 1), 8)))
-    with pytest.raises(TypeError, match="`routing` has wrong dtypes"):
-        layer(rows(), routing=(ones, ones))
+    """At the call and from a router, in pairs and in a `Routing`; with padding, experts of no token are free."""
+    layer, w = MoE(Router(D, EXPERTS, 2, key=jax.random.key(0)), experts()), np.ones((TOKENS, 1))
+    routing_of: Any = Routing
+    e, p = np.zeros((TOKENS, 1), int), np.full((TOKENS, EXPERTS), 1 / EXPERTS, np.float32)
+    wrong: list[tuple[type[Exception], str, Any]] = [
+        (ValueError, "experts from 8 to 8, but there are 8", (w, e + 8)),
+        (ValueError, "experts from -1 to -1, but there are 8", routing_of(w, e - 1, p, p)),
+        (ValueError, "wrong shapes", (w[1:], e[1:])),
+        (ValueError, "wrong shapes", (w, e.T)),
+        (ValueError, "wrong shapes", (w[:, 0], e[:, 0])),
+        (ValueError, "wrong shapes", (jnp.ones(()), jnp.zeros((), int))),
+        (ValueError, "wrong shapes", routing_of(w, e, p[:5], p)),
+        (ValueError, "wrong shapes", routing_of(w, e, p, p[:5])),
+        (ValueError, "wrong shapes", routing_of(w, e, p[:, 1:], p)),
+        (ValueError, "wrong shapes", routing_of(w, e, None, p[:, :1])),
+        (TypeError, "wrong dtypes", (w, w)),
+        (TypeError, "wrong dtypes", (e, e)),
+        (TypeError, "wrong dtypes", routing_of(w, e, p.astype(int), p)),
+        (TypeError, "aren't arrays", routing_of(w.tolist(), e)),
+        (TypeError, "aren't arrays", routing_of(w, e.tolist(), p, p)),
+        (TypeError, "aren't arrays", (None, e)),
+        (TypeError, "aren't arrays", routing_of(w, e, "p", p)),
+        (TypeError, "is 'ab'", "ab"),
+        (TypeError, "is f64", w),
+    ]
+    for error, text, given in wrong:
+        routed = MoE(lambda x, given=given: given, layer.experts)
+        for call in (lambda given=given: layer(rows(), routing=given), lambda routed=routed: routed(rows())):
+            with pytest.raises(error, match=text):
+                call()
+    mask = np.arange(TOKENS) < TOKENS - 1
+    padded = MoE(lambda x: (w, np.where(mask[:, None], e, -1)), layer.experts)
+    assert padded(rows(), mask=mask)[1].rows.tolist() == [TOKENS - 1, *[0] * (EXPERTS - 1)]
+    stats: Any = layer(rows(), routing=routing_of(w, e, p, np.log(p)))[1]
+    np.testing.assert_allclose([stats.load_balance, stats.z], [1.0, 0.0], atol=1e-5)
     with pytest.raises(ValueError, match="there are 8 experts"):
         layer.router.with_selection_bias(jnp.zeros(3))
