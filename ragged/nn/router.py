@@ -45,14 +45,15 @@ class Router(eqx.Module):
     - `weight`: `[d, num_experts]`.
     - `bias`: `(num_experts,)`, or None.
     - `selection_bias`: `(num_experts,)` float32, or None. It affects only the choice of experts, so it has no gradient,
-      and no optimiser changes it: see `with_selection_bias`.
+      and no optimiser changes it: see `with_selection_bias`. In the pytree it is sealed, which NumPy and checkpoints
+      don't support: save `router.unsealed()`.
 
     The numbers of experts, groups and choices, and the options of `__init__`, are static.
     """
 
     weight: Float[Array, "d experts"]
     bias: Float[Array, " experts"] | None
-    _selection_bias: Any  # sealed
+    _selection_bias: Any  # sealed or unsealed
     top_k: int = eqx.field(static=True)
     score: str | Callable[[Array], Array] = eqx.field(static=True)
     normalize: bool = eqx.field(static=True)
@@ -127,7 +128,18 @@ class Router(eqx.Module):
         if new.shape[-1:] != self.weight.shape[-1:]:
             site = Site("router.with_selection_bias(selection_bias)", {"selection_bias": selection_bias})
             site.fail(ValueError, f"there are {self.weight.shape[-1]} experts.", "Pass one number per expert.")
-        return eqx.tree_at(lambda router: router._selection_bias, self, sealed(new), is_leaf=lambda x: x is None)
+        return self._with(sealed(new))
+
+    def unsealed(self) -> "Router":
+        """The router with its `selection_bias` in float32, for checkpoints. It routes in the same way."""
+        return self._with(self.selection_bias)
+
+    def sealed(self) -> "Router":
+        """The router with its `selection_bias` in a dtype that rejects arithmetic, as `__init__` makes it."""
+        return self._with(sealed(self._selection_bias))
+
+    def _with(self, selection_bias: Any) -> "Router":
+        return eqx.tree_at(lambda router: router._selection_bias, self, selection_bias, is_leaf=lambda x: x is None)
 
     def __call__(self, x: Float[Array, "tokens d"]) -> Routing:
         """The routing of tokens `x`."""

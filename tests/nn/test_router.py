@@ -1,5 +1,6 @@
 """`ragged.nn.Router`, routers of one's own and routing at the call: equal to a loop over tokens, in float64."""
 
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -92,6 +93,30 @@ def test_a_selection_bias_only_selects() -> None:
     assert (np.asarray(got.experts) == np.arange(EXPERTS)[::-1]).all() and (want.experts != got.experts).any()
     for e in range(EXPERTS):
         np.testing.assert_array_equal(got.weights[got.experts == e], want.weights[want.experts == e])
+
+
+def test_a_selection_bias_is_saved(tmp_path: Path) -> None:
+    """Unsealed, in a layer and in a stack too. It routes in the same way, and has a gradient of zeros."""
+    router = Router(D, EXPERTS, 2, use_selection_bias=True, key=jax.random.key(0))
+    router = router.with_selection_bias(jnp.linspace(1.0, -1.0, EXPERTS))
+    stack = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), router)
+    for each in (router, stack):
+        for same in (each.sealed(), each.unsealed(), each.unsealed().sealed(), each.unsealed().unsealed()):
+            np.testing.assert_array_equal(same.selection_bias, each.selection_bias)
+        assert [leaf.dtype for leaf in jax.tree.leaves(each.unsealed())] == [jnp.float32] * 2
+        assert not all(map(eqx.is_inexact_array, jax.tree.leaves(each.unsealed().sealed())))
+        eqx.tree_serialise_leaves(tmp_path / "router.eqx", each.unsealed())
+        empty = jax.tree.map(jnp.zeros_like, each.unsealed())
+        back = eqx.tree_deserialise_leaves(tmp_path / "router.eqx", empty).sealed()
+        for got, want in zip(jax.tree.leaves(back.unsealed()), jax.tree.leaves(each.unsealed()), strict=True):
+            np.testing.assert_array_equal(got, want)
+    layer = MoE(router, experts())
+    eqx.tree_serialise_leaves(tmp_path / "layer.eqx", eqx.tree_at(lambda layer: layer.router, layer, router.unsealed()))
+    run = eqx.filter_jit(eqx.filter_value_and_grad(lambda router: jnp.sum(jnp.sin(router(rows()).weights))))
+    (value, grads), (want, of_sealed) = run(router.unsealed()), run(router)
+    assert value == want and (grads.weight == of_sealed.weight).all() and not np.any(grads.selection_bias)
+    plain = Router(D, EXPERTS, 2, key=jax.random.key(0))
+    assert plain.unsealed().selection_bias is None and plain.sealed().selection_bias is None
 
 
 def test_every_router_is_trained() -> None:
