@@ -38,6 +38,7 @@ class Router(eqx.Module):
         experts = top_k(scores + selection_bias)
         weights = scale * scores[experts] / (sum(scores[experts]) + epsilon)
 
+    If the scores of all chosen experts are 0 in float32, their weights are 0, also with the default `epsilon=0`.
     A softmax over the chosen logits is the same as `score="softmax"` with `normalize=True`.
 
     **Fields:**
@@ -153,12 +154,10 @@ class Router(eqx.Module):
     def select(self, logits: Float[Array, "tokens experts"]) -> Routing:
         """The routing of tokens with these logits."""
         scores = SCORES[self.score](logits) if isinstance(self.score, str) else self.score(logits)
-        total = jnp.sum(scores, axis=1, keepdims=True)
-        probabilities = scores if self.score == "softmax" else scores / jnp.where(total == 0, 1, total)
+        probabilities = scores if self.score == "softmax" else _normalized(scores, 0.0)
         experts = lax.top_k(lax.stop_gradient(self._ranks(logits, scores)), self.top_k)[1]
         weights = jnp.take_along_axis(scores, experts, axis=1)
-        if self.normalize:
-            weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + self.epsilon)
+        weights = _normalized(weights, self.epsilon) if self.normalize else weights
         return Routing(weights * self.scale if self.scale != 1 else weights, experts, probabilities, logits)
 
     def _ranks(self, logits: Array, scores: Array) -> Array:
@@ -174,3 +173,16 @@ class Router(eqx.Module):
         best = lax.top_k(of_groups, self.groups[1])[1]  # [tokens, top_groups]
         is_best = jnp.any(best[:, :, None] == jnp.arange(self.groups[0], dtype=best.dtype)[None, None], axis=1)
         return jnp.where(is_best[:, :, None], by_group, -jnp.inf).reshape(ranks.shape)
+
+
+def _normalized(scores: Float[Array, "tokens top_k"], epsilon: float) -> Float[Array, "tokens top_k"]:
+    """`scores / (sum(scores) + epsilon)`, or 0 if all scores are 0.
+
+    JAX's derivative divides by the square of the sum, which may be 0 in float32. So a power of two scales the scores.
+    """
+    largest = lax.stop_gradient(jnp.max(jnp.abs(scores), axis=1, keepdims=True))
+    is_zero = largest == 0
+    unit = jnp.where(is_zero, 1, jnp.ldexp(jnp.ones((), scores.dtype), jnp.frexp(largest)[1] - 1))
+    scaled = scores / unit
+    total = jnp.sum(scaled, axis=1, keepdims=True) + epsilon / unit
+    return scaled / jnp.where(is_zero, 1, total)

@@ -127,6 +127,36 @@ def test_every_router_is_trained() -> None:
     assert np.abs(gradient(router).weight).max() > 1e-3
 
 
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("epsilon", [0.0, 1e-20])
+def test_scores_that_vanish(score: str, epsilon: float) -> None:
+    """A bias may choose experts whose scores are tiny in float32, or 0: weights and all gradients are finite."""
+    router = Router(4, 4, 2, score=score, epsilon=epsilon, use_selection_bias=True, key=jax.random.key(0))
+    router = router.with_selection_bias(jnp.asarray([0.0, 0.0, 20.0, 9.0]))
+
+    def value(logits: Any) -> Any:
+        routing: Any = router.select(logits)
+        value = jnp.sum(routing.weights * jnp.asarray([[1.0, -2.0]]))
+        return value + 0.5 * routing.probabilities[0, 2], routing.weights
+
+    router_of_logits: Any = eqx.tree_at(lambda router: router.weight, router, jnp.eye(4))
+    run = jax.jit(jax.value_and_grad(value, has_aux=True))
+    second = jax.jit(jax.grad(lambda logits: jnp.sum(jnp.sin(jax.grad(lambda z: value(z)[0])(logits)))))
+    for size in (0, 1, 20, 40, 44, 50, 60, 80, 87, 88, 100, 104, 200, 1e30):  # e⁻⁴⁴ is the root of float32's smallest
+        logits = np.array(
+            [[size, 0, -1, 0]] if score == "softmax" else [[-size, -size - 2, -size - 1, -size]], np.float32
+        )
+        (_, weights), gradient = run(logits)
+        assert np.isfinite(gradient).all() and np.isfinite(second(logits)).all() and (weights >= 0).all()
+        if size <= 80:
+            want = chosen(router_of_logits, logits[0].astype(float), sigmoid)
+            np.testing.assert_allclose(weights[0], want.weights, rtol=1e-4)
+            dlogits = want.pull(np.array([1.0, -2.0]), np.array([0, 0, 0.5, 0]), np.zeros(4))
+            np.testing.assert_allclose(gradient[0], dlogits, rtol=1e-4, atol=1e-6)
+        if size >= 200:
+            assert not weights.any()
+
+
 class Last(Router):
     """A router with a call of its own: of tokens and ids."""
 
