@@ -30,6 +30,7 @@ from ragged.parallel.exchange import exchange
 from ragged.primitive.epilogue import activated
 from ragged.product.function import Function, check_activation, takes_two
 from ragged.quant.recipe import Cast, Recipe
+from ragged.quant.weights import QuantizedWeights
 from ragged.tensor.arithmetic import per_row
 from ragged.tensor.base import require_plain
 from ragged.tensor.route import Gathered, Route, route, weights_of_rows
@@ -180,7 +181,8 @@ def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
 
 
 def _part_dtype(x: Any, weight: Any) -> Any:
-    return accumulator_dtype(promote(x.dtype, weight.dtype))
+    is_narrow = jnp.dtype(weight.dtype).itemsize == 1  # a quantised weight's result has the dtype of the rows
+    return accumulator_dtype(x.dtype if is_narrow else promote(x.dtype, weight.dtype))
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -474,22 +476,50 @@ class MoE(eqx.Module):
         return MoEStats(balance, z, rows, dropped)
 
     def specs(self) -> "MoE":
-        """The module with a `PartitionSpec` in place of each array, for `in_specs` of `jax.shard_map` and shardings."""
+        """The module with a `PartitionSpec` in place of each array, for `in_specs` of `jax.shard_map` and shardings.
 
-        def spec(path: Any, _: Any) -> P:
-            names = [getattr(key, "name", None) for key in path]  # ["experts", "up", "weight"]
-            if names[0] not in ("experts", "shared") or names[-1] not in ("weight", "bias"):
-                return P()
-            axis = self.axis if names[0] == "experts" else None
-            if names[1] == "down":
-                return P(axis, self.tensor_axis) if names[-1] == "weight" else P(axis)
-            return P(axis, None, self.tensor_axis) if names[-1] == "weight" else P(axis, self.tensor_axis)
+        Scales of quantised weights are sharded with their blocks. **Raises:** `ValueError` if the mesh in context would
+        cut a block.
+        """
 
-        return jax.tree_util.tree_map_with_path(spec, self)
+        def spec(path: Any, leaf: Any) -> Any:
+            name, *_ = (getattr(key, "name", None) for key in path)  # such as "experts"
+            specs = jax.tree.map(lambda _: P(), leaf)
+            if not isinstance(leaf, GroupedLinear) or name not in ("experts", "shared"):
+                return specs
+            axis, is_down = self.axis if name == "experts" else None, path[1].name == "down"
+            axes = (axis, self.tensor_axis, None) if is_down else (axis, None, self.tensor_axis)
+            both = _weight_specs(leaf.weight, axes), None if leaf.bias is None else P(axes[0], axes[2])
+            return eqx.tree_at(lambda layer: (layer.weight, layer.bias), specs, both, is_leaf=lambda x: x is None)
+
+        return jax.tree_util.tree_map_with_path(spec, self, is_leaf=lambda x: isinstance(x, GroupedLinear))
 
     @property
     def _token_axes(self) -> tuple[str, ...]:
         return (*self.data_axes, *((self.axis,) if self.axis else ()))
+
+
+def _weight_specs(weight: Any, axes: tuple[str | None, ...]) -> Any:
+    """`weight` with a `PartitionSpec` in place of each array, where `axes` shard its dims `[experts, first, last]`."""
+    if isinstance(weight, QuantizedWeights):
+        experts, first, last = axes
+        given = (weight.weights, axes), (weight.by_first, (experts, last, first)), (weight.by_last, axes)
+        parts = [None if each is None else _weight_specs(each, of) for each, of in given]
+        fields = lambda x: (x.weights, x.by_first, x.by_last)  # noqa: E731
+        return eqx.tree_at(fields, weight, parts, is_leaf=lambda x: x is None)
+    if not isinstance(weight, GroupedTensor) or weight.scaling is None:
+        return jax.tree.map(lambda _: P(*axes), weight)
+    block, mesh = (1, *(weight.scaling.block or (None, None))), jax.sharding.get_abstract_mesh()
+    for n, extent, name in zip(weight.shape, block, axes, strict=True):
+        devices = mesh.shape.get(name, 1)
+        if extent not in (None, 1) and devices > 1 and n % (extent * devices):
+            problem = f"{devices} devices over {name!r} would cut blocks of scales: {n} elements in blocks of {extent}."
+            hint = "Use fewer devices there, or a scaling with smaller blocks."
+            Site("ragged.nn.MoE", {"weight": weight}).fail(ValueError, problem, hint)
+    # One scale for a whole dim is the same on all devices.
+    of_scales = tuple(name if extent else None for name, extent in zip(axes, block, strict=True))
+    of = {"scales": of_scales, "tensor_scale": axes}
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: P(*of.get(path[-1].name, axes)[: leaf.ndim]), weight)
 
 
 @partial(jax.jit, static_argnames=("is_packed", "axes"))

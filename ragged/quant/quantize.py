@@ -59,7 +59,8 @@ def quantize(
     - `scale`: given scales, such as calibrated ones, in place of those of the largest values: a number, or an array
       that broadcasts to the shape of the scales. Elements beyond `scale * largest` become the largest value. With
       float8_e4m3fn scales, the scale of the tensor, `()`. For a known largest absolute value `amax`, pass
-      `amax / float(jnp.finfo(dtype).max)`.
+      `amax / largest`, or with float8_e4m3fn scales `amax / (largest * 448)`: here `largest` is 448 for float8_e4m3fn,
+      57344 for float8_e5m2, 6 for float4_e2m1fn, 127 for int8 and 7 for int4.
 
     If `dtype` or `scaling` is None, `x` is returned unquantised, as a `GroupedTensor`.
 

@@ -34,7 +34,8 @@ class Cast:
     - `scale`: a given scale, such as a calibrated one, in place of those of the largest values, which are then not
       computed: a number for all blocks, or NumPy's array that broadcasts to the scales, as for `ragged.quantize`. It is
       a constant of the program. For a scale that is traced, pass `ragged.quantize(x, ..., scale=scale)` to the product.
-    - `amax`: in place of `scale`, the absolute value that becomes the largest value of `dtype`.
+    - `amax`: in place of `scale`, the absolute value that becomes the largest value of `dtype`; with float8_e4m3fn
+      scales, the largest value of `dtype` times the largest scale.
 
     Blocks along a ragged contracted dim, such as the tokens of a wgrad, begin at each group's first element. Along a
     ragged dim that isn't contracted, an extent above 1 becomes 1; if both dims are ragged, each row of contracted
@@ -61,9 +62,9 @@ class Cast:
             Site("ragged.Cast").fail(ValueError, problem, hint)
         if not isinstance(self.power_of_two, bool):
             Site("ragged.Cast").fail(TypeError, f"`power_of_two` is {self.power_of_two!r}.", "Pass True or False.")
+        object.__setattr__(self, "scaling", scaling)
         if self.scale is not None or amax is not None:
             object.__setattr__(self, "scale", _given_scale(self, amax))
-        object.__setattr__(self, "scaling", scaling)
         object.__setattr__(self, "power_of_two", self.power_of_two or scaling.dtype == jnp.float8_e8m0fnu)
 
     def __str__(self) -> str:
@@ -103,7 +104,8 @@ def _given_scale(cast: Cast, amax: Any) -> Any:
         site.fail(TypeError, f"`{names[0]}` is {describe(value)}.", "Pass a number or an array of numbers.")
     if isinstance(value, bool) or not array.size or not np.all((array > 0) & np.isfinite(array)):
         site.fail(ValueError, f"`{names[0]}` is {describe(value)}.", "Scales are positive and finite.")
-    array = array / LARGEST[cast.dtype] if names == ["amax"] else array
+    if names == ["amax"]:
+        array = array / (LARGEST[cast.dtype] * (LARGEST["float8_e4m3fn"] if cast.scaling.has_tensor_scale else 1))
 
     def nested(x: Any) -> Any:
         return tuple(map(nested, x)) if isinstance(x, list) else x

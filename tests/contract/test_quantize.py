@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ragged import GroupedTensor, Scaling, quantize
+import ragged
+from ragged import GroupedTensor, Recipe, Scaling, matmul, quantize
 from tests.contract.draws import size_table
 from tests.contract.loop import Arrays, Place, Term, places
 from tests.contract.programs import runner
@@ -285,3 +286,18 @@ def test_a_given_scale_of_nvfp4() -> None:
     assert other.tensor_scale == 2 * scale
     for_blocks = [np.asarray(q.scales).astype(np.float32) for q in (other, own)]
     np.testing.assert_array_equal(2 * for_blocks[0], for_blocks[1])
+
+
+LARGEST = {"int8": 127, "int4": 7, "float8_e4m3fn": 448, "float8_e5m2": 57344, "float4_e2m1fn": 6, "nvfp4": 6 * 448}
+
+
+@pytest.mark.parametrize("dtype", LARGEST)
+def test_a_given_largest_value(dtype: str) -> None:
+    """A recipe with the largest value that the operand has gives the bits of one that computes it."""
+    data = np.random.default_rng(0).uniform(-0.7, 0.7, (8, 32)).astype(np.float32)
+    data[0, 0] = LARGEST[dtype] / 8  # so that scales are powers of two, however they are divided
+    x, w = GroupedTensor(jnp.asarray(data), jnp.array([5, 3], jnp.int32)), jnp.asarray(data[:, ::-1].reshape(2, 32, 4))
+    form: Any = ("float4_e2m1fn", "nvfp4") if dtype == "nvfp4" else (dtype, "tensor")
+    casts = ragged.Cast(*form, amax=data[0, 0]), ragged.Cast(*form)
+    given, computed = (matmul(x, w, recipe=Recipe((cast, ragged.Cast(None)))).data for cast in casts)
+    np.testing.assert_array_equal(given, computed)

@@ -377,6 +377,38 @@ def test_memory_of_a_training_step(case: str, hbm: float, temp: float) -> None:
     assert not [name for name in passes[1] if name.startswith("multiply")], passes
 
 
+def test_quantised_weights_over_a_mesh() -> None:
+    """The results and the gradients of tokens are those of the numbers that the stored weights stand for, on one
+    device. Each weight has another scaling: a device has the scales of its part, or those that all parts share."""
+    layer = layer_of(64, 64, 4, 2, num_shared=1, key=jax.random.key(0))
+    fp4 = jnp.float4_e2m1fn
+    of: Any = (fp4, "mx"), ("int8", "row"), (fp4, "nvfp4"), ("float8_e4m3fn", (16, 8)), ("int8", "group")
+    of += (("int8", "tensor"),)
+
+    def where(layer: MoE) -> list[Any]:
+        parts = (layer.experts, layer.shared)
+        return [each.weight for e in parts if e is not None for each in (e.gate, e.up, e.down) if each is not None]
+
+    stored = [ragged.quantize(w.mT, *each).mT for w, each in zip(where(layer), of, strict=True)]
+    of_experts = jnp.linspace(0.5, 2.0, 4) * jnp.asarray(stored[2].tensor_scale)  # in a checkpoint each has its own
+    stored[2] = eqx.tree_at(lambda x: x.tensor_scale, stored[2], of_experts)
+    dense = eqx.tree_at(where, layer, [each.dequantize().data for each in stored])
+    x = np.random.default_rng(0).standard_normal((16, 64)).astype("f4")
+
+    def run(layer: MoE) -> Any:
+        loss = lambda x: (jnp.sum(jnp.sin(y := layer(x)[0])), y)  # noqa: E731
+        return jax.jit(jax.grad(loss, has_aux=True))(x)
+
+    want = run(dense)
+    with jax.set_mesh(mesh_of("auto", expert=2, model=2)):
+        sharded = MoE(layer.router, layer.experts, layer.shared, axis="expert", tensor_axis="model")
+        got = run(eqx.tree_at(where, sharded, stored))
+        with pytest.raises(ValueError, match="would cut blocks of scales: 64 elements in blocks of 48"):
+            w = ragged.quantize(layer.experts.down.weight, "int8", (48, 1))
+            eqx.tree_at(lambda layer: layer.experts.down.weight, sharded, w)(x)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, want)
+
+
 @pytest.mark.long
 def test_who_has_what() -> None:
     """No device has more than its part of the experts, nor of their gradients, when they are placed as `specs` says."""
