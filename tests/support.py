@@ -64,6 +64,11 @@ def quantised(dtype: str, scaling: str) -> Format:
     return Format(lambda lhs, rhs: (quantize(lhs), quantize(rhs.mT).mT))
 
 
+def weights_in(dtype: str, scaling: str) -> Format:
+    """`rhs` alone, along what is contracted."""
+    return Format(lambda lhs, rhs: (lhs.astype("bfloat16"), ragged.quantize(rhs.mT, jnp.dtype(dtype), scaling).mT))
+
+
 def by_recipe(recipe: str) -> Format:
     return Format(plain("bfloat16").operands, partial(ragged.matmul, recipe=recipe))
 
@@ -75,6 +80,7 @@ FORMATS: dict[str, Format] = {
     "`float8_e4m3fn`, `row` scales": quantised("float8_e4m3fn", "row"),
     "`float8_e4m3fn`, `mx` scales": quantised("float8_e4m3fn", "mx"),
     "`float4_e2m1fn`, `nvfp4` scales": quantised("float4_e2m1fn", "nvfp4"),
+    "`bfloat16` × `float4_e2m1fn`, `mx` scales": weights_in("float4_e2m1fn", "mx"),
     "`int8`, `row` scales": quantised("int8", "row"),
     **{f"`bfloat16`, recipe `{name}`": by_recipe(name) for name in RECIPES},
 }

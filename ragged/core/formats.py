@@ -49,7 +49,7 @@ FORMATS = {
     "float8_e4m3fn": Format(448.0, tpu=Units(5), gpu=Units(89)),
     "float8_e5m2": Format(57344.0, tpu=Units(5), gpu=Units()),
     "int32": Format(tpu=Units(None), gpu=Units(None)),
-    "float4_e2m1fn": Format(6.0, gpu=Units(100, result=False), has_nan=False),
+    "float4_e2m1fn": Format(6.0, tpu=Units(5, result=False), gpu=Units(result=False), has_nan=False),
     "int8": Format(127.0, tpu=Units(5), gpu=Units(), has_nan=False),
     "int4": Format(7.0, tpu=Units(5, result=False), gpu=Units(result=False), has_nan=False),
 }

@@ -52,7 +52,7 @@ class Backend(NamedTuple):
 
 BACKENDS = {
     "xla": Backend("ragged.backends.xla.backend", "cpu", runs_anywhere=True, has_epilogues=False, whole_blocks=False),
-    "pallas_tpu": Backend("ragged.backends.tpu.backend", "tpu"),
+    "pallas_tpu": Backend("ragged.backends.tpu.backend", "tpu", two_levels=True),
     "triton_gpu": Backend(
         "ragged.backends.gpu.backend",
         "cuda",

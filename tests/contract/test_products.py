@@ -27,6 +27,16 @@ TWO_CORES = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
 SUBSETS = [" ".join(some) for n in (1, 2, 3) for some in itertools.combinations(("lhs", "sizes", "rhs"), n)]
 
 
+MX, NVFP4 = Scaling((32, 1), "float8_e8m0fnu"), Scaling((16, 1), "float8_e4m3fn")
+
+
+def four_bits(layout: str, dtype: str, scaling: Scaling, **options: Any) -> Program:
+    """Matrices in 4-bit floats, whose blocks are along the dim that the product contracts; a derivative doesn't."""
+    name, turned = ("lhs", scaling.mT) if layout == "forward_left" else ("rhs", scaling)
+    cast: dict[str, Any] = {f"{name}_cast": ("float4_e2m1fn", turned)}
+    return Program(layout, dtype, out_dtype="float32", **{"m": 40, "k": 72, "n": 40} | cast | options)
+
+
 def by_default() -> Iterator[Case]:
     for layout, letters in LETTERS.items():
         # XLA multiplies small groups, large ones, and what fixed tiles cover, in different ways.
@@ -62,6 +72,10 @@ def by_default() -> Iterator[Case]:
     yield 20, Program("wgrad", backend="pallas_tpu", lhs_cast=(FP8, (1, 8)), rhs_cast=(FP8, (32, 1)))
     casts: dict[str, Any] = {"lhs_cast": (FP8, (1, 32)), "rhs_cast": (FP8, (32, 1))}
     yield 3, Program("wgrad", backend="triton_gpu", chip="NVIDIA B200", tiles=(32, 32, 64), **casts)
+
+    for backend, count in (("pallas_tpu", 20), ("triton_gpu", 3)):
+        for layout, dtype, scaling in (("forward", "bfloat16", MX), ("forward_left", "float32", NVFP4)):
+            yield count, four_bits(layout, dtype, scaling, backend=backend)
 
     extents: dict[str, Any] = {"m": 48, "k": 64, "n": 48, "groups": 3, "capacity": 96, "tiles": (32, 32, 32)}
     for layout, dtypes in (("forward", ("bfloat16", "", "")), ("wgrad", (FP8, "", "float32"))):  # loads by TMA
@@ -203,6 +217,15 @@ def long_of_scales() -> Iterator[Case]:
         its |= {"packed_last": "rhs"} if layout == "ragged" else {}
         for k, tiles in ((64, None), (150, (32, 32, 32)), (150, (16, 64, 32))):
             yield 3, Program(layout, k=k, tiles=tiles, **its)
+    wide: dict[str, Any] = {"capacity": 150, "m": 130, "k": 300, "n": 280}
+    ways = itertools.product(("forward", "forward_left", "batched"), ("bfloat16", "float16", "float32"), (MX, NVFP4))
+    for layout, dtype, scaling in ways:
+        yield 3, four_bits(layout, dtype, scaling, backend="triton_gpu", chip="NVIDIA H200", tiles=(32, 64, 64), **wide)
+        if dtype != "float16":
+            yield 5, four_bits(layout, dtype, scaling, backend="pallas_tpu", tiles=(128, 128, 128), **wide)
+            yield 5, four_bits(layout, dtype, scaling, backend="pallas_tpu", mapped="lhs")
+    for backend, count in (("pallas_tpu", 5), ("triton_gpu", 3)):
+        yield count, four_bits("forward", "bfloat16", MX.mT, backend=backend, held=3, existing=True)
     for chip in ("NVIDIA B200", "NVIDIA H200"):  # by the tensor cores' own scales, and by the kernel's
         for block in (32, 128):
             casts: dict[str, Any] = {"lhs_cast": (FP8, (1, block)), "rhs_cast": (FP8, (block, 1))}

@@ -37,6 +37,7 @@ class Buffer(NamedTuple):
     edge: bool  # whether tiles may pass the end of the outer axis, which isn't packed
     tile_k: int
     tma: bool  # whether TMA loads whole tiles
+    numbers: int = 1  # in an element: 2 for bytes of two 4-bit floats along `k`, which the kernel converts
     source_stride: int = 0  # batch stride of the index of gathered rows
     source_rows: int = 0  # rows of the buffer that the index refers to
 
@@ -56,6 +57,9 @@ class Scaling(NamedTuple):
     tensor_stride: int = 0  # batch stride of the second level of scales
     tensor_matrix_stride: int = 0  # 1 if each matrix has its own, else 0
     packs_k: bool = False  # whether groups are packed along `k`
+    # In the mode "tile": elements of a tile along both axes for which one scale is loaded.
+    outer_each: int = 1
+    k_each: int = 1
 
 
 class Dot(NamedTuple):
@@ -132,8 +136,8 @@ def buffer(
     )
 
 
-def scaling(operand: KernelOperand, applied_to: str, outer: str, product: Product) -> Scaling:
-    """Describes an operand's scales."""
+def scaling(operand: KernelOperand, applied_to: str, outer: str, product: Product, tile: tuple[int, int]) -> Scaling:
+    """Describes an operand's scales. `tile`: its extents along the outer axis and along `k`."""
     if operand.scales is None:
         return Scaling()
     values, letters, ndim = operand.scales.values, operand.letters, product.ndim(operand.letters)
@@ -157,4 +161,7 @@ def scaling(operand: KernelOperand, applied_to: str, outer: str, product: Produc
         tensor_stride=(values.shape[-3] if by_matrix else 1) if batch_stride else 0,
         tensor_matrix_stride=int(by_matrix),
         packs_k=k == packed,
+        # Tiles along an axis that isn't packed begin at multiples of their extent.
+        outer_each=1 if outer == packed else math.gcd(block[outer] or tile[0], tile[0]),
+        k_each=1 if k == packed else math.gcd(block[k] or tile[1], tile[1]),
     )

@@ -121,9 +121,8 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
     elements, summed = (1, batch or 1) if sums else (batch or 1, 1)
 
     stored = call.dtype if jnp.dtype(call.dtype).name in _STORED else accumulator_dtype(call.dtype)
-    min_k = tiles.min_k(a.data.dtype, b.data.dtype)
-    modes = ("unit", "unit") if by_tensor_cores else scale_modes(call, x, min_k)
-    dot = _dot(a.data.dtype, b.data.dtype, modes, call.options.precision, chip)
+    modes, min_k = _modes((a, b), call, x, by_tensor_cores)
+    dot = _dot((a, b), modes, call.options.precision, chip)
     transposes = _transposes((a, b), dot, p, chip)
     # Extents of the mean group: its share of the packed rows, and the whole extent of other letters.
     rows = {letter: operand.extent(letter) for operand in (a, b) if (letter := operand.letters[0]) in sizes}
@@ -187,6 +186,19 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
     )
 
 
+def _modes(
+    loaded: tuple[KernelOperand, KernelOperand], call: Call, x: Operands, by_tensor_cores: bool
+) -> tuple[tuple[str, str], int]:
+    """`(modes, min_k)`: scale modes, and the smallest tile of the contracted letter."""
+    dtypes = [operand.data.dtype for operand in loaded]
+    min_k = tiles.min_k(*dtypes)
+    if by_tensor_cores:
+        return ("unit", "unit"), min_k
+    if jnp.uint8 in dtypes:  # 4-bit floats times their scales are exact in few bits, so tiles are multiplied by them.
+        return scale_modes(call, x, None), 32
+    return scale_modes(call, x, min_k), min_k
+
+
 def candidates(launch: Launch, x: Operands) -> list[GpuConfig]:
     """Other configurations to measure, in order."""
     return tiles.ranked(launch.details.tiled, launch.details.chip)
@@ -233,13 +245,8 @@ def _refuse(call: Call, x: Operands, target: Target) -> Refusal | None:
         return Refusal(
             f"GPUs of compute capability {capability / 10}{unnamed} can't convert {name}; {oldest} and later can"
         )
-    operands = call.kernel_operands(x)
-    by_tensor_cores = _scaled_by_tensor_cores(operands, call, tiles.chip(target.device))
-    if any(map(_is_fp4, operands)) and not by_tensor_cores:
-        return Refusal(
-            f"triton_gpu multiplies {_FP4} only on GPUs of compute capability 10.0 and 10.3, if both operands have "
-            "scales in float8_e4m3fn for blocks of 16 along the contracted dim, and this dim isn't ragged"
-        )
+    if any(map(_is_fp4, call.kernel_operands(x))) and call.product.contracted in call.product.ragged:
+        return Refusal(f"triton_gpu multiplies {_FP4} only if the contracted dim isn't ragged: two share a byte")
     if x.sizes and x.num_groups > _MAX_GROUPS:
         return Refusal(f"triton_gpu has no kernels for {x.num_groups} groups, more than {_MAX_GROUPS}")
     if call.out_batch and (call.batch(x) or 1) > _MAX_ELEMENTS:
@@ -399,6 +406,8 @@ def _with_scales(operand: KernelOperand, mode: str, contracted: str) -> KernelOp
     """
     if operand.scales is None:
         return operand
+    if mode == "tile" and operand.data.dtype == jnp.uint8:  # the sum is multiplied by the second level
+        return operand._replace(scales=replace(operand.scales, values=operand.scales.values.astype(jnp.float32)))
     if mode != "unit":
         return operand._replace(scales=operand.scales.whole)
     scales, first = operand.scales, operand.letters[0] == contracted
@@ -416,19 +425,35 @@ def _with_scales(operand: KernelOperand, mode: str, contracted: str) -> KernelOp
     return operand._replace(scales=replace(scales, values=fours.mT if first else fours, block=block))
 
 
-def _dot(a: Any, b: Any, modes: tuple[str, str], precision: Any, chip: Chip) -> _Dot:
-    """The dot of tiles in dtypes `a` and `b`."""
-    a, b, triton_precision = jnp.dtype(a), jnp.dtype(b), _PRECISIONS.get(precision_name(precision) or "", "tf32")
-    if "tile" in modes:  # scaled tiles are float32, and "tf32" would lose bits of them
+def _dot(operands: tuple[KernelOperand, KernelOperand], modes: tuple[str, str], precision: Any, chip: Chip) -> _Dot:
+    """The dot of tiles of both operands, as they are loaded."""
+    stored, triton_precision = (
+        [each.data.dtype for each in operands],
+        _PRECISIONS.get(precision_name(precision) or "", "tf32"),
+    )
+    if stored == [jnp.uint8] * 2 and "unit" in modes:
+        return _Dot(jnp.dtype(jnp.uint8), False, triton_precision, modes, per_element=2)
+    is_decoded = jnp.uint8 in stored
+    few_bits = jnp.float16 if jnp.float16 in stored and "tile" not in modes else jnp.bfloat16
+    a, b = (jnp.dtype(few_bits if dtype == jnp.uint8 else dtype) for dtype in stored)
+    if "tile" in modes and not (is_decoded and all(map(_is_exact, operands, modes))):
+        # Scaled tiles are float32, and "tf32" would lose bits of them.
         return _Dot(jnp.dtype(jnp.float32), True, "tf32x3" if triton_precision == "tf32" else triton_precision, modes)
-    if a == b == jnp.uint8:
-        return _Dot(a, False, triton_precision, modes, per_element=2)
     if a.name in _FP8 and b.name in _FP8 and chip.capability >= 89:
         return _Dot(a, False, triton_precision, modes)  # tensor cores multiply any pair of fp8 formats
     common = jnp.dtype(compute_dtype(a, b))
     if jnp.float16 in (a, b) and (a == b or 1 in (a.itemsize, b.itemsize)):
         common = jnp.dtype(jnp.float16)  # float16 has all values of int8 and fp8
-    return _Dot(common, (a, b) != (common, common), triton_precision, modes)
+    return _Dot(common, is_decoded or (a, b) != (common, common), triton_precision, modes)
+
+
+def _is_exact(operand: KernelOperand, mode: str) -> bool:
+    """Whether bfloat16 and TF32 hold all values of the operand's tiles, with the scales that multiply them."""
+    scales, is_narrow = operand.scales, operand.data.dtype.itemsize == 1
+    if mode != "tile" or scales is None:
+        return is_narrow or operand.data.dtype in (jnp.bfloat16, jnp.float16)
+    is_4_bits = operand.data.dtype == jnp.uint8  # of two bits, times the four of a float8_e4m3fn
+    return is_narrow and (scales.e8m0 or (is_4_bits and scales.values.dtype == jnp.float8_e4m3fn))
 
 
 def run(launch: Launch, x: Operands) -> Any:
@@ -528,8 +553,10 @@ def _static(launch: Launch, x: Operands, operands: list[_Operand]) -> dict[str, 
         tma = details.chip.has_tma and config.tma and _has_tma(stored)
         both = call.columns if name == "B" else ""
         tile = {"tile": config.along(outer)[0] * (2 if both == "interleaved" else 1), "halves": both == "halves"}
-        static[name] = buffer(stored, outer, p, given.letters[0], **tile, tile_k=tile_k // dot.per_element, tma=tma)
-        static[f"{name}_SCALES"] = scaling(given, mode, outer, p)
+        numbers = 2 if stored.data.dtype == jnp.uint8 and mode != "unit" else 1
+        tile |= {"tile_k": tile_k // (dot.per_element * numbers), "numbers": numbers}
+        static[name] = buffer(stored, outer, p, given.letters[0], **tile, tma=tma)
+        static[f"{name}_SCALES"] = scaling(given, mode, outer, p, (tile["tile"], tile_k))
     return static
 
 

@@ -89,7 +89,7 @@ def grouped_product(
     BOTH: tl.constexpr = 2 if OUT.interleaved else 1  # columns of `b` for each column of the result
     TILE_B: tl.constexpr = B.tile
     TILE_C: tl.constexpr = TILE_B // BOTH
-    TILE_K: tl.constexpr = A.tile_k
+    TILE_K: tl.constexpr = A.tile_k * A.numbers
     TILES_R: tl.constexpr = (R + TILE_R - 1) // TILE_R
     TILES_C: tl.constexpr = (C + TILE_C - 1) // TILE_C
     SCATTERED: tl.constexpr = a_source is not None and A.packs == "k"  # each `k` has its own row
@@ -164,11 +164,11 @@ def grouped_product(
             up_total = tl.zeros((TILE_R, TILE_C), DOT.accumulator)
         for summand in range(SUMMED):
             e = element if SUMMED == 1 else summand
-            start_k, size_k = tl.full((), 0, tl.int64), A.k
+            start_k, size_k = tl.full((), 0, tl.int64), A.k * A.numbers
             if sizes_k is not None:
                 start_k, size_k = _span(sizes_k + e * SIZES.k_stride, index, group, GROUPS)
-            a_k, size_k = _locate(start_k, size_k, A.k, A.packs == "k")
-            b_k, size_k = _locate(start_k, size_k, B.k, B.packs == "k")
+            a_k, size_k = _locate(start_k, size_k, A.k * A.numbers, A.packs == "k")
+            b_k, size_k = _locate(start_k, size_k, B.k * B.numbers, B.packs == "k")
             size_k = tl.where(is_gap, 0, size_k)
             depth += size_k
             x_at, x_inside = _pointers(a, a_source, e, matrix, a_first, a_k, A)
@@ -338,14 +338,14 @@ def _pointers(operand, source, e, matrix, first, k, A: tl.constexpr):
     operand += e.to(tl.int64) * A.batch_stride + matrix.to(tl.int64) * A.matrix_stride
     if source is not None and A.packs == "outer":
         rows = _rows(source, e, first, 0, A.tile, A.outer, A)
-        return operand + (k + rows[:, None] * A.outer_stride + inner[None, :]), inside
+        return operand + (k // A.numbers + rows[:, None] * A.outer_stride + inner[None, :]), inside
     elif source is not None:
         return operand + first + outer[:, None] + tl.zeros((1, TILE_K), tl.int64), inside
     else:
         if A.packs == "outer":
             first = tl.minimum(first, A.outer - 1)
             outer = tl.minimum(outer, A.outer - 1 - first)
-        operand += first.to(tl.int64) * A.outer_stride + k.to(tl.int64) * A.k_stride
+        operand += first.to(tl.int64) * A.outer_stride + (k // A.numbers).to(tl.int64) * A.k_stride
         return operand + (outer[:, None] * A.outer_stride + inner[None, :] * A.k_stride), inside
 
 
@@ -361,7 +361,7 @@ def _rows(source, e, first, k, TILE: tl.constexpr, EXTENT: tl.constexpr, A: tl.c
 def _load(pointers, inside, rest, A: tl.constexpr):
     """A tile `[tile, tile_k]`, with zeros outside of the buffer and, unless `rest` is None, from `k = rest` on."""
     if rest is not None:
-        k = tl.arange(0, A.tile_k)[None, :]
+        k = tl.arange(0, A.tile_k)[None, :] * A.numbers
         return tl.load(pointers, mask=inside[:, None] & (k < rest) if A.edge else k < rest, other=0.0)
     elif A.edge:
         return tl.load(pointers, mask=inside[:, None], other=0.0)
@@ -373,7 +373,7 @@ def _load(pointers, inside, rest, A: tl.constexpr):
 def _load_rest(pointers, inside, k, rest, A: tl.constexpr):
     """The partial tile, with zeros after its first `rest` elements along `k`."""
     if A.tma:  # then the pointers still point to the first tile
-        pointers += k.to(tl.int64) * A.k_stride
+        pointers += (k // A.numbers).to(tl.int64) * A.k_stride
     return _load(pointers, inside, rest, A)
 
 
@@ -392,7 +392,7 @@ def _fetch(tiles, e, matrix, first, k, A: tl.constexpr):
     # The descriptor is `[matrices, p, q]`; `place` is the index of the matrix.
     place = e * (A.batch_stride // (A.outer * A.k)) + matrix * (A.matrix_stride // (A.outer * A.k))
     if A.k_stride == 1:
-        return tiles.load([place, first, k]).reshape(A.tile, A.tile_k)
+        return tiles.load([place, first, k // A.numbers]).reshape(A.tile, A.tile_k)
     else:
         return tl.trans(tiles.load([place, k, first]).reshape(A.tile_k, A.tile))
 
@@ -407,11 +407,12 @@ def _tensor_scale(element, matrix, S: tl.constexpr):
 def _scale_pointers(scales, e, group, matrix, first, S: tl.constexpr, A: tl.constexpr):
     """`(tile,)` pointers to the scales along a tile's outer axis, in the first block along `k`; 0 without scales.
 
-    `(1,)` if all rows of the tile share a scale.
+    `(1,)` if all rows of the tile share a scale; in the mode "tile", one for each `S.outer_each` rows.
     """
     if S.applied_to != "":
         ONE: tl.constexpr = S.applied_to != "unit" and (S.outer_stride == 0 or S.outer_block % A.tile == 0)
-        outer = first + tl.arange(0, 1 if ONE else A.tile)
+        EACH: tl.constexpr = S.outer_each if S.applied_to == "tile" else A.tile if ONE else 1
+        outer = first + tl.arange(0, A.tile // EACH) * EACH
         # Clip only if necessary: without clipping, the compiler knows that the pointers are consecutive.
         if A.packs == "outer" or A.edge:
             outer = tl.minimum(outer, A.outer - 1)
@@ -424,17 +425,37 @@ def _scale_pointers(scales, e, group, matrix, first, S: tl.constexpr, A: tl.cons
 
 @_jit
 def _scaled(x, scales, k, rest, S: tl.constexpr, A: tl.constexpr):
-    """`x`, multiplied by its scales in float32 if their mode is "tile".
+    """`x`, with 4-bit floats in float32, and multiplied by its scales in float32 if their mode is "tile".
 
     Scales past `rest` are undefined, so the result is zero there.
     """
+    if A.numbers == 2:
+        x = _decoded(x)
     if S.applied_to == "tile":
-        inner = tl.arange(0, A.tile_k)
-        block = tl.minimum(k + inner, A.k - 1) // S.k_block
-        x = x.to(tl.float32) * tl.load(scales[:, None] + block[None, :] * S.k_stride)
-        return x if rest is None else tl.where((inner < rest)[None, :], x, 0.0)
+        TILE_K: tl.constexpr = A.tile_k * A.numbers
+        EACH: tl.constexpr = S.outer_each
+        K_EACH: tl.constexpr = S.k_each
+        BLOCKS: tl.constexpr = TILE_K // K_EACH
+        block = tl.minimum(k + tl.arange(0, BLOCKS) * K_EACH, A.k * A.numbers - 1) // S.k_block
+        each = tl.load(scales[:, None] + block[None, :] * S.k_stride)
+        if K_EACH > 1:
+            each = tl.broadcast_to(each[:, :, None], (A.tile // EACH, BLOCKS, K_EACH)).reshape(A.tile // EACH, TILE_K)
+        if EACH > 1:
+            each = tl.broadcast_to(each[:, None, :], (A.tile // EACH, EACH, TILE_K)).reshape(A.tile, TILE_K)
+        x = x.to(tl.float32) * each
+        return x if rest is None else tl.where((tl.arange(0, TILE_K) < rest)[None, :], x, 0.0)
     else:
         return x
+
+
+@_jit
+def _decoded(x):
+    """`[tile, 2 * bytes]` float32: the two float4_e2m1fn of each byte, the lower bits first.
+
+    Sign, exponent and mantissa are moved to those of a float16, whose smaller bias of the exponent divides by 2**14.
+    """
+    both = tl.join(x & 15, x >> 4).reshape(x.shape[0], 2 * x.shape[1]).to(tl.uint16)
+    return (((both & 8) << 12) | ((both & 7) << 9)).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
 
 
 @_jit

@@ -56,6 +56,7 @@ _PRECISIONS = ("none", "default", "high", "highest", "bfloat16", "float32", "fas
 
 def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
     """Chooses kernel and configuration."""
+    x = jax.eval_shape(partial(_with_levels, call), x)
     if refusal := _refuse(call, x, target):
         return refusal
     if call.product.kernel == "tiled_matmul":
@@ -127,7 +128,24 @@ def run(launch: Launch, x: Operands) -> Any:
         "transposed_grouped_matmul": _transposed_grouped,
         "tiled_matmul": tiled.run,
     }[launch.kernel]
-    return kernel(launch, x)
+    return kernel(launch, _with_levels(launch.call, x))
+
+
+def _with_levels(call: Call, x: Operands) -> Operands:
+    """`x` with two levels of scales only where a kernel multiplies sums by the second level: for 4-bit floats, which
+    the first level multiplies exactly in bfloat16, if the contracted dim isn't ragged."""
+
+    def merged(operand: Any) -> Any:
+        if operand is None or operand.scales is None:
+            return operand
+        is_kept = operand.data.dtype == jnp.float4_e2m1fn and call.product.kernel in (
+            "grouped_matmul",
+            "batched_matmul",
+        )
+        return operand if is_kept else operand._replace(scales=operand.scales.whole)
+
+    epilogue = x.epilogue._replace(up=merged(x.epilogue.up))
+    return x._replace(lhs=merged(x.lhs), rhs=merged(x.rhs), epilogue=epilogue)
 
 
 def work(launch: Launch, x: Operands) -> Work:
@@ -237,7 +255,7 @@ def _details(call: Call, x: Operands, chip: tiles.Chip) -> Details:
         *(extent[letter] for letter in order),
         groups=num_local * batch if kind == "batched" else num_local,
         dtypes=(jnp.dtype(a.data.dtype), jnp.dtype(b.data.dtype), jnp.dtype(call.dtype)),
-        dot=units.dot(*multiplied, chip),
+        dot=units.dot(*multiplied, chip, (a.data.dtype, b.data.dtype)),
         buffers=requested.buffers if requested else call.options.buffers,
         has_existing=x.epilogue.existing is not None,
         elements=batch if is_listed and kind != "batched" else 1,
@@ -254,8 +272,13 @@ def _scaled_dtype(a: KernelOperand, b: KernelOperand, modes: tuple[str, str]) ->
     """Dtype of both tiles in the mode "tile": bfloat16 if all scaled values are exact in it, else float32."""
     narrow = all(operand.data.dtype.itemsize == 1 or operand.data.dtype == jnp.bfloat16 for operand in (a, b))
     scaled = [operand for operand, mode in zip((a, b), modes, strict=True) if mode in ("tile", "step")]
-    exact = all(operand.data.dtype.itemsize == 1 and operand.scales and operand.scales.e8m0 for operand in scaled)
-    return jnp.bfloat16 if narrow and exact else jnp.float32
+
+    def is_exact(operand: KernelOperand) -> bool:
+        scales = operand.scales
+        # A 4-bit float has two bits, and a scale of the first of two levels has four.
+        return operand.data.dtype.itemsize == 1 and scales is not None and (scales.e8m0 or scales.tensor is not None)
+
+    return jnp.bfloat16 if narrow and all(map(is_exact, scaled)) else jnp.float32
 
 
 def _grouped(launch: Launch, x: Operands) -> Any:
@@ -279,6 +302,7 @@ def _grouped(launch: Launch, x: Operands) -> Any:
         schedule.row_visits(jnp.atleast_2d(starts), jnp.atleast_2d(ends), m, kernel.tile[0]),
         None if x.epilogue.existing is None else with_batch(x.epilogue.existing, 2),
         _biases(x, len(matrices)),
+        _levels(a, matrices, 3),
         kernel=kernel,
         batch=batch or 1,
         by_visit=starts.ndim == 2,
@@ -290,6 +314,28 @@ def _matrices(operand: KernelOperand, x: Operands, count: int) -> list[Operand]:
     """The `count` arrays of matrices that rows are multiplied with; one array twice if it has both matrices."""
     up, matrix = x.epilogue.up, Operand(operand.data, operand.scales)
     return [matrix] * count if up is None else [matrix, up]
+
+
+def _levels(operand: KernelOperand, matrices: list[Operand], ndim: int) -> tuple[Array | None, ...]:
+    """For each product, what the second level of both operands' scales multiplies sums by: `[e, h, 1, 1]`, or None."""
+
+    def level(scales: Any, ndim: int) -> Array | None:
+        if scales is None or scales.tensor is None:
+            return None
+        tensor = scales.tensor if scales.tensor.ndim == ndim else scales.tensor[None]
+        return tensor.reshape(*tensor.shape[: ndim - 2], *[1] * (6 - ndim))
+
+    first, *others = level(operand.scales, ndim), *(level(each.scales, 4) for each in matrices)
+    return tuple(each if first is None else first if each is None else first * each for each in others)
+
+
+def _fetched_levels(levels: tuple[Array | None, ...], index: Any) -> tuple[Input | None, ...]:
+    """Second levels of scales as inputs of a kernel. `index(values, *ids)`: a block's index along the leading axes."""
+
+    def fetched(values: Array) -> Input:
+        return Input(values, pl.BlockSpec((None, None, 1, 1), lambda *ids: (*index(values, *ids), 0, 0)))
+
+    return tuple(None if each is None else fetched(each) for each in levels)
 
 
 def _biases(x: Operands, count: int) -> tuple[Array | None, ...]:
@@ -306,6 +352,7 @@ def multiply_rows(
     visits: Visits,
     existing: Array | None,
     biases: tuple[Array | None, ...],
+    levels: tuple[Array | None, ...],
     *,
     kernel: Kernel,
     batch: int,
@@ -313,8 +360,8 @@ def multiply_rows(
 ) -> Any:
     """Builds and runs a kernel: `[e, m, k] × [e, h, k, n] -> [e, m, n]`, where an operand's `e` is `batch` or 1.
 
-    `rhs` and `biases` have one entry, or two for a gated product. `by_visit`: whether each visit is for one batch
-    element; else all batch elements have the same visits.
+    `rhs`, `biases` and `levels` have one entry, or two for a gated product. `by_visit`: whether each visit is for one
+    batch element; else all batch elements have the same visits.
     """
     (m, n), (tm, tk, tn) = (kernel.problem.rows, kernel.problem.b), kernel.tile
     is_transposed = kernel.contracted[1] == 1
@@ -346,6 +393,9 @@ def multiply_rows(
     def bias_index(j: Any, b: Any, at: Any, step: Any, v: Visits) -> Any:
         return v.matrix[v.piece[at]], 0, j
 
+    def level_index(values: Array, j: Any, b: Any, at: Any, step: Any, v: Visits) -> Any:
+        return element(values, b, v.piece[at], v), 0 if values.shape[1] == 1 else v.matrix[v.piece[at]]
+
     def matrix(array: Array, which: int) -> Input:
         block = (None, None, tn, tk) if is_transposed else (None, None, tk, tn)
         return Input(array, pl.BlockSpec(block, partial(rhs_index, which)))
@@ -367,6 +417,7 @@ def multiply_rows(
             tpu_scales.fetched(lhs_scales, -2, tm, scale_index),
             tuple(tpu_scales.fetched(each, -1, tn, scale_index) for each in rhs_scales),
             _fetched_biases(biases, tn, bias_index),
+            _fetched_levels(levels, level_index),
         ),
     )
 
@@ -390,10 +441,11 @@ def _rows_body(kernel: Kernel, by_visit: bool) -> Any:
         lhs_scales: Any,
         rhs_scales: Any,
         biases: Any,
+        levels: Any,
         *refs: Any,
     ) -> None:
         outs, scratch = refs[: kernel.problem.results], refs[kernel.problem.results :]
-        _, _, at, step = ids
+        column, _, at, step = ids
         piece, before = v.piece[at], jnp.maximum(at - 1, 0)
         low, high = (jnp.clip(edge[piece] - v.tile[at] * tm, 0, tm) for edge in (v.start, v.end))
         is_full = (low == 0) & (high == tm)
@@ -407,12 +459,12 @@ def _rows_body(kernel: Kernel, by_visit: bool) -> Any:
             return lhs_scales.at[rows, :]
 
         def multiply(rows: Any, is_last: bool) -> Iterator[Array]:
-            return kernel.products(lhs[rows, :], rhs, row_scales(rows), rhs_scales, step, is_last)
+            return kernel.products(lhs[rows, :], rhs, row_scales(rows), rhs_scales, column, step, is_last)
 
         def store(rows: Any, masked: bool, totals: list[Array]) -> None:
             # A partial tile of the result already has `existing`, and rows of other groups.
             old = None if existing is None else (outs[0] if masked else existing)[rows, :]
-            stored = kernel.with_epilogue(totals, row_scales(rows), rhs_scales, old, biases)
+            stored = kernel.with_epilogue(totals, row_scales(rows), rhs_scales, levels, old, biases)
             for out, total in zip(outs, stored, strict=True):
                 if masked:
                     row = rows.start + lax.broadcasted_iota(jnp.int32, total.shape, 0)
@@ -663,6 +715,7 @@ def _batched(launch: Launch, operands: Operands) -> Any:
             tpu_scales.fetched(scales[0], -2, tile[row], x_scale_index),
             tuple(tpu_scales.fetched(each, -1, tile[column], y_scale_index) for each in scales[1:]),
             _fetched_biases(_biases(operands, len(matrices)), tile[column], lambda g, e, i, j, step, _: (g, 0, j)),
+            _fetched_levels(_levels(x_operand, matrices, 4), lambda values, g, e, *_: lead(values, g, e)),
         ),
     )
     return out if leading is not None else jax.tree.map(lambda each: each[0], out)
@@ -676,16 +729,26 @@ def _batched_body(kernel: Kernel) -> Any:
     """
 
     def body(
-        ids: Any, _: Any, x: Any, ys: Any, existing: Any, x_scales: Any, y_scales: Any, biases: Any, *refs: Any
+        ids: Any,
+        _: Any,
+        x: Any,
+        ys: Any,
+        existing: Any,
+        x_scales: Any,
+        y_scales: Any,
+        biases: Any,
+        levels: Any,
+        *refs: Any,
     ) -> None:
         outs, scratch = refs[: kernel.problem.results], refs[kernel.problem.results :]
 
         def multiply(is_last: bool) -> Iterator[Array]:
-            return kernel.products(x[...], ys, x_scales, y_scales, ids[-1], is_last)
+            return kernel.products(x[...], ys, x_scales, y_scales, ids[3], ids[4], is_last)
 
         def store(totals: list[Array]) -> None:
             old = None if existing is None else existing[...]
-            for out, total in zip(outs, kernel.with_epilogue(totals, x_scales, y_scales, old, biases), strict=True):
+            stored = kernel.with_epilogue(totals, x_scales, y_scales, levels, old, biases)
+            for out, total in zip(outs, stored, strict=True):
                 out[...] = total.astype(out.dtype)
 
         accumulate(ids[-1], kernel.steps, multiply, store, scratch)

@@ -17,7 +17,7 @@ from ragged.backends import base
 from ragged.backends.base import DEFAULT_TPU, Launch, kernel_metadata
 from ragged.backends.schedule import Visits
 from ragged.backends.tpu import scales as tpu_scales
-from ragged.backends.tpu import tiles
+from ragged.backends.tpu import tiles, units
 from ragged.backends.tpu.pipeline import Input, Pipeline, buffered_pallas_call, in_place
 from ragged.backends.tpu.scales import RowBlocks
 from ragged.backends.tpu.tiles import Problem
@@ -131,19 +131,27 @@ class Kernel:
         return lax.Precision.HIGHEST if eight_bits else self.launch.call.options.precision
 
     def products(
-        self, x: Array, ys: Sequence[Any], x_scales: Any, y_scales: Sequence[Any], step: Any, is_last: bool
+        self,
+        x: Array,
+        ys: Sequence[Any],
+        x_scales: Any,
+        y_scales: Sequence[Any],
+        column: Any,
+        step: Any,
+        is_last: bool,
     ) -> Iterator[Array]:
-        """Products of the tile `x` with the tiles in the refs `ys`. `step`: index of the contracted tile."""
+        """Products of the tile `x` with the tiles in the refs `ys`. `column` and `step`: indices of the tiles of the
+        result's columns and of the contracted letter."""
         begin, rest = 0 if self.steps == 1 else step * self.tile[1], self.problem.a % self.tile[1]
 
         def inside(tile: Array, axis: int) -> Array:
             return select_first(tile, rest, axis) if is_last and rest else tile
 
-        x = inside(x, self.contracted[0])
+        x = inside(units.loaded(x), self.contracted[0])
         for y, scales in zip(ys, y_scales, strict=True):
-            yield self.multiply(x, inside(y[...], self.contracted[1]), x_scales, scales, begin)
+            yield self.multiply(x, inside(units.loaded(y[...]), self.contracted[1]), x_scales, scales, column, begin)
 
-    def multiply(self, x: Array, y: Array, x_scales: Any, y_scales: Any, begin: Any) -> Array:
+    def multiply(self, x: Array, y: Array, x_scales: Any, y_scales: Any, column: Any, begin: Any) -> Array:
         """The product of two tiles, with the scales that change along the contracted axis.
 
         `begin`: the tiles' first element along it.
@@ -156,6 +164,9 @@ class Kernel:
         for tile, axis, ref, each, blocks_axis in zip((x, y), axes, refs, blocks, (1, 0), strict=True):
             if each is not None and each.extent is not None:
                 dtype, width = self.problem.dot.lhs, tile.shape[axis]
+                if each.width > 1:  # of the second operand: [blocks, blocks of columns] -> [blocks, columns]
+                    columns = self.tile[2]
+                    ref = tpu_scales.repeated(ref, False, each.width, column * columns, columns, 1, jnp.float32)
                 scales = tpu_scales.repeated(ref, axis != blocks_axis, each.extent, begin, width, axis, dtype)
                 tile = tile.astype(dtype) * scales
             scaled.append(tile)
@@ -198,13 +209,14 @@ class Kernel:
         return total
 
     def with_epilogue(
-        self, totals: list[Array], x_scales: Any, y_scales: Any, existing: Any, biases: Any
+        self, totals: list[Array], x_scales: Any, y_scales: Any, levels: Any, existing: Any, biases: Any
     ) -> list[Array]:
         """Arrays to store, unrounded: `totals` after scales and epilogue."""
         totals = split_interleaved(*totals) if self.problem.columns == "interleaved" else totals
         z = []
-        for total, scales, bias in zip(totals, y_scales, biases, strict=True):
-            total = base.apply_epilogue(self.launch.call, self.rescale(total, x_scales, scales), existing)
+        for total, scales, level, bias in zip(totals, y_scales, levels, biases, strict=True):
+            total = self.rescale(total if level is None else total * level[...], x_scales, scales)
+            total = base.apply_epilogue(self.launch.call, total, existing)
             z.append(total if bias is None else total.astype(jnp.float32) + bias[...])
         return _activated(z, self.launch.call)
 

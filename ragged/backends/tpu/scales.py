@@ -14,18 +14,20 @@ from jax.experimental import pallas as pl
 from ragged.backends.base import dot
 from ragged.backends.tpu.pipeline import Input
 from ragged.backends.tpu.tiles import LANES
+from ragged.backends.tpu.units import loaded
 from ragged.core.scales import Scales
 
 
 class Blocks(NamedTuple):
     """An operand's scales, arranged for a kernel.
 
-    The outer axis, which isn't contracted, has a scale for each element, or one for all. The other axis has the blocks
-    along the contracted axis.
+    The outer axis, which isn't contracted, has a scale for each `width` elements, or one for all. The other axis has
+    the blocks along the contracted axis.
     """
 
     values: Array  # float32 [..., outer, blocks] for the first operand, [..., blocks, outer] for the second
     extent: int | None  # of a block along the contracted axis; None for the whole axis
+    width: int = 1  # of a block along the outer axis
 
 
 def arrange(scales: Scales | None, outer_axis: int, outer: int, first: bool, ndim: int) -> Blocks | None:
@@ -36,12 +38,17 @@ def arrange(scales: Scales | None, outer_axis: int, outer: int, first: bool, ndi
     """
     if scales is None:
         return None
-    values, block = scales.values.astype(jnp.float32), scales.block[outer_axis]
+    values, width, extent = (
+        scales.values.astype(jnp.float32),
+        scales.block[outer_axis] or 1,
+        scales.block[1 - outer_axis],
+    )
     values = values if outer_axis == 0 else values.mT  # [..., outer, blocks]
-    if block is not None and block > 1:
-        values = jnp.repeat(values, block, axis=-2)[..., :outer, :]
+    # Wide and short blocks are repeated in the kernel: in memory they would be as many bytes as the operand, or more.
+    if width > 1 and (first or extent is None or extent >= 32):
+        values, width = jnp.repeat(values, width, axis=-2)[..., :outer, :], 1
     values = values if values.ndim == ndim else values[None]
-    return Blocks(values if first else values.mT, scales.block[1 - outer_axis])
+    return Blocks(values if first else values.mT, extent, width)
 
 
 def fetched(blocks: Blocks | None, axis: int, width: int, index: Callable[..., Any]) -> Input | None:
@@ -53,11 +60,12 @@ def fetched(blocks: Blocks | None, axis: int, width: int, index: Callable[..., A
         return None
     values = blocks.values
     shape = [values.shape[-2], values.shape[-1]]
-    shape[axis] = min(shape[axis], width)
+    is_whole = values.shape[axis] == 1 or blocks.width > 1  # all share one scale, or the kernel repeats them
+    shape[axis] = shape[axis] if is_whole else min(shape[axis], width)
 
     def index_map(*ids: Any) -> tuple[Any, ...]:
         *lead, block = index(values, *ids)
-        block = 0 if values.shape[axis] == 1 else block  # all share one scale
+        block = 0 if is_whole else block
         return *lead, *((block, 0) if axis == -2 else (0, block))
 
     return Input(values, pl.BlockSpec((*[None] * (values.ndim - 2), *shape), index_map))
@@ -79,6 +87,8 @@ def repeated(ref: Any, transposed: bool, extent: int, start: Any, width: int, ax
         values = ref[...] if count == blocks else ref[place, :] if axis == int(transposed) else ref[:, place]
         return values.T if transposed else values
 
+    if extent == 1 and blocks % width == 0:
+        return load(start, width).astype(dtype)
     if axis == 1 and LANES % extent == 0 and outer % 8 == 0 and (blocks <= LANES or blocks % LANES == 0):
         lane, parts = lax.broadcasted_iota(jnp.int32, (outer, LANES), 1), []
         for at in range(0, width, LANES):  # the scales of these elements are in one register
@@ -215,7 +225,7 @@ def scale_rows(
 
     `start`: the tile's first column.
     """
-    x = operand[rows, :]
+    x = loaded(operand[rows, :])
     if blocks is None or blocks.extent is None:
         return x
     if isinstance(blocks, RowBlocks):
@@ -246,7 +256,7 @@ def row_block_products(
     for at in range(0, rows.size, extent):
         first = rows.start + at
         block = pl.ds(first if isinstance(first, int) else pl.multiple_of(first, extent), extent)
-        product = dot(*(mask(operand[block, :], first) for operand in operands)).astype(jnp.float32)
+        product = dot(*(mask(loaded(operand[block, :]), first) for operand in operands)).astype(jnp.float32)
         if transposed is not None:
             lane = lax.broadcasted_iota(jnp.int32, transposed.shape, 1)
             in_group = (lane == first // blocks[0].extent) & is_in_group(first)
