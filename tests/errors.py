@@ -191,6 +191,11 @@ ragged.matmul(x, jnp.ones((4, 6, 8)))
 ragged.matmul(x, x)
 ragged.matmul(columns, u)
 ragged.matmul(u, columns)
+jnp.ones((4, 6)) @ x
+jnp.ones((4, 8)) @ x
+jnp.ones((4, 16)) @ x
+columns @ jnp.ones((16, 3))
+both @ jnp.ones((8, 3))
 ragged.matmul(x, jnp.ones((4, 7, 6)))
 ragged.matmul(columns, GroupedTensor(jnp.ones((16, 6)), sizes[:3]))
 ragged.matmul(jnp.ones((2, 8)), jnp.ones((8, 2)))
