@@ -21,12 +21,12 @@ from ragged.core.mesh import resharded, vary_together
 from ragged.core.offsets import as_int32
 from ragged.core.rows import tangent_of
 from ragged.nn.linear import GroupedLinear
-from ragged.nn.router import Router, Routing
+from ragged.nn.router import Router, Routing, check_rows
 from ragged.ops.activated import with_epilogue, with_pre_activations
 from ragged.ops.gated import gated_requests
 from ragged.ops.matmul import matmul, request_of
 from ragged.ops.request import Arguments, Request
-from ragged.parallel.exchange import exchange
+from ragged.parallel.exchange import check_options, exchange
 from ragged.primitive.epilogue import activated
 from ragged.product.function import Function, check_activation, takes_two
 from ragged.quant.recipe import Cast, Recipe
@@ -320,8 +320,8 @@ class MoE(eqx.Module):
         **Raises:** `TypeError` or `ValueError` if the parts don't fit together, or the axes are invalid.
         """
         site = Site("ragged.nn.MoE(router, experts)")
-        if not callable(router):
-            hint = "Pass a `ragged.nn.Router`, or a function of tokens."
+        if not callable(router) or isinstance(router, type):
+            hint = "Pass a `ragged.nn.Router`, not its class, or a function of tokens."
             site.fail(TypeError, f"`router` is {describe(router)}.", hint)
         if not isinstance(experts, Experts) or not isinstance(shared, Experts | None):
             problem = f"`experts` is {describe(experts)}, and `shared` is {describe(shared)}."
@@ -333,13 +333,17 @@ class MoE(eqx.Module):
         if shared is not None and shared.up.weight.shape[:2] != (1, d):
             problem = f"`shared` has {shared.up.weight.shape[0]} experts for {shared.up.weight.shape[1]} features."
             site.fail(ValueError, problem, f"Pass one, for {d} features. It may have any width.")
-        if shared_gate is not None and (shared is None or shared_gate.shape != (d,)):
-            site.fail(ValueError, f"`shared_gate` is {describe(shared_gate)}.", f"Pass `shared`, and a gate of ({d},).")
-        axes = [name for name in (axis, *data_axes, tensor_axis) if name is not None]
-        if isinstance(data_axes, str) or len({*axes}) < len(axes):
+        fits = is_arraylike(shared_gate) and shared_gate.shape == (d,)
+        if shared_gate is not None and not (fits and shared is not None):
+            hint = f"Pass `shared`, and an array ({d},)."
+            site.fail(ValueError, f"`shared_gate` is {describe(shared_gate)}.", hint)
+        others = [name for name in (axis, tensor_axis) if name is not None]
+        axes = [*data_axes, *others] if isinstance(data_axes, tuple) else [None]
+        if not all(isinstance(name, str) for name in axes) or len({*axes}) < len(axes):
             problem = f"`axis` is {axis!r}, `data_axes` is {data_axes!r} and `tensor_axis` is {tensor_axis!r}."
             hint = "They must be names of different mesh axes, and `data_axes` must be a tuple."
             site.fail(ValueError, problem, hint)
+        check_options(site, transport, capacity, chunks, wire)
         # A plain function isn't a valid leaf under `jit`. As a `Partial` it is a pytree without leaves.
         self.router = cast(Any, router if isinstance(router, eqx.Module) else jax.tree_util.Partial(router))
         self.experts, self.shared, self.shared_gate, self.weigh_inputs = experts, shared, shared_gate, weigh_inputs
@@ -561,8 +565,6 @@ def _check(moe: MoE, x: Any, args: tuple[Any, ...], mask: Any, axes: set[str], m
     """Raises unless the arguments and the mesh in context fit the module, which needs the mesh axes `axes`."""
     site, manual, d = Site("ragged.nn.MoE", {"x": x}), axes & {*mesh.manual_axes}, moe.experts.up.weight.shape[1]
     is_tensor = isinstance(x, GroupedTensor)
-    if not (is_tensor or is_arraylike(x)) or not jnp.issubdtype(x.dtype, jnp.floating):
-        site.fail(TypeError, "`x` is not a floating array.", "Pass one row per token, as an array [tokens, d].")
     if is_tensor:
         require_plain(x)
         if x.kind != "ragged rows" or x.ndim != 2 or x.shape[1] != d:
@@ -572,9 +574,7 @@ def _check(moe: MoE, x: Any, args: tuple[Any, ...], mask: Any, axes: set[str], m
             site.also(mask=mask).fail(
                 ValueError, "`mask` is given, but the sizes of `x` determine it.", "Leave it out."
             )
-    elif x.ndim != 2 or x.shape[1] != d:
-        hint = "Flatten its leading axes: `x.reshape(-1, x.shape[-1])`."
-        site.fail(ValueError, f"`x` must be [tokens, {d}].", hint)
+    check_rows(site, "x", x.data if is_tensor else x, d)
     if mask is not None and (not is_arraylike(mask) or mask.dtype != bool or mask.shape != (x.shape[0],)):
         hint = "Pass one boolean per token, such as `jnp.ones(x.shape[0], bool)`."
         site.also(mask=mask).fail(TypeError, "`mask` must be a boolean array (tokens,).", hint)
@@ -600,6 +600,12 @@ def _check_mesh(site: Site, moe: MoE, axes: set[str], mesh: Any, manual: set[str
     if manual and manual != axes:
         problem = f"the enclosing `shard_map` is only over {sorted(manual)}."
         site.fail(ValueError, problem, f"Map over all of {sorted(axes)}, or over none of them.")
+    layers = [layers.up.weight.shape for layers in (moe.experts, moe.shared) if layers is not None]
+    widths = [(shape[2], "hidden features", moe.tensor_axis) for shape in layers]
+    for n, what, name in [(layers[0][0], "experts", moe.axis), *widths]:
+        if name is not None and not manual and n % mesh.shape[name]:
+            problem = f"{n} {what} can't be divided among {mesh.shape[name]} devices over {name!r}."
+            site.fail(ValueError, problem, "Each device has the same number of them: use fewer devices over this axis.")
 
 
 def _checked_routing(name: str, routing: Any, tokens: int, num_experts: int, has_padding: bool = False) -> Routing:
