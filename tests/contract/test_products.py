@@ -33,8 +33,8 @@ MX, NVFP4 = Scaling((32, 1), "float8_e8m0fnu"), Scaling((16, 1), "float8_e4m3fn"
 def four_bits(layout: str, dtype: str, scaling: Scaling, **options: Any) -> Program:
     """Matrices in 4-bit floats, whose blocks are along the dim that the product contracts; a derivative doesn't."""
     name, turned = ("lhs", scaling.mT) if layout == "forward_left" else ("rhs", scaling)
-    cast: dict[str, Any] = {f"{name}_cast": ("float4_e2m1fn", turned)}
-    return Program(layout, dtype, out_dtype="float32", **{"m": 40, "k": 72, "n": 40} | cast | options)
+    given: dict[str, Any] = {"m": 40, "k": 72, "n": 40, f"{name}_cast": ("float4_e2m1fn", turned)}
+    return Program(layout, dtype, out_dtype="float32", **given | options)
 
 
 def by_default() -> Iterator[Case]:
