@@ -78,9 +78,22 @@ def trained_avals(shape: Shape) -> tuple[Any, ...]:
     return *(Aval(each, jnp.bfloat16) for each in dims), Aval((groups,), jnp.int32)
 
 
+def with_weights(dtype: str, scaling: Any, shape: Shape) -> tuple[Any, tuple[Any, ...]]:
+    """A forward and a dgrad of weights in few bits, stored as `[groups, out, in]`, and its arguments."""
+    rows, k, n, groups = shape
+
+    def run(x: Array, w: GroupedTensor, dy: Array, sizes: Array) -> Any:
+        out, pull = jax.vjp(lambda x: ragged.matmul(GroupedTensor(x, sizes), w.mT).data, x)
+        return out, pull(dy)
+
+    w = jax.eval_shape(lambda w: ragged.quantize(w, dtype, scaling), Aval((groups, n, k), jnp.float32))
+    x, dy = (Aval(dims, jnp.bfloat16) for dims in ((rows, k), (rows, n)))
+    return run, (x, w, dy, Aval((groups,), jnp.int32))
+
+
 def dequantized(text: str, size: int) -> list[str]:
-    """What a lowered program converts from 8 bits outside of kernels, in arrays as large as an operand."""
-    wide = r"stablehlo\.convert [^\n]*: \(tensor<([\dx]+)x(?:f8\w+|i8)>\) -> tensor<[\dx]+x(?:bf16|f16|f32)>"
+    """What a lowered program converts from 8 bits or 4 outside of kernels, in arrays as large as an operand."""
+    wide = r"stablehlo\.convert [^\n]*: \(tensor<([\dx]+)x(?:f8\w+|f4\w+|i8|i4)>\) -> tensor<[\dx]+x(?:bf16|f16|f32)>"
     return [dims for dims in re.findall(wide, text) if math.prod(map(int, dims.split("x"))) >= size]
 
 

@@ -226,6 +226,9 @@ def long_of_scales() -> Iterator[Case]:
             yield 5, four_bits(layout, dtype, scaling, backend="pallas_tpu", mapped="lhs")
     for backend, count in (("pallas_tpu", 5), ("triton_gpu", 3)):
         yield count, four_bits("forward", "bfloat16", MX.mT, backend=backend, held=3, existing=True)
+    for scaling in (MX, NVFP4):  # loads by TMA, and the rest without
+        given: dict[str, Any] = wide | {"k": 320, "tiles": (32, 64, 128)}
+        yield 3, four_bits("forward", "bfloat16", scaling, backend="triton_gpu", chip="NVIDIA H200", **given)
     for chip in ("NVIDIA B200", "NVIDIA H200"):  # by the tensor cores' own scales, and by the kernel's
         for block in (32, 128):
             casts: dict[str, Any] = {"lhs_cast": (FP8, (1, block)), "rhs_cast": (FP8, (block, 1))}

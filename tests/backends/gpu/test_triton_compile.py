@@ -38,6 +38,7 @@ from tests.backends.layers import (
     sharded_gradients,
     train,
     trained_avals,
+    with_weights,
 )
 from tests.cases import NAMES, split
 from tests.contract.meshes import KINDS, moved, table
@@ -135,6 +136,30 @@ def test_what_is_measured(chip: str, shape: Shape) -> None:
         assert kernel.spill_bytes == 0 and not kernel.remarks
         assert kernel.sass_counts["UTMALDG"] or chip == A100
         assert kernel.sass_counts["HGMMA"] or rows == 64  # 8 a group: fewer than HGMMA takes
+
+
+@pytest.mark.parametrize(
+    "chip, scaling, shape",
+    split(
+        [(H200, "mx", LARGE)],
+        [
+            *(
+                (chip, scaling, shape)
+                for chip in (A100, H200, B200)
+                for scaling in ("mx", "nvfp4")
+                for shape in (LARGE, DEEP, TINY)
+            )
+        ],
+    ),
+)
+def test_weights_of_4_bits(chip: str, scaling: str, shape: Shape) -> None:
+    """Forward and dgrad, in bfloat16 and without spills; nothing is dequantised in memory."""
+    run, avals = with_weights("float4_e2m1fn", scaling, shape)
+    found = gpu.compile_for(chip, run, *avals)
+    assert len(found) == 2 and not dequantized(gpu.lower_for(chip, run, *avals).as_text(), math.prod(shape[1:]))
+    for kernel in found:
+        assert kernel.spill_bytes == 0 and "tf32" not in kernel.ptx
+        assert any(kernel.sass_counts[name] for name in (*TENSOR_CORES[chip], "HMMA"))
 
 
 @pytest.mark.long

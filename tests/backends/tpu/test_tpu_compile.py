@@ -1,5 +1,6 @@
 """Every product lowered for TPUs, and compiled for real ones by libtpu, without a TPU."""
 
+import itertools
 import math
 import re
 from collections import Counter
@@ -38,6 +39,7 @@ from tests.backends.layers import (
     sharded_gradients,
     train,
     trained_avals,
+    with_weights,
 )
 from tests.cases import NAMES, split
 from tests.contract.meshes import moved
@@ -162,6 +164,18 @@ def test_recipes(generation: str, recipe: str) -> None:
     assert len(tpu.compile_for(generation, step, *avals).kernels) == 3
     assert not dequantized(lowered(step, *avals), 512 * 1024)
     assert len(dequantized(lowered(partial(step, backend="xla"), *avals), 512 * 1024)) == 6  # where kernels can't
+
+
+@pytest.mark.parametrize(
+    "generation, scaling",
+    split([("v5e", "mx")], itertools.product(("v5e", "v5p", "v6e", "tpu7x"), ("mx", "nvfp4", "column"))),
+)
+def test_weights_of_4_bits(generation: str, scaling: str) -> None:
+    """Forward and dgrad; nothing is dequantised in memory, and the scales stay as small as they are."""
+    run, avals = with_weights("float4_e2m1fn", scaling, (2048, 1024, 2048, 8))
+    compiled = tpu.compile_for(generation, run, *avals)
+    assert len(compiled.kernels) == 2 and not dequantized(lowered(run, *avals), 8 * 1024 * 2048)
+    assert compiled.memory.temp_size_in_bytes < 2 * 8 * 1024 * 2048  # the weights in bfloat16
 
 
 @pytest.mark.long
