@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from ragged.core.errors import Site
+
 AnyArray = Array | np.ndarray
 """An array of JAX or NumPy."""
 
@@ -60,6 +62,17 @@ Quantisation to integers is symmetric: -128 and -8 aren't used.
 
 LARGEST = {name: known.largest for name, known in FORMATS.items() if known.largest is not None}
 """The formats that `quantize` supports, each with its largest value."""
+
+
+def float_dtype(site: Site, dtype: Any) -> Any:
+    """`dtype` as a NumPy dtype. Raises unless it is a float dtype."""
+    try:
+        is_float = dtype is not None and jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:
+        is_float = False
+    if not is_float:
+        site.fail(TypeError, f"`dtype` is {dtype!r}.", "It must be a float dtype, such as 'bfloat16' or 'float32'.")
+    return jnp.dtype(dtype)
 
 
 def has_derivative(dtype: Any) -> bool:

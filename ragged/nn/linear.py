@@ -7,6 +7,7 @@ import jax
 from jaxtyping import Float, PRNGKeyArray
 
 from ragged.core.errors import Site, is_count
+from ragged.core.formats import float_dtype
 from ragged.ops.matmul import matmul
 from ragged.quant.recipe import Recipe
 from ragged.tensor.route import Gathered
@@ -44,7 +45,7 @@ class GroupedLinear(eqx.Module):
             if not is_count(n):
                 site.fail(ValueError, f"`{name}` is {n!r}.", "It must be a positive int.")
         limit, keys = in_features**-0.5, jax.random.split(key)
-        dtype = jax.numpy.float32 if dtype is None else dtype
+        dtype = float_dtype(site, jax.numpy.float32 if dtype is None else dtype)
         shapes = (num_groups, in_features, out_features), (num_groups, out_features)
         weight, bias = (jax.random.uniform(k, s, dtype, -limit, limit) for k, s in zip(keys, shapes, strict=True))
         self.weight, self.bias = weight, bias if use_bias else None

@@ -21,12 +21,12 @@ from ragged.core.mesh import resharded, vary_together
 from ragged.core.offsets import as_int32
 from ragged.core.rows import tangent_of
 from ragged.nn.linear import GroupedLinear
-from ragged.nn.router import Router, Routing
+from ragged.nn.router import Router, Routing, check_rows
 from ragged.ops.activated import with_epilogue, with_pre_activations
 from ragged.ops.gated import gated_requests
 from ragged.ops.matmul import matmul, request_of
 from ragged.ops.request import Arguments, Request
-from ragged.parallel.exchange import exchange
+from ragged.parallel.exchange import check_options, exchange
 from ragged.primitive.epilogue import activated
 from ragged.product.function import Function, check_activation, takes_two
 from ragged.quant.recipe import Cast, Recipe
@@ -320,8 +320,8 @@ class MoE(eqx.Module):
         **Raises:** `TypeError` or `ValueError` if the parts don't fit together, or the axes are invalid.
         """
         site = Site("ragged.nn.MoE(router, experts)")
-        if not callable(router):
-            hint = "Pass a `ragged.nn.Router`, or a function of tokens."
+        if not callable(router) or isinstance(router, type):
+            hint = "Pass a `ragged.nn.Router`, not its class, or a function of tokens."
             site.fail(TypeError, f"`router` is {describe(router)}.", hint)
         if not isinstance(experts, Experts) or not isinstance(shared, Experts | None):
             problem = f"`experts` is {describe(experts)}, and `shared` is {describe(shared)}."
@@ -333,13 +333,17 @@ class MoE(eqx.Module):
         if shared is not None and shared.up.weight.shape[:2] != (1, d):
             problem = f"`shared` has {shared.up.weight.shape[0]} experts for {shared.up.weight.shape[1]} features."
             site.fail(ValueError, problem, f"Pass one, for {d} features. It may have any width.")
-        if shared_gate is not None and (shared is None or shared_gate.shape != (d,)):
-            site.fail(ValueError, f"`shared_gate` is {describe(shared_gate)}.", f"Pass `shared`, and a gate of ({d},).")
-        axes = [name for name in (axis, *data_axes, tensor_axis) if name is not None]
-        if isinstance(data_axes, str) or len({*axes}) < len(axes):
+        fits = is_arraylike(shared_gate) and shared_gate.shape == (d,)
+        if shared_gate is not None and not (fits and shared is not None):
+            hint = f"Pass `shared`, and an array ({d},)."
+            site.fail(ValueError, f"`shared_gate` is {describe(shared_gate)}.", hint)
+        others = [name for name in (axis, tensor_axis) if name is not None]
+        axes = [*data_axes, *others] if isinstance(data_axes, tuple) else [None]
+        if not all(isinstance(name, str) for name in axes) or len({*axes}) < len(axes):
             problem = f"`axis` is {axis!r}, `data_axes` is {data_axes!r} and `tensor_axis` is {tensor_axis!r}."
             hint = "They must be names of different mesh axes, and `data_axes` must be a tuple."
             site.fail(ValueError, problem, hint)
+        check_options(site, transport, capacity, chunks, wire)
         # A plain function isn't a valid leaf under `jit`. As a `Partial` it is a pytree without leaves.
         self.router = cast(Any, router if isinstance(router, eqx.Module) else jax.tree_util.Partial(router))
         self.experts, self.shared, self.shared_gate, self.weigh_inputs = experts, shared, shared_gate, weigh_inputs
@@ -381,8 +385,10 @@ class MoE(eqx.Module):
         if the axes don't divide the rows, and as `Exchange.map` does.
         """
         axes, mesh = {*self._token_axes, self.tensor_axis} - {None}, jax.sharding.get_abstract_mesh()
-        routing = None if routing is None else _as_routing(Site("ragged.nn.MoE"), "`routing` is", routing)
-        _check(self, x, args, mask, routing, axes, mesh)
+        _check(self, x, args, mask, axes, mesh)
+        if routing is not None:
+            ways = mesh.shape[self.axis] if self.axis in mesh.manual_axes else 1
+            routing = _checked_routing("`routing`", routing, x.shape[0], self.experts.up.weight.shape[0] * ways)
         data, is_packed = jnp.asarray(x.data if isinstance(x, GroupedTensor) else x), isinstance(x, GroupedTensor)
         if is_packed:
             mask = jnp.arange(x.shape[0], dtype=jnp.int32) < x.offsets[-1]
@@ -438,12 +444,8 @@ class MoE(eqx.Module):
         # Padding gets distinct positive numbers, so that a router that divides by a norm has finite derivatives.
         padding = jnp.arange(1, x.shape[1] + 1, dtype=x.dtype)[None] / jnp.asarray(x.shape[1], x.dtype)
         routing = self.router(_with_padding(x, is_token, padding), *args)
-        site = Site("ragged.nn.MoE")
-        routing = _as_routing(site, "`router` returned", routing)
-        _check_routing(site, "`router` returned", routing, x.shape[0])
-        if is_token is None:
-            _check_experts(site, "`router` returned", routing, num_experts)
-        return routing
+        has_padding = is_token is not None
+        return _checked_routing("the router's result", routing, x.shape[0], num_experts, has_padding)
 
     def _of_shared(self, x: Array, is_token: Bool[Array, "tokens 1"] | None, is_packed: bool) -> Array:
         """The shared expert's results, zero for padding."""
@@ -559,14 +561,10 @@ def _with_padding(x: Shaped[Array, "tokens n"], is_token: Bool[Array, "tokens 1"
     return x if is_token is None else jnp.where(is_token, x, fill)
 
 
-def _check(
-    moe: MoE, x: Any, args: tuple[Any, ...], mask: Any, routing: Routing | None, axes: set[str], mesh: Any
-) -> None:
+def _check(moe: MoE, x: Any, args: tuple[Any, ...], mask: Any, axes: set[str], mesh: Any) -> None:
     """Raises unless the arguments and the mesh in context fit the module, which needs the mesh axes `axes`."""
     site, manual, d = Site("ragged.nn.MoE", {"x": x}), axes & {*mesh.manual_axes}, moe.experts.up.weight.shape[1]
     is_tensor = isinstance(x, GroupedTensor)
-    if not (is_tensor or is_arraylike(x)) or not jnp.issubdtype(x.dtype, jnp.floating):
-        site.fail(TypeError, "`x` is not a floating array.", "Pass one row per token, as an array [tokens, d].")
     if is_tensor:
         require_plain(x)
         if x.kind != "ragged rows" or x.ndim != 2 or x.shape[1] != d:
@@ -576,9 +574,7 @@ def _check(
             site.also(mask=mask).fail(
                 ValueError, "`mask` is given, but the sizes of `x` determine it.", "Leave it out."
             )
-    elif x.ndim != 2 or x.shape[1] != d:
-        hint = "Flatten its leading axes: `x.reshape(-1, x.shape[-1])`."
-        site.fail(ValueError, f"`x` must be [tokens, {d}].", hint)
+    check_rows(site, "x", x.data if is_tensor else x, d)
     if mask is not None and (not is_arraylike(mask) or mask.dtype != bool or mask.shape != (x.shape[0],)):
         hint = "Pass one boolean per token, such as `jnp.ones(x.shape[0], bool)`."
         site.also(mask=mask).fail(TypeError, "`mask` must be a boolean array (tokens,).", hint)
@@ -594,10 +590,6 @@ def _check(
         padded = -(-x.shape[0] // shards) * shards
         mask_hint = "" if is_tensor or mask is not None else f" and pass `mask=jnp.arange({padded}) < {x.shape[0]}`"
         site.fail(ValueError, problem, f"Pad `x` to {padded} rows{mask_hint}, or use fewer devices.")
-    if routing is not None:
-        _check_routing(site, "`routing` has", routing, x.shape[0])
-        ways = mesh.shape[moe.axis] if moe.axis is not None and manual else 1
-        _check_experts(site, "`routing` has", routing, moe.experts.up.weight.shape[0] * ways)
 
 
 def _check_mesh(site: Site, moe: MoE, axes: set[str], mesh: Any, manual: set[str]) -> None:
@@ -608,35 +600,46 @@ def _check_mesh(site: Site, moe: MoE, axes: set[str], mesh: Any, manual: set[str
     if manual and manual != axes:
         problem = f"the enclosing `shard_map` is only over {sorted(manual)}."
         site.fail(ValueError, problem, f"Map over all of {sorted(axes)}, or over none of them.")
+    layers = [layers.up.weight.shape for layers in (moe.experts, moe.shared) if layers is not None]
+    widths = [(shape[2], "hidden features", moe.tensor_axis) for shape in layers]
+    for n, what, name in [(layers[0][0], "experts", moe.axis), *widths]:
+        if name is not None and not manual and n % mesh.shape[name]:
+            problem = f"{n} {what} can't be divided among {mesh.shape[name]} devices over {name!r}."
+            site.fail(ValueError, problem, "Each device has the same number of them: use fewer devices over this axis.")
 
 
-def _as_routing(site: Site, whose: str, routing: Any) -> Routing:
-    """`routing`, which may be a pair of weights and experts. Raises if it is anything else."""
-    if isinstance(routing, Routing):
-        return routing
-    if not isinstance(routing, tuple | list) or len(routing) != 2:
+def _checked_routing(name: str, routing: Any, tokens: int, num_experts: int, has_padding: bool = False) -> Routing:
+    """`routing`, a `Routing` or a pair of weights and experts, as a `Routing` of JAX's arrays.
+
+    Raises if a field has a wrong kind, shape or dtype, or if the experts are known, none is of padding, and one is out
+    of range. `name`: what an error calls it.
+    """
+    site = Site("ragged.nn.MoE")
+    if isinstance(routing, tuple | list) and len(routing) == 2:
+        routing = Routing(*routing)
+    if not isinstance(routing, Routing):
         hint = "Pass `(weights, experts)`, or a `ragged.nn.Routing`."
-        site.fail(TypeError, f"{whose} {describe(routing)}.", hint)
-    return Routing(*map(jnp.asarray, routing))
-
-
-def _check_experts(site: Site, whose: str, routing: Routing, num_experts: int) -> None:
-    """Raises if the experts are known when the program is traced, and one is out of range."""
+        site.fail(TypeError, f"{name} is {describe(routing)}.", hint)
+    given: dict[str, Any] = {
+        key: x for key, x in vars(routing).items() if x is not None or key in ("weights", "experts")
+    }
+    site = site.also(**given)
+    if not all(map(is_arraylike, given.values())):
+        site.fail(TypeError, f"{name} has fields that aren't arrays.", "Only probabilities and logits may be None.")
+    top_k = jnp.shape(routing.weights)[-1:]
+    shapes = {key: (tokens, *(top_k if key in ("weights", "experts") else [num_experts])) for key in given}
+    if any(x.shape != shapes[key] for key, x in given.items()):
+        hint = f"Weights and experts must both be [{tokens}, top_k], and probabilities and logits, if any, "
+        site.fail(ValueError, f"{name} has wrong shapes.", hint + f"[{tokens}, {num_experts}].")
+    kinds = {key: jnp.integer if key == "experts" else jnp.floating for key in given}
+    if not all(jnp.issubdtype(x.dtype, kinds[key]) for key, x in given.items()):
+        hint = "Pass weights, floats, and then experts, integers. Probabilities and logits are floats."
+        site.fail(TypeError, f"{name} has wrong dtypes.", hint)
     experts = np.asarray(routing.experts) if is_concrete(routing.experts) else np.zeros(0, int)
-    if experts.size and not 0 <= experts.min() <= experts.max() < num_experts:
-        problem = f"{whose} experts from {experts.min()} to {experts.max()}, but there are {num_experts}."
-        hint = f"Pass 0 to {num_experts - 1}. Padding can have any of them."
-        site.also(experts=routing.experts).fail(ValueError, problem, hint)
-
-
-def _check_routing(site: Site, whose: str, routing: Routing, tokens: int) -> None:
-    """Raises unless weights and experts have one shape, `[tokens, top_k]`, and the right dtypes."""
-    weights, experts = routing.weights, routing.experts
-    site = site.also(weights=weights, experts=experts)
-    if weights.shape != experts.shape or weights.ndim != 2 or weights.shape[0] != tokens:
-        site.fail(ValueError, f"{whose} wrong shapes.", f"Weights and experts must both be [{tokens}, top_k].")
-    if not jnp.issubdtype(experts.dtype, jnp.integer) or not jnp.issubdtype(weights.dtype, jnp.floating):
-        site.fail(TypeError, f"{whose} wrong dtypes.", "Pass weights, floats, and then experts, integers.")
+    if experts.size and not has_padding and not 0 <= experts.min() <= experts.max() < num_experts:
+        problem = f"{name} has experts from {experts.min()} to {experts.max()}, but there are {num_experts}."
+        site.fail(ValueError, problem, f"Pass 0 to {num_experts - 1}. Padding can have any of them.")
+    return jax.tree.map(jnp.asarray, routing)
 
 
 def _over(collective: Callable[..., Array], x: Array, axes: tuple[str, ...]) -> Array:

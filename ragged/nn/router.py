@@ -6,10 +6,12 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int, PRNGKeyArray
 
-from ragged.core.errors import Site, describe, is_count
+from ragged.core.errors import Site, describe, is_arraylike, is_count
+from ragged.core.formats import float_dtype
 from ragged.core.sealed import sealed, unsealed
 
 SCORES: dict[str, Callable[[Array], Array]] = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}
@@ -38,6 +40,7 @@ class Router(eqx.Module):
         experts = top_k(scores + selection_bias)
         weights = scale * scores[experts] / (sum(scores[experts]) + epsilon)
 
+    If the scores of all chosen experts are 0 in float32, their weights are 0, also with the default `epsilon=0`.
     A softmax over the chosen logits is the same as `score="softmax"` with `normalize=True`.
 
     **Fields:**
@@ -45,14 +48,15 @@ class Router(eqx.Module):
     - `weight`: `[d, num_experts]`.
     - `bias`: `(num_experts,)`, or None.
     - `selection_bias`: `(num_experts,)` float32, or None. It affects only the choice of experts, so it has no gradient,
-      and no optimiser changes it: see `with_selection_bias`.
+      and no optimiser changes it: see `with_selection_bias`. In the pytree it is sealed, which NumPy and checkpoints
+      don't support: save `router.unsealed()`.
 
     The numbers of experts, groups and choices, and the options of `__init__`, are static.
     """
 
     weight: Float[Array, "d experts"]
     bias: Float[Array, " experts"] | None
-    _selection_bias: Any  # sealed
+    _selection_bias: Any  # sealed or unsealed
     top_k: int = eqx.field(static=True)
     score: str | Callable[[Array], Array] = eqx.field(static=True)
     normalize: bool = eqx.field(static=True)
@@ -88,8 +92,8 @@ class Router(eqx.Module):
           experts of the `top_groups` best groups are chosen. The score of a group is the sum of its two highest scores,
           with `selection_bias` (DeepSeek-V3, arXiv:2412.19437).
 
-        **Raises:** `ValueError` for invalid numbers, an unknown `score`, `normalize=True` with `top_k=1`, or groups
-        without enough experts.
+        **Raises:** `TypeError` for an invalid `dtype` or `normalize`; `ValueError` for invalid numbers, an unknown
+        `score`, `normalize=True` with `top_k=1`, or groups without enough experts.
         """
         site = Site("ragged.nn.Router(d, num_experts, top_k)")
         if not is_count(d) or not is_count(top_k) or not is_count(num_experts) or top_k > num_experts:
@@ -106,12 +110,19 @@ class Router(eqx.Module):
             if not valid or top_k > groups[1] * (num_experts // groups[0]):
                 hint = "Pass the number of groups, of two experts or more, and how many are kept, with enough experts."
                 site.fail(ValueError, f"`groups` is {groups!r}, with {num_experts} experts and `top_k={top_k}`.", hint)
-        dtype, limit = jnp.float32 if dtype is None else dtype, d**-0.5
+        if not isinstance(normalize, bool | None):
+            site.fail(TypeError, f"`normalize` is {describe(normalize)}.", "Pass True, False or None.")
+        for name, number in (("epsilon", epsilon), ("scale", scale)):
+            is_number = isinstance(number, int | float | np.number) and not isinstance(number, bool)
+            if not is_number or not 0 <= number < np.inf:
+                hint = "Pass a static number, 0 or more. An array isn't static."
+                site.fail(ValueError, f"`{name}` is {describe(number)}.", hint)
+        dtype, limit = float_dtype(site, jnp.float32 if dtype is None else dtype), d**-0.5
         self.weight = jax.random.uniform(key, (d, num_experts), dtype, -limit, limit)
         self.bias = jnp.zeros(num_experts, dtype) if use_bias else None
         self._selection_bias = sealed(jnp.zeros(num_experts)) if use_selection_bias else None
         self.top_k, self.score, self.groups = top_k, score, groups
-        self.normalize, self.epsilon, self.scale = top_k > 1 if normalize is None else normalize, epsilon, scale
+        self.normalize, self.epsilon, self.scale = normalize is not False and top_k > 1, float(epsilon), float(scale)
 
     @property
     def selection_bias(self) -> Float[Array, " experts"] | None:
@@ -121,32 +132,50 @@ class Router(eqx.Module):
     def with_selection_bias(self, selection_bias: Float[Array, " experts"]) -> "Router":
         """The router with another `selection_bias`, as a step of load balancing computes it.
 
-        **Raises:** `ValueError` unless it has one number per expert.
+        **Raises:** `ValueError` unless it has one number per expert; in a stack of routers, for each router.
         """
         new = jnp.asarray(selection_bias, jnp.float32)
-        if new.shape[-1:] != self.weight.shape[-1:]:
+        if new.shape != (*self.weight.shape[:-2], self.weight.shape[-1]):
             site = Site("router.with_selection_bias(selection_bias)", {"selection_bias": selection_bias})
             site.fail(ValueError, f"there are {self.weight.shape[-1]} experts.", "Pass one number per expert.")
-        return eqx.tree_at(lambda router: router._selection_bias, self, sealed(new), is_leaf=lambda x: x is None)
+        return self._with(sealed(new))
+
+    def unsealed(self) -> "Router":
+        """The router with its `selection_bias` in float32, for checkpoints. It routes in the same way."""
+        return self._with(self.selection_bias)
+
+    def sealed(self) -> "Router":
+        """The router with its `selection_bias` in a dtype that rejects arithmetic, as `__init__` makes it."""
+        return self._with(sealed(self._selection_bias))
+
+    def _with(self, selection_bias: Any) -> "Router":
+        return eqx.tree_at(lambda router: router._selection_bias, self, selection_bias, is_leaf=lambda x: x is None)
 
     def __call__(self, x: Float[Array, "tokens d"]) -> Routing:
-        """The routing of tokens `x`."""
+        """The routing of tokens `x`.
+
+        **Raises:** `TypeError` or `ValueError` unless `x` is a floating array `[tokens, d]`.
+        """
         return self.select(self.logits(x))
 
     def logits(self, x: Float[Array, "tokens d"]) -> Float[Array, "tokens experts"]:
         """`x @ weight + bias`, in float32."""
+        check_rows(Site("router.logits(x)", {"x": x}), "x", x, self.weight.shape[-2])
         logits = x.astype(jnp.float32) @ self.weight.astype(jnp.float32)
         return logits if self.bias is None else logits + self.bias.astype(jnp.float32)[None]
 
     def select(self, logits: Float[Array, "tokens experts"]) -> Routing:
         """The routing of tokens with these logits."""
+        site = Site("router.select(logits)", {"logits": logits})
+        check_rows(site, "logits", logits, self.weight.shape[-1])
         scores = SCORES[self.score](logits) if isinstance(self.score, str) else self.score(logits)
-        total = jnp.sum(scores, axis=1, keepdims=True)
-        probabilities = scores if self.score == "softmax" else scores / jnp.where(total == 0, 1, total)
+        if jnp.shape(scores) != logits.shape:
+            hint = "Return one score for each logit."
+            site.fail(ValueError, f"the result of `score` is {describe(scores)}.", hint)
+        probabilities = scores if self.score == "softmax" else _normalized(scores, 0.0)
         experts = lax.top_k(lax.stop_gradient(self._ranks(logits, scores)), self.top_k)[1]
         weights = jnp.take_along_axis(scores, experts, axis=1)
-        if self.normalize:
-            weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + self.epsilon)
+        weights = _normalized(weights, self.epsilon) if self.normalize else weights
         return Routing(weights * self.scale if self.scale != 1 else weights, experts, probabilities, logits)
 
     def _ranks(self, logits: Array, scores: Array) -> Array:
@@ -162,3 +191,27 @@ class Router(eqx.Module):
         best = lax.top_k(of_groups, self.groups[1])[1]  # [tokens, top_groups]
         is_best = jnp.any(best[:, :, None] == jnp.arange(self.groups[0], dtype=best.dtype)[None, None], axis=1)
         return jnp.where(is_best[:, :, None], by_group, -jnp.inf).reshape(ranks.shape)
+
+
+def check_rows(site: Site, name: str, x: Any, width: int) -> None:
+    """Raises unless `x` is a floating array `[tokens, width]`."""
+    if not is_arraylike(x) or not jnp.issubdtype(x.dtype, jnp.floating):
+        hint = f"Pass one row per token, as an array [tokens, {width}]."
+        site.fail(TypeError, f"`{name}` is not a floating array.", hint)
+    if x.ndim != 2 or x.shape[1] != width:
+        flat = f"Flatten its leading axes: `{name}.reshape(-1, {name}.shape[-1])`."
+        hint = "Pass rows of this width." if x.ndim == 2 else flat
+        site.fail(ValueError, f"`{name}` must be [tokens, {width}].", hint)
+
+
+def _normalized(scores: Float[Array, "tokens top_k"], epsilon: float) -> Float[Array, "tokens top_k"]:
+    """`scores / (sum(scores) + epsilon)`, or 0 if all scores are 0.
+
+    JAX's derivative divides by the square of the sum, which may be 0 in float32. So a power of two scales the scores.
+    """
+    largest = lax.stop_gradient(jnp.max(jnp.abs(scores), axis=1, keepdims=True))
+    is_zero = largest == 0
+    unit = jnp.where(is_zero, 1, jnp.ldexp(jnp.ones((), scores.dtype), jnp.frexp(largest)[1] - 1))
+    scaled = scores / unit
+    total = jnp.sum(scaled, axis=1, keepdims=True) + epsilon / unit
+    return scaled / jnp.where(is_zero, 1, total)

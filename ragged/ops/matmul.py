@@ -338,20 +338,44 @@ def _infer(site: Site, lhs: GroupedTensor | Array, rhs: GroupedTensor | Array) -
             ValueError,
             "the contracted dims must both be ragged or both not.\n"
             f"`lhs`: first dim {words[m]}, last dim {words[k]}. `rhs`: first dim {words[k_rhs]}, last dim {words[n]}.",
-            f"Did you mean `{'lhs.mT' if k and not k_rhs else 'rhs.mT'}`? "
-            "The last dim of `lhs` is contracted with the first dim of `rhs`.",
+            "The last dim of `lhs` is contracted with the first dim of `rhs`. Make both ragged, with the same sizes, "
+            "or neither." + _did_you_mean([*_transposed(lhs, rhs), *_with_sizes(lhs, rhs)]),
         )
     return layout
+
+
+def _did_you_mean(codes: list[str]) -> str:
+    return f" Did you mean {' or '.join(f'`{code}`' for code in codes)}?" if codes else ""
+
+
+def _transposed(lhs: GroupedTensor | Array, rhs: GroupedTensor | Array) -> list[str]:
+    """Code that transposes an operand, if it then fits the other operand."""
+
+    def ends(x: GroupedTensor | Array) -> list[tuple[bool, int]]:  # of the first and of the last dim
+        return list(zip(_ragged(x), (x.shape[_first_axis(x)], x.shape[-1]), strict=True))
+
+    def fits(lhs: list[tuple[bool, int]], rhs: list[tuple[bool, int]]) -> bool:
+        (m, _), (k, extent), (k_rhs, extent_rhs), (n, _) = *lhs, *rhs
+        return infer_layout((m, k), (k_rhs, n)) is not None and (k or extent == extent_rhs)
+
+    found = {"rhs.mT": (rhs, ends(lhs), ends(rhs)[::-1]), "lhs.mT": (lhs, ends(lhs)[::-1], ends(rhs))}
+    return [code for code, (x, *both) in found.items() if not check.has_more_dims(x) and fits(*both)]
+
+
+def _with_sizes(lhs: GroupedTensor | Array, rhs: GroupedTensor | Array) -> list[str]:
+    """Code that makes a matrix ragged, if it then fits the other operand, whose contracted dim is ragged."""
+    if isinstance(lhs, GroupedTensor) and not isinstance(rhs, GroupedTensor):
+        code, fits = "GroupedTensor(rhs, first_dims=lhs.last_dims)", rhs.shape[0] == lhs.shape[-1] or all(lhs.ragged)
+    elif isinstance(rhs, GroupedTensor) and not isinstance(lhs, GroupedTensor):
+        code, fits = "GroupedTensor(lhs, last_dims=rhs.first_dims)", lhs.shape[1] == rhs.shape[0]
+    else:
+        return []
+    return [code] if fits else []
 
 
 def _first_axis(x: GroupedTensor | Array) -> int:
     """The axis of the groups' first dim: 1 in a uniform tensor, else 0."""
     return int(isinstance(x, GroupedTensor) and x.packed_axis is None)
-
-
-def _fits_transposed(name: str, x: GroupedTensor | Array, contracted: int) -> bool:
-    is_matrix = not any(_ragged(x)) and not check.has_more_dims(x)
-    return is_matrix and x.shape[-1 if name == "rhs" else -2] == contracted
 
 
 def _check_extents(
@@ -360,15 +384,10 @@ def _check_extents(
     """Raises unless the operands have the same number of groups and equal contracted dims."""
     k_lhs, k_rhs = lhs.shape[-1], rhs.shape[_first_axis(rhs)]
     if "k" not in layout.ragged and k_lhs != k_rhs:
-        # Transposing a uniform operand doesn't change the layout.
-        fitting = [
-            f"`{name}.mT`" for name, x, k in (("rhs", rhs, k_lhs), ("lhs", lhs, k_rhs)) if _fits_transposed(name, x, k)
-        ]
-        hint = f" Did you mean {' or '.join(fitting)}?" if fitting else ""
         site.fail(
             ValueError,
             f"the last dim of `lhs` is {k_lhs} but the first dim of `rhs` is {k_rhs}.",
-            "They are contracted and must be equal." + hint,
+            "They are contracted and must be equal." + _did_you_mean(_transposed(lhs, rhs)),
         )
     if not isinstance(lhs, GroupedTensor) or not isinstance(rhs, GroupedTensor):
         if group_offset is not None:

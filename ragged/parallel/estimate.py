@@ -21,10 +21,8 @@ from dataclasses import dataclass
 from math import inf, log10, prod
 from typing import Any
 
-import jax.numpy as jnp
-
 from ragged.core.errors import Site, is_count
-from ragged.core.formats import accumulator_dtype
+from ragged.core.formats import accumulator_dtype, float_dtype
 from ragged.parallel.exchange import TRANSPORTS, chunk_capacities, min_capacity, wire_cast
 from ragged.quant.recipe import Cast
 
@@ -157,7 +155,8 @@ def estimate(
     if capacity is not None and not is_count(capacity, least := min_capacity(n, transport, chunks)):
         each = "one row per chunk from each device" if transport == "dense" else "one row per chunk"
         site.fail(ValueError, f"`capacity` is {capacity!r}.", f"Pass at least {least}, {each}, or None.")
-    itemsize, sum_itemsize = _item_sizes(site, dtype)
+    dtype = float_dtype(site, dtype)
+    itemsize, sum_itemsize = int(dtype.itemsize), int(accumulator_dtype(dtype).itemsize)
     row = d * itemsize  # bytes
     if wire is not None:
         scaling = wire_cast(site, wire).scaling
@@ -196,7 +195,7 @@ def estimate(
     exchange = {key: sum(expected[phase] for phase in phases) / link for key, phases in PASSES.items()}
     seconds = {key: work / flops for key, work in products.items()}
     return Estimate(
-        of=f"{transport} over {n} devices, each {tokens} tokens of {d} {jnp.dtype(dtype).name}"
+        of=f"{transport} over {n} devices, each {tokens} tokens of {d} {dtype.name}"
         f" to {top_k} of {experts} experts, chunks={chunks}",
         program={phase: fixed[phase] + sum(larger) * by_row[phase] for phase in fixed},
         sent=expected,
@@ -231,14 +230,3 @@ def _check_rates(site: Site, rates: dict[str, Any]) -> None:
     for name, value in rates.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
             site.fail(ValueError, f"`{name}` is {value!r}.", "It must be a positive number per second.")
-
-
-def _item_sizes(site: Site, dtype: Any) -> tuple[int, int]:
-    """Bytes of a number, and of a number in the dtype of its sums."""
-    try:
-        itemsize, sum_itemsize = jnp.dtype(dtype).itemsize, accumulator_dtype(dtype).itemsize
-    except TypeError:
-        itemsize = sum_itemsize = 0
-    if dtype is None or not itemsize or not jnp.issubdtype(dtype, jnp.floating):
-        site.fail(TypeError, f"`dtype` is {dtype!r}.", "It must be a float dtype, such as 'bfloat16' or 'float32'.")
-    return itemsize, sum_itemsize

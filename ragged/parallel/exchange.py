@@ -286,26 +286,24 @@ def exchange(
     if groups % n:
         hint = "Each device has the same number of groups: add empty groups, or use another axis."
         site.fail(ValueError, f"{groups} groups can't be divided among {n} devices over {axis!r}.", hint)
+    cast = check_options(site, transport, capacity, chunks, wire)
     if transport is None:
         transport = "dense" if _platform() == "cpu" else "ragged"
-    if transport not in TRANSPORTS:
-        site.fail(ValueError, f"`transport` is {transport!r}.", f"Pass one of {', '.join(TRANSPORTS)}, or None.")
     is_dense = transport == "dense" or not rows  # XLA can't gather empty arrays.
     transport = "dense" if is_dense else transport
     tokens = route.place.shape[0]
-    if not is_count(chunks) or chunks > max(tokens, 1):
-        hint = f"Pass a static int, at most the {tokens} tokens of a device."
-        site.fail(ValueError, f"`chunks` is {chunks!r}.", hint)
+    if chunks > max(tokens, 1):
+        site.fail(ValueError, f"`chunks` is {chunks!r}.", f"Pass at most the {tokens} tokens of a device.")
     chunks = 1 if n == 1 else int(chunks)
     least = min_capacity(n, transport, chunks)
-    if capacity is not None and not is_count(capacity, least):
+    if capacity is not None and capacity < least:
         each = "one row from each device" if is_dense else "one row"
         in_chunks = f" in each of {chunks} chunks" if chunks > 1 else ""
-        hint = f"Pass at least {least}, {each}{in_chunks}, as a static int, or None for the worst case."
+        hint = f"Pass at least {least}, {each}{in_chunks}, or None for the worst case."
         site.fail(ValueError, f"`capacity` is {capacity!r}.", hint)
     ends = [tokens * i // chunks for i in range(chunks + 1)]
     capacities = chunk_capacities(n, transport, [(b - a) * route.top_k for a, b in itertools.pairwise(ends)], capacity)
-    options = axis, n, transport, None if wire is None else wire_cast(site, wire)
+    options = axis, n, transport, cast
 
     def prepared(route: Route, capacity: int) -> tuple[Exchange, Int[Array, "n g"]]:
         """The exchange of a route without chunks, and how many rows of each device and group it sends."""
@@ -341,6 +339,17 @@ def chunk_capacities(n: int, transport: str, rows: Sequence[int], capacity: int 
         return [n * each for each in rows]
     limit = int(capacity) // len(rows)
     return [min(n * each, limit // n * n if transport == "dense" else limit) for each in rows]
+
+
+def check_options(site: Site, transport: Any, capacity: Any, chunks: Any, wire: Any) -> Cast | None:
+    """The cast of `wire`, or None. Raises if an option is invalid for any route and any number of devices."""
+    if transport is not None and transport not in TRANSPORTS:
+        site.fail(ValueError, f"`transport` is {transport!r}.", f"Pass one of {', '.join(TRANSPORTS)}, or None.")
+    for name, value in {"chunks": chunks, "capacity": capacity}.items():
+        if not is_count(value) and (name == "chunks" or value is not None):
+            default = ", or None for the worst case" if name == "capacity" else ""
+            site.fail(ValueError, f"`{name}` is {value!r}.", f"Pass a static int, 1 or more{default}.")
+    return None if wire is None else wire_cast(site, wire)
 
 
 def wire_cast(site: Site, wire: str | Cast) -> Cast:

@@ -57,7 +57,8 @@ def quantize(
     - `power_of_two`: rounds scales up to powers of two, so that multiplying by them is exact and all elements stay in
       range (as in NVIDIA's MXFP8 recipe, arXiv:2506.08027; the OCP specification rounds down).
     - `scale`: given scales, such as calibrated ones, in place of those of the largest values: a number, or an array
-      that broadcasts to the shape of the scales. Elements beyond `scale * largest` become the largest value. With
+      that broadcasts to the shape of the scales, from 2⁻¹²⁶ to 2¹²⁶; the values of a block with another scale, which
+      is traced, are NaN. Elements beyond `scale * largest` become the largest value. With
       float8_e4m3fn scales, the scale of the tensor, `()`. For a known largest absolute value `amax`, pass
       `amax / largest`, or with float8_e4m3fn scales `amax / (largest * 448)`: here `largest` is 448 for float8_e4m3fn,
       57344 for float8_e5m2, 6 for float4_e2m1fn, 127 for int8 and 7 for int4.
@@ -113,6 +114,7 @@ def _rounded(x: GroupedTensor, scale: Any, name: str, scaling: Scaling, power_of
         return divided(x, name, scaling, *scales_of(amax(x, scaling), name, scaling, power_of_two, scale))
     # Times one, a scale is rounded as `power_of_two` says.
     rounded = scale_of(scale, 1.0, power_of_two or scaling.dtype == jnp.float8_e8m0fnu)
+    rounded = jnp.where(jnp.isnan(scale), jnp.nan, rounded)
     shape = scaling.shape(x.shape, x.packed_axis, x.num_groups)
     return divided(x, name, scaling, jnp.broadcast_to(rounded, shape))
 
@@ -131,10 +133,17 @@ def checked_scale(site: Site, scale: Any, x: GroupedTensor, scaling: Scaling) ->
         what = "scale of the tensor" if scaling.has_tensor_scale else "scales"
         problem = f"`scale` has shape {shape}, but the {what} of {scaling} {'has' if not want else 'have'} {want}."
         site.also(scale=scale).fail(ValueError, problem, "Pass a number, or an array that broadcasts to this shape.")
-    is_known = is_concrete(scale) or not is_arraylike(scale)
-    if is_known and not np.all((np.asarray(scale) > 0) & np.isfinite(np.asarray(scale))):
-        site.also(scale=scale).fail(ValueError, "`scale` isn't positive.", "Scales are positive and finite.")
-    return jnp.asarray(scale, jnp.float32)
+    if is_concrete(scale) or not is_arraylike(scale):
+        check_range(site.also(scale=scale), "scale", scale)
+    scale = jnp.asarray(scale, jnp.float32)
+    return jnp.where((scale >= _TINY) & (scale <= 1 / _TINY), scale, jnp.nan)
+
+
+def check_range(site: Site, name: str, scale: Any) -> None:
+    """Raises unless scales are positive, and they and their reciprocals are normal numbers in float32."""
+    if not np.all((np.asarray(scale) >= _TINY) & (np.asarray(scale) <= 1 / _TINY)):
+        hint = f"Scales are {_TINY:.1e} to {1 / _TINY:.1e}: they and their reciprocals are normal float32 numbers."
+        site.fail(ValueError, f"`{name}` is out of range.", hint)
 
 
 def check_floats(site: Site, name: str, x: Any) -> None:

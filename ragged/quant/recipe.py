@@ -20,7 +20,7 @@ from ragged.core.formats import LARGEST
 from ragged.core.scaling import NAMED, Scaling
 from ragged.core.sealed import sealed
 from ragged.quant.history import History
-from ragged.quant.quantize import dtype_name
+from ragged.quant.quantize import check_range, dtype_name
 
 
 @dataclass(frozen=True)
@@ -102,10 +102,11 @@ def _given_scale(cast: Cast, amax: Any) -> Any:
         array = np.asarray(value, np.float64)
     except (TypeError, ValueError):
         site.fail(TypeError, f"`{names[0]}` is {describe(value)}.", "Pass a number or an array of numbers.")
-    if isinstance(value, bool) or not array.size or not np.all((array > 0) & np.isfinite(array)):
-        site.fail(ValueError, f"`{names[0]}` is {describe(value)}.", "Scales are positive and finite.")
+    if isinstance(value, bool) or not array.size:
+        site.fail(ValueError, f"`{names[0]}` is {describe(value)}.", "Pass a number or an array of numbers.")
     if names == ["amax"]:
         array = array / (LARGEST[cast.dtype] * (LARGEST["float8_e4m3fn"] if cast.scaling.has_tensor_scale else 1))
+    check_range(site.also(**{names[0]: value}), names[0], array)
 
     def nested(x: Any) -> Any:
         return tuple(map(nested, x)) if isinstance(x, list) else x

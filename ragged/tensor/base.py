@@ -105,7 +105,11 @@ class GroupedBase(eqx.Module):
             groups = f"() or {(self.num_groups,)}, one for each group"
             rule = f"needs a `tensor_scale`, float32 {groups}" if needed else "has no `tensor_scale`"
             problem = f"a tensor with the scaling {self.scaling} {rule}."
-            site.also(tensor_scale=scale).fail(ValueError, problem, "`ragged.quantize` makes both.")
+            hint = "`ragged.quantize` makes both."
+            if needed and is_arraylike(scale) and scale.size in (1, self.num_groups):
+                shape = () if scale.size == 1 else (self.num_groups,)
+                hint = f"Convert it: `tensor_scale.reshape({shape}).astype(jnp.float32)`."
+            site.also(tensor_scale=scale).fail(ValueError, problem, hint)
 
     @property
     def is_quantized(self) -> bool:

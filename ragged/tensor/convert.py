@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Int, Shaped
 
-from ragged.core.errors import Site, is_arraylike, is_count
+from ragged.core.errors import Site, is_arraylike, is_concrete, is_count
 from ragged.core.formats import AnyArray
 from ragged.core.mesh import on_device, on_host, over_explicit_axes, refuse_explicit
 from ragged.core.offsets import as_int32, clipped, group_offsets, known_offsets, rows_from, take
@@ -31,6 +31,11 @@ def from_list(
     if not are_matrices or len({a.dtype for a in given}) > 1:
         problem = "needs at least one matrix, all of one dtype."
         site.also(groups=given).fail(ValueError, problem, "Pass a list of arrays [first, last].")
+    _check_numbers(site, "groups", given)
+    placed = {frozenset(a.devices()) for a in given if is_concrete(a) and isinstance(a, Array) and a.committed}
+    if len(placed) > 1:
+        hint = "Move them to one: `jax.device_put(groups, jax.devices()[0])`."
+        site.also(groups=given).fail(ValueError, "the groups are on different devices.", hint)
     if ragged == "last" and any(a.ndim > 2 for a in given):
         problem = "groups that are packed along columns must be matrices."
         site.also(groups=given).fail(ValueError, problem, 'Pack them along rows: `ragged="first"`.')
@@ -80,6 +85,7 @@ def from_padded(
     if padded.ndim < 3:
         problem = f"`padded` must be [g, max_first, *more, last], but has {padded.ndim} dims."
         site.fail(ValueError, problem, "Pass an array as `to_padded` returns it.")
+    _check_numbers(site, "padded", [padded])
     g, longest, *inner = padded.shape
     if not jnp.issubdtype(first_dims.dtype, jnp.integer):
         site.fail(TypeError, "`first_dims` must be integers.", "Cast them: `first_dims.astype(jnp.int32)`.")
@@ -126,6 +132,16 @@ def to_padded(x: GroupedBase, max_len: Any, fill_value: Any) -> Shaped[Array, "g
     padded = take(jnp.asarray(x.data), rows, 0)
     fill = broadcast_accumulated(jnp.asarray(fill_value, x.dtype), x.dtype, padded.shape)
     return jnp.where(inside, padded, fill)
+
+
+def _check_numbers(site: Site, name: str, arrays: Sequence[Any]) -> None:
+    """Raises for NumPy's arrays that JAX doesn't support: masked arrays, and arrays of objects or text."""
+    for x in arrays:
+        if isinstance(x, np.ma.MaskedArray):
+            problem = f"`{name}` has a masked array, whose mask would be lost."
+            site.fail(TypeError, problem, "Pass arrays without masks, such as `masked.filled(0)`.")
+        if isinstance(x, np.ndarray) and not jnp.issubdtype(x.dtype, jnp.number) and x.dtype != bool:
+            site.fail(TypeError, f"`{name}` has dtype {x.dtype}.", "Pass arrays of numbers or booleans.")
 
 
 def _check_extent(site: Site, name: str, value: Any) -> None:

@@ -30,6 +30,8 @@ def parts(x: GroupedBase) -> list[str]:
         shown.append(f"{name}={sizes}{total}")
     if x.is_quantized:
         shown.append(f"scales={describe(x.scales)} by {x.scaling}")
+    if x.tensor_scale is not None:
+        shown.append(f"tensor_scale={describe(x.tensor_scale)}")
     return shown + ["transposed"] * x.transposed
 
 

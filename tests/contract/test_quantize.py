@@ -276,6 +276,29 @@ def test_given_scales(dtype: str, scaling: Any, shape: tuple[int, ...]) -> None:
     assert ("reduce_max" in program) == (dtype == "int8")  # which looks for NaN
 
 
+@pytest.mark.parametrize(
+    "dtype, scaling", [("float8_e4m3fn", "row"), ("int8", "row"), ("float8_e5m2", "mx"), ("float4_e2m1fn", "nvfp4")]
+)
+def test_given_scales_out_of_range(dtype: str, scaling: str) -> None:
+    """A traced scale that isn't positive, or that float32 flushes to 0, makes its own block NaN; a known one raises."""
+    wrong = np.array([0, -1, 1e-40, 1e-38, 1e38, np.inf, np.nan, -0.0], np.float32)
+    x = np.random.default_rng(0).standard_normal((1, 16, 32)).astype(np.float32)
+    run = jax.jit(lambda x, scale: quantize(x, dtype, scaling, scale=scale).dequantize().data)
+    if scaling == "nvfp4":
+        assert all(np.isnan(run(x, scale)).all() for scale in wrong) and not np.isnan(run(x, np.float32(0.01))).any()
+    else:
+        got = run(x, np.stack([wrong, np.full(8, 2.0**-6)], axis=1).reshape(1, 16, 1).astype(np.float32))
+        assert np.isnan(got[:, ::2]).all()
+        np.testing.assert_array_equal(got[:, 1::2], run(x, np.float32(2.0**-6))[:, 1::2])
+    for scale in wrong:
+        for call in (
+            lambda scale=scale: quantize(x, dtype, scaling, scale=scale),
+            lambda scale=scale: ragged.Cast(dtype, scaling, scale=scale),
+        ):
+            with pytest.raises(ValueError, match="`scale` is out of range"):
+                call()
+
+
 def test_a_given_scale_of_nvfp4() -> None:
     """It is the tensor's; blocks have their own."""
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 4, 32)), jnp.float32)

@@ -1,4 +1,5 @@
-"""Libraries that use this one: the provider for qwix in `docs/migration.md`, arrays of Flax, and experts of haliax.
+"""Libraries that use this one: the provider for qwix in `docs/migration.md`, arrays and a module of Flax, experts of
+haliax.
 
 The provider's errors are about those of qwix, and products keep nothing of qwix. Needs flax, haliax and qwix.
 """
@@ -99,3 +100,14 @@ def test_experts_of_haliax() -> None:
     print(printed)
     differences = [float(x) for x in re.findall(r"differs by (\S+)", printed)]
     assert len(differences) == 6 and max(differences) < 5e-6
+
+
+def test_experts_of_nnx() -> None:
+    """A module of Flax's `nnx` equals a loop over experts, with four gradients, and is trained."""
+    command = [sys.executable, "-W", "ignore", ROOT / "examples" / "nnx_experts.py"]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    print(printed)
+    differences = [float(x) for x in re.findall(r"differs by (\S+)", printed)]
+    assert len(differences) == 5 and max(differences) < 5e-6
+    before, after = re.findall(r"training: (\S+), after: (\S+)", printed)[0]
+    assert float(after) < 0.3 * float(before)

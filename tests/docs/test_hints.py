@@ -62,6 +62,9 @@ OF_CALLS: dict[str, dict[str, str]] = {
         "w_down": "jnp.ones((3, 6, 8))",
         "weights": "jnp.ones(4)",
     },
+    "moe(x.data, routing": {"weights": "jnp.ones((16, 2))"},
+    "router(jnp.ones((2, 4, 8))": {"x": "jnp.ones((2, 4, 8))"},
+    "GroupedTensor.from_list([jax.device_put": {"groups": "[jnp.ones((2, 3)), jnp.ones((2, 3))]"},
     "ragged.route": {"x": "jnp.ones((2, 2, 8))"},
     "route.combine": {"x": "tokens"},
 }

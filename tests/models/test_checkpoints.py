@@ -66,6 +66,8 @@ MODELS = {
     "gpt_oss": GPT_OSS,
     "gpt_oss mxfp4": GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}},
     "deepseek_v3": DEEPSEEK | {"quantization_config": None},
+    "deepseek_v3 without dense layers": DEEPSEEK | {"first_k_dense_replace": 0, "q_lora_rank": None},
+    "deepseek_v3 without experts": DEEPSEEK | {"first_k_dense_replace": 3},
     "deepseek_v3 fp8": DEEPSEEK | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
 }
 
@@ -79,14 +81,22 @@ def shapes_of(kind: str) -> dict[str, tuple[str, tuple[int, ...]]]:
         out |= {f"{layer}input_layernorm.weight": (d,), f"{layer}post_attention_layernorm.weight": (d,)}
         if kind.startswith("deepseek"):
             a = f"{layer}self_attn."
-            out |= {f"{a}q_a_proj.weight": (14, d), f"{a}q_a_layernorm.weight": (14,), f"{a}q_b_proj.weight": (54, 14)}
+            if MODELS[kind]["q_lora_rank"] is None:
+                out |= {f"{a}q_proj.weight": (54, d)}
+            else:
+                out |= {f"{a}q_a_proj.weight": (14, d), f"{a}q_a_layernorm.weight": (14,)} | {
+                    f"{a}q_b_proj.weight": (54, 14)
+                }
             out |= {f"{a}kv_a_proj_with_mqa.weight": (18, d), f"{a}kv_a_layernorm.weight": (16,)}
             out |= {f"{a}kv_b_proj.weight": (96, 16), f"{a}o_proj.weight": (d, 54)}
-            widths = {"mlp": 130} if i == 0 else {"mlp.shared_experts": 36} | {f"mlp.experts.{e}": 12 for e in range(4)}
+            is_dense = i < MODELS[kind]["first_k_dense_replace"]
+            widths = (
+                {"mlp": 130} if is_dense else {"mlp.shared_experts": 36} | {f"mlp.experts.{e}": 12 for e in range(4)}
+            )
             for name, h in widths.items():
                 out |= {f"{layer}{name}.{n}_proj.weight": (h, d) for n in ("gate", "up")}
                 out |= {f"{layer}{name}.down_proj.weight": (d, h)}
-            if i:
+            if not is_dense:
                 out |= {f"{layer}mlp.gate.weight": (4, d), f"{layer}mlp.gate.e_score_correction_bias": (4,)}
             continue
         shapes = {"q": (30, d), "k": (10, d), "v": (10, d), "o": (d, 30)}
@@ -143,6 +153,7 @@ def bits(x: Any) -> np.ndarray:
 def test_there_and_back(kind: str, tmp_path: Path) -> None:
     """From one file and from several; each array is the stack of its tensors; what is written has the same bits."""
     module, rng = example("load_checkpoint"), np.random.default_rng(0)
+    dense = MODELS[kind].get("first_k_dense_replace", 0)
     for files in (1, 4):
         tensors, folder = random_tensors(kind, rng), tmp_path / str(files)
         folder.mkdir()
@@ -151,9 +162,10 @@ def test_there_and_back(kind: str, tmp_path: Path) -> None:
         assert config == MODELS[kind]
         for name, array in arrays.items():
             for i in range(3):  # one of each stack, by its numbers
-                at = {"layer": i, "dense": 0, "sparse": 1 + i % 2, "expert": (i + 2) % 4}
+                at = {"layer": i, "dense": i % max(dense, 1), "expert": (i + 2) % 4}
+                at["sparse"] = dense + i % max(3 - dense, 1)
                 index = tuple(
-                    at[key] - (key == "sparse")
+                    at[key] - dense * (key == "sparse")
                     for key in ("layer", "dense", "sparse", "expert")
                     if f"{{{key}}}" in name
                 )
@@ -194,6 +206,7 @@ def test_one_error_lists_what_is_wrong(tmp_path: Path) -> None:
         "extra: model.layers.3.self_attn.sinks",
         f"misshapen: {layer}router.weight is bfloat16 [64, 4], not float32 or float16 or bfloat16 [4, 64]",
         f"misshapen: {layer}experts.down_proj_scales is bfloat16 [4, 64, 3], not uint8 [4, 64, 3]",
+        "mixed: model.layers.{layer}.mlp.experts.down_proj_scales is bfloat16 and uint8",
     }
     with pytest.raises(ValueError, match=r"these tensors don't fit config\.json") as error:
         module.load(folder)
@@ -238,6 +251,66 @@ def test_other_files(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(FileNotFoundError, match=r"model-00002-of-00002\.safetensors"):
         module.load(tmp_path)
+
+
+def test_what_would_be_wrong_silently(tmp_path: Path) -> None:
+    """Other numbers than the file has, or than are in the arrays; and errors that say nothing of the file."""
+    module, rng = example("load_checkpoint"), np.random.default_rng(0)
+    config, tensors = MODELS["mixtral"], random_tensors("mixtral", rng)
+
+    def fails(message: str, config: Any = config, tensors: Tensors = tensors, files: int = 1) -> None:
+        put(tmp_path, config, tensors, files)
+        with pytest.raises(ValueError, match=message):
+            module.load(str(tmp_path))
+
+    expert = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
+    for code, dtype in {"F32": np.float32, "F16": np.float16}.items():
+        other = code, bits(np.ones(tensors[expert][1].shape[:-1], dtype))
+        fails(r"mixed: .*{layer}\..*{expert}\.w1\.weight is bfloat16 and float", tensors=tensors | {expert: other})
+    for code, size in {"I8": 1, "I16": 2, "BOOL": 1, "F8_E8M0": 1}.items():
+        extra = code, np.zeros((2, 3, size), np.uint8)
+        fails("file:\nextra: more$|json:\nextra: more$", tensors=tensors | {"more": extra})
+        fails("misshapen: model.norm.weight", tensors=tensors | {"model.norm.weight": extra})
+    for key in ("model_type", "hidden_size", "num_local_experts", "vocab_size"):
+        fails(f"config.json has no '{key}'", {name: x for name, x in config.items() if name != key})
+        fails(f"config.json has no '{key}'", config | {key: None})
+
+    file = tmp_path / "model.safetensors"
+    header = b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}'
+    others = [b"{}", b"[]", header, header.replace(b"[2]", b"3"), header.replace(b'"shape": [2], ', b"")]
+    whole = [struct.pack("<Q", len(text)) + text + b"1234" * (b"a" in text) for text in others[1:]]
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12\n"
+    for content in (b"", b"abc", pointer, others[0], *whole):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=r"model\.safetensors is incomplete, or not a safetensors file"):
+            module.load(tmp_path)
+    file.unlink()
+
+    put(tmp_path, config, tensors, 3)  # a tensor in two files, and one in another file than the index says
+    index = tmp_path / "model.safetensors.index.json"
+    first, second = (f"model-{i:05}-of-00003.safetensors" for i in (1, 2))
+    write(tmp_path / first, {name: tensors[name] for name in [*[*tensors][::3], expert]})
+    file_of = json.loads(index.read_text())["weight_map"]
+    assert file_of[expert] != first
+    for given in (file_of, {name: file for name, file in file_of.items() if name != expert}):
+        index.write_text(json.dumps({"weight_map": given}))
+        with pytest.raises(ValueError, match=f"{expert} is in .* but also in another file"):
+            module.load(tmp_path)
+    put(tmp_path, config, tensors, 3)
+    index.write_text(json.dumps({"weight_map": file_of | {expert: second if file_of[expert] != second else first}}))
+    with pytest.raises(ValueError, match=f"{expert} is in "):
+        module.load(tmp_path)
+
+    put(tmp_path, config, tensors, 3)
+    _, arrays = module.load(str(tmp_path))
+    swapped = {name: x.astype(np.float32).astype(">f4") for name, x in arrays.items()}
+    with pytest.raises(ValueError, match="file_bytes is 0"):
+        module.save(tmp_path, config, swapped, 0)
+    for old in tmp_path.iterdir():
+        old.unlink()
+    module.save(str(tmp_path), config, swapped)
+    for name, x in module.load(tmp_path)[1].items():
+        np.testing.assert_array_equal(x, swapped[name])
 
 
 def page() -> dict[str, Any]:

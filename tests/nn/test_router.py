@@ -1,5 +1,6 @@
 """`ragged.nn.Router`, routers of one's own and routing at the call: equal to a loop over tokens, in float64."""
 
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -94,12 +95,66 @@ def test_a_selection_bias_only_selects() -> None:
         np.testing.assert_array_equal(got.weights[got.experts == e], want.weights[want.experts == e])
 
 
+def test_a_selection_bias_is_saved(tmp_path: Path) -> None:
+    """Unsealed, in a layer and in a stack too. It routes in the same way, and has a gradient of zeros."""
+    router = Router(D, EXPERTS, 2, use_selection_bias=True, key=jax.random.key(0))
+    router = router.with_selection_bias(jnp.linspace(1.0, -1.0, EXPERTS))
+    stack = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), router)
+    for each in (router, stack):
+        for same in (each.sealed(), each.unsealed(), each.unsealed().sealed(), each.unsealed().unsealed()):
+            np.testing.assert_array_equal(same.selection_bias, each.selection_bias)
+        assert [leaf.dtype for leaf in jax.tree.leaves(each.unsealed())] == [jnp.float32] * 2
+        assert not all(map(eqx.is_inexact_array, jax.tree.leaves(each.unsealed().sealed())))
+        eqx.tree_serialise_leaves(tmp_path / "router.eqx", each.unsealed())
+        empty = jax.tree.map(jnp.zeros_like, each.unsealed())
+        back = eqx.tree_deserialise_leaves(tmp_path / "router.eqx", empty).sealed()
+        for got, want in zip(jax.tree.leaves(back.unsealed()), jax.tree.leaves(each.unsealed()), strict=True):
+            np.testing.assert_array_equal(got, want)
+    layer = MoE(router, experts())
+    eqx.tree_serialise_leaves(tmp_path / "layer.eqx", eqx.tree_at(lambda layer: layer.router, layer, router.unsealed()))
+    run = eqx.filter_jit(eqx.filter_value_and_grad(lambda router: jnp.sum(jnp.sin(router(rows()).weights))))
+    (value, grads), (want, of_sealed) = run(router.unsealed()), run(router)
+    assert value == want and (grads.weight == of_sealed.weight).all() and not np.any(grads.selection_bias)
+    plain = Router(D, EXPERTS, 2, key=jax.random.key(0))
+    assert plain.unsealed().selection_bias is None and plain.sealed().selection_bias is None
+
+
 def test_every_router_is_trained() -> None:
     """The default's weights have a gradient with one expert a token too: a weight divided by itself has none."""
     router = filled(Router(D, EXPERTS, 1, key=jax.random.key(0)))
     assert not router.normalize and Router(D, EXPERTS, 2, key=jax.random.key(0)).normalize
     gradient = eqx.filter_jit(eqx.filter_grad(lambda router: jnp.sum(jnp.sin(router(rows()).weights))))
     assert np.abs(gradient(router).weight).max() > 1e-3
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("epsilon", [0.0, 1e-20])
+def test_scores_that_vanish(score: str, epsilon: float) -> None:
+    """A bias may choose experts whose scores are tiny in float32, or 0: weights and all gradients are finite."""
+    router = Router(4, 4, 2, score=score, epsilon=epsilon, use_selection_bias=True, key=jax.random.key(0))
+    router = router.with_selection_bias(jnp.asarray([0.0, 0.0, 20.0, 9.0]))
+
+    def value(logits: Any) -> Any:
+        routing: Any = router.select(logits)
+        value = jnp.sum(routing.weights * jnp.asarray([[1.0, -2.0]]))
+        return value + 0.5 * routing.probabilities[0, 2], routing.weights
+
+    router_of_logits: Any = eqx.tree_at(lambda router: router.weight, router, jnp.eye(4))
+    run = jax.jit(jax.value_and_grad(value, has_aux=True))
+    second = jax.jit(jax.grad(lambda logits: jnp.sum(jnp.sin(jax.grad(lambda z: value(z)[0])(logits)))))
+    for size in (0, 1, 20, 40, 44, 50, 60, 80, 87, 88, 100, 104, 200, 1e30):  # e⁻⁴⁴ is the root of float32's smallest
+        logits = np.array(
+            [[size, 0, -1, 0]] if score == "softmax" else [[-size, -size - 2, -size - 1, -size]], np.float32
+        )
+        (_, weights), gradient = run(logits)
+        assert np.isfinite(gradient).all() and np.isfinite(second(logits)).all() and (weights >= 0).all()
+        if size <= 80:
+            want = chosen(router_of_logits, logits[0].astype(float), sigmoid)
+            np.testing.assert_allclose(weights[0], want.weights, rtol=1e-4)
+            dlogits = want.pull(np.array([1.0, -2.0]), np.array([0, 0, 0.5, 0]), np.zeros(4))
+            np.testing.assert_allclose(gradient[0], dlogits, rtol=1e-4, atol=1e-6)
+        if size >= 200:
+            assert not weights.any()
 
 
 class Last(Router):
@@ -164,11 +219,40 @@ def test_a_router_of_ones_own(name: str) -> None:
 
 
 def test_wrong_routing() -> None:
-    """At the call; `docs/errors.md` shows what a router returns."""
-    layer, ones = MoE(Router(D, EXPERTS, 2, key=jax.random.key(0)), experts()), jnp.ones((TOKENS, 1))
-    with pytest.raises(ValueError, match="from 8 to 8, but there are 8"):
-        layer(rows(), routing=(ones, jnp.full((TOKENS, 1), 8)))
-    with pytest.raises(TypeError, match="`routing` has wrong dtypes"):
-        layer(rows(), routing=(ones, ones))
+    """At the call and from a router, in pairs and in a `Routing`; with padding, experts of no token are free."""
+    layer, w = MoE(Router(D, EXPERTS, 2, key=jax.random.key(0)), experts()), np.ones((TOKENS, 1))
+    routing_of: Any = Routing
+    e, p = np.zeros((TOKENS, 1), int), np.full((TOKENS, EXPERTS), 1 / EXPERTS, np.float32)
+    wrong: list[tuple[type[Exception], str, Any]] = [
+        (ValueError, "experts from 8 to 8, but there are 8", (w, e + 8)),
+        (ValueError, "experts from -1 to -1, but there are 8", routing_of(w, e - 1, p, p)),
+        (ValueError, "wrong shapes", (w[1:], e[1:])),
+        (ValueError, "wrong shapes", (w, e.T)),
+        (ValueError, "wrong shapes", (w[:, 0], e[:, 0])),
+        (ValueError, "wrong shapes", (jnp.ones(()), jnp.zeros((), int))),
+        (ValueError, "wrong shapes", routing_of(w, e, p[:5], p)),
+        (ValueError, "wrong shapes", routing_of(w, e, p, p[:5])),
+        (ValueError, "wrong shapes", routing_of(w, e, p[:, 1:], p)),
+        (ValueError, "wrong shapes", routing_of(w, e, None, p[:, :1])),
+        (TypeError, "wrong dtypes", (w, w)),
+        (TypeError, "wrong dtypes", (e, e)),
+        (TypeError, "wrong dtypes", routing_of(w, e, p.astype(int), p)),
+        (TypeError, "aren't arrays", routing_of(w.tolist(), e)),
+        (TypeError, "aren't arrays", routing_of(w, e.tolist(), p, p)),
+        (TypeError, "aren't arrays", (None, e)),
+        (TypeError, "aren't arrays", routing_of(w, e, "p", p)),
+        (TypeError, "is 'ab'", "ab"),
+        (TypeError, "is f64", w),
+    ]
+    for error, text, given in wrong:
+        routed = MoE(lambda x, given=given: given, layer.experts)
+        for call in (lambda given=given: layer(rows(), routing=given), lambda routed=routed: routed(rows())):
+            with pytest.raises(error, match=text):
+                call()
+    mask = np.arange(TOKENS) < TOKENS - 1
+    padded = MoE(lambda x: (w, np.where(mask[:, None], e, -1)), layer.experts)
+    assert padded(rows(), mask=mask)[1].rows.tolist() == [TOKENS - 1, *[0] * (EXPERTS - 1)]
+    stats: Any = layer(rows(), routing=routing_of(w, e, p, np.log(p)))[1]
+    np.testing.assert_allclose([stats.load_balance, stats.z], [1.0, 0.0], atol=1e-5)
     with pytest.raises(ValueError, match="there are 8 experts"):
         layer.router.with_selection_bias(jnp.zeros(3))

@@ -4,6 +4,7 @@
 # Wrong calls are made on purpose.
 
 import itertools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -116,6 +117,25 @@ def test_errors_come_from_shapes_alone() -> None:
     with pytest.raises(ValueError) as caught:
         jax.eval_shape(ragged.matmul, ROWS, jnp.ones((3, 8, 6)))
     assert "Got lhs=GroupedTensor(f32[16,8], first_dims=i32[4]), rhs=f32[3,8,6].\n" in str(caught.value)
+
+
+def test_proposed_operands_fit() -> None:
+    """Of all pairs of operands, those that don't fit get proposals that do."""
+    matrices = [jnp.ones(shape) for shape in itertools.product((6, 8, 16), repeat=2)]
+    of_kinds = [ROWS, COLUMNS, UNIFORM, HEADS, BOTH, GroupedTensor(jnp.ones((16, 8)), DIMS, DIMS), jnp.ones((4, 8, 16))]
+    proposed: set[str] = set()
+    for lhs, rhs in itertools.product([*of_kinds, *matrices], repeat=2):
+        try:
+            jax.eval_shape(ragged.matmul, lhs, rhs)
+        except (ValueError, TypeError) as error:
+            hint = str(error).rpartition("Did you mean ")[2] if "Did you mean " in str(error) else ""
+            for code in re.findall("`(.*?)`", hint):
+                names = {"lhs": lhs, "rhs": rhs, "GroupedTensor": GroupedTensor}
+                names["rhs" if code.startswith(("rhs", "GroupedTensor(rhs")) else "lhs"] = eval(code, dict(names))
+                jax.eval_shape(ragged.matmul, names["lhs"], names["rhs"])
+                proposed.add(code)
+    made = {"GroupedTensor(lhs, last_dims=rhs.first_dims)", "GroupedTensor(rhs, first_dims=lhs.last_dims)"}
+    assert proposed == {"lhs.mT", "rhs.mT"} | made
 
 
 def test_numpy_operands_are_what_jax_makes_of_them() -> None:

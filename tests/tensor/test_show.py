@@ -41,6 +41,11 @@ def test_it_prints_inside_of_a_module_as_alone() -> None:
     )
 
 
+def test_it_prints_the_scale_of_a_tensor() -> None:
+    q = ragged.quantize(GroupedTensor(jnp.ones((16, 32)), SIZES), "float4_e2m1fn", "nvfp4")
+    assert repr(q).endswith("scales=f8_e4m3fn[16,2] by nvfp4, tensor_scale=f32[])")
+
+
 def test_a_notebook_shows_groups_as_wide_as_they_are() -> None:
     html = X._repr_html_()
     assert "<b>GroupedTensor</b> ragged rows, f32[16,8], 4 groups, 12 of 16 rows" in html
