@@ -215,8 +215,8 @@ class Kernel:
         totals = split_interleaved(*totals) if self.problem.columns == "interleaved" else totals
         z = []
         for total, scales, level, bias in zip(totals, y_scales, levels, biases, strict=True):
-            total = self.rescale(total if level is None else total * level[...], x_scales, scales)
-            total = base.apply_epilogue(self.launch.call, total, existing)
+            total = total if level is None else total * level[...]
+            total = base.apply_epilogue(self.launch.call, self.rescale(total, x_scales, scales), existing)
             z.append(total if bias is None else total.astype(jnp.float32) + bias[...])
         return _activated(z, self.launch.call)
 
