@@ -427,10 +427,8 @@ def _with_scales(operand: KernelOperand, mode: str, contracted: str) -> KernelOp
 
 def _dot(operands: tuple[KernelOperand, KernelOperand], modes: tuple[str, str], precision: Any, chip: Chip) -> _Dot:
     """The dot of tiles of both operands, as they are loaded."""
-    stored, triton_precision = (
-        [each.data.dtype for each in operands],
-        _PRECISIONS.get(precision_name(precision) or "", "tf32"),
-    )
+    stored = [each.data.dtype for each in operands]
+    triton_precision = _PRECISIONS.get(precision_name(precision) or "", "tf32")
     if stored == [jnp.uint8] * 2 and "unit" in modes:
         return _Dot(jnp.dtype(jnp.uint8), False, triton_precision, modes, per_element=2)
     is_decoded = jnp.uint8 in stored

@@ -89,7 +89,7 @@ def grouped_product(
     BOTH: tl.constexpr = 2 if OUT.interleaved else 1  # columns of `b` for each column of the result
     TILE_B: tl.constexpr = B.tile
     TILE_C: tl.constexpr = TILE_B // BOTH
-    TILE_K: tl.constexpr = A.tile_k * A.numbers
+    TILE_K: tl.constexpr = A.tile_k * A.numbers  # numbers, as all positions along `k` below
     TILES_R: tl.constexpr = (R + TILE_R - 1) // TILE_R
     TILES_C: tl.constexpr = (C + TILE_C - 1) // TILE_C
     SCATTERED: tl.constexpr = a_source is not None and A.packs == "k"  # each `k` has its own row

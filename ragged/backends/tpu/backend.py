@@ -138,12 +138,10 @@ def _with_levels(call: Call, x: Operands) -> Operands:
     def merged(operand: Any) -> Any:
         if operand is None or operand.scales is None:
             return operand
-        is_kept = operand.data.dtype == jnp.float4_e2m1fn and call.product.kernel in (
-            "grouped_matmul",
-            "batched_matmul",
-        )
+        is_kept = operand.data.dtype == jnp.float4_e2m1fn and call.product.kernel in has_levels
         return operand if is_kept else operand._replace(scales=operand.scales.whole)
 
+    has_levels = "grouped_matmul", "batched_matmul"
     epilogue = x.epilogue._replace(up=merged(x.epilogue.up))
     return x._replace(lhs=merged(x.lhs), rhs=merged(x.rhs), epilogue=epilogue)
 
