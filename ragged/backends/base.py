@@ -5,15 +5,15 @@
     candidates(launch, x) -> Iterable[Config]       other configurations to measure, best first; may be empty
     work(launch, x) -> Work                         counts tiles and FLOPs of `run`, for known sizes
 
-`x` is the product's `Operands`, with avals in `plan`. `call.product` is an einsum of letters. Only `plan` may refuse a
-product; XLA's refuses only illegal configurations. `work` serves `ragged.explain`: its `x` has no batch axis; sizes and
-offset are NumPy arrays, the others avals.
+`x` is the product's `Operands`, with avals in `plan`. `call.product` is an einsum of letters (see `product.layout`).
+Only `plan` may refuse a product; the XLA backend's `plan` refuses only illegal configurations. `work` serves
+`ragged.explain`: its `x` has no batch axis; sizes and offset are NumPy arrays, the others avals.
 
 Every backend, for the products that its `plan` accepts:
 
 - reads group sizes on the device: nothing depends on their values at trace time;
-- lets batch elements share operands without a batch axis. If any operand has one, so has the result, unless it is
-  summed over the batch (`call.out_batch` is false);
+- lets batch elements share operands without a batch axis. If any operand has a batch axis, the result has one too,
+  unless it is summed over the batch (`call.out_batch` is false);
 - never reads or writes outside the buffers: negative sizes count as 0, and rows past the capacity are cut off
   (`group_offsets`);
 - ignores the values in the tail of its operands, and writes zeros to the tail of the result;
@@ -24,19 +24,20 @@ Every backend, for the products that its `plan` accepts:
 - returns the same bits for the same inputs.
 
 **Operands.** The value of a quantised operand is its data times its scales (see `scale_modes`). A packed buffer packs
-its first letter. Before `run`, `lowering.taken_by` copies gathered rows, merges levels of scales, and moves groups to
-whole blocks, unless the backend's entry in `BACKENDS` says otherwise (`gathers`, `two_levels`, `whole_blocks`).
+its first letter. Before `run`, `lowering.taken_by` copies gathered rows, merges two levels of scales, and moves groups
+to multiples of the blocks of scales, unless the backend's entry in `BACKENDS` says otherwise (`gathers`, `two_levels`,
+`whole_blocks`).
 
 **Local groups.** With one ragged letter, the uniform operand or result holds the groups `x.offset, x.offset + 1, ...`.
-Rows of other groups are zero in the result. A matrix of the result is zero if the index of its group is negative, or
-not below `x.num_groups`.
+Rows of other groups are zero in the result, without existing values. So is a matrix of the result if the index of its
+group is negative, or not below `x.num_groups`.
 
 **Epilogues.** If `call.epilogue`, an `EpilogueSpec`, isn't None, the product has biases, an activation or a gate; the
-arrays are in `x.epilogue`. If a backend has `has_epilogues=False`, as XLA's has, its `run` never gets a spec:
-`primitive.fused` computes the epilogue instead.
+arrays are in `x.epilogue`. If a backend's entry in `BACKENDS` has `has_epilogues=False`, as the XLA backend's,
+its `run` never gets a spec: `primitive.fused` computes the epilogue instead.
 
 **Existing values.** `x.epilogue.existing` is added to the accumulator before rounding. Callers of `run` have set its
-tail to zero. The result has it unchanged where there is no product, as in rows of other groups.
+tail to zero. Where there is no product, as in rows of other groups, the result is `existing`, unchanged.
 """
 
 import json
@@ -244,8 +245,8 @@ def too_old(units: dict[str, Units], x: Operands, generation: int) -> str:
 def dot(x: Array, y: Array, contract: tuple[int, int], precision: Any, dtype: Any, batch: int = 0) -> Array:
     """`lax.dot_general` by its primitive, over `batch` leading axes.
 
-    Libraries such as qwix replace the function `lax.dot_general` while they call a model. JAX keeps a product that is
-    compiled meanwhile for later calls, which must not get the replacement.
+    Libraries such as qwix replace the function `lax.dot_general` while they call a model. JAX caches products that are
+    compiled in the meantime, so later calls would get the replacement too.
     """
     axes = tuple(range(batch))
     return lax.dot_general_p.bind(
@@ -298,7 +299,8 @@ def cost(call: Call, x: Operands) -> dict[str, Any]:
     if not all(isinstance(n, int) for array in arrays for n in array.shape):
         return {"flops": None, "bytes_accessed": None}
     contracted = min(a.extent(p.contracted), b.extent(p.contracted))
-    # All groups together have the whole extent of one ragged letter. Of each further one, a group has an equal share.
+    # All groups together have the whole extent of the first ragged letter. Each group has an equal share of any further
+    # ragged letter.
     products = batch * call.shape[-2] * call.shape[-1] * contracted * (1 if x.sizes else groups) * call.num_products
     return {
         "flops": 2 * products // max(groups, 1) ** max(len(p.ragged) - 1, 0),

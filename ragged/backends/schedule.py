@@ -89,7 +89,7 @@ class Visits(NamedTuple):
     end: Any  # (p,) the row after its last one
     batch: Any  # (p,) batch element
     matrix: Any  # (p,) index of the matrix of the uniform operand or result; for a gap, its neighbour's
-    rest: Any  # (p,) for a gap, the tile of rows to load: its neighbour's first; else -1
+    rest: Any  # (p,) for a gap, the tile of rows that its visits load: its neighbour's first; else -1
 
 
 def row_visits(starts: Int[Array, "e s"], ends: Int[Array, "e s"], rows: int, tile: int) -> Visits:
@@ -136,7 +136,7 @@ def row_visits(starts: Int[Array, "e s"], ends: Int[Array, "e s"], rows: int, ti
 
 
 def group_visits(starts: Int[Array, "e s"], ends: Int[Array, "e s"], rows: int, tile: int, sum_batch: bool) -> Visits:
-    """Lists the visits of each segment: one for each tile with its rows; if it is empty, one, which writes zeros.
+    """Lists the visits of each segment: one for each tile with rows of it. An empty segment has one, to write zeros.
 
     Visits are ordered by batch element, then by segment; with `sum_batch`, by segment, then by batch element. Segments
     and bound: see `row_visits`.

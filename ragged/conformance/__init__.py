@@ -42,7 +42,7 @@ _REFUSALS = (TypeError, ValueError, NotImplementedError)
 class Check:
     """A requirement of the contract. `run` takes a `Subject`, and raises if it doesn't meet the requirement.
 
-    - `kind`: one of `KINDS`. Sizes that are "out of range" don't fit the rows.
+    - `kind`: one of `KINDS`. "out of range": the sizes don't fit the rows, or are negative.
     - `why`: why the requirement matters.
     - `large`: whether the check takes seconds or a GiB, and is run only on request.
     """
@@ -216,7 +216,7 @@ def _product(
     return Product(lhs=lhs, rhs=rhs, sizes=np.array(sizes, np.int32), dout=dout)
 
 
-# Sizes for at most 256 rows, two tiles of most kernels. Checks share shapes, because compiling takes most of the time.
+# Most sizes are for 256 rows, two tiles of most kernels. Checks share shapes, because compiling takes most of the time.
 EVEN = (128, 128)
 UNALIGNED = (3, 90, 61, 102)
 EMPTY = (57, 0, 120, 79)
@@ -227,7 +227,7 @@ MANY = (*([0, 1, 3, 0, 2] * 60)[:299], 26)  # 300 groups, 384 rows
 
 
 def _compare(what: str, got: np.ndarray, want: np.ndarray, dtype: Any = "float32") -> None:
-    """Raises unless `got` equals `want` up to rounding, and isn't finite where `want` isn't."""
+    """Raises unless `got` equals `want` up to rounding. Where `want` isn't finite, `got` must not be finite either."""
     if got.shape != want.shape:
         raise _Wrong(f"{what} has shape {got.shape}, not {want.shape}")
     got = got.astype(np.float64)

@@ -19,8 +19,8 @@ class GroupedLinear(eqx.Module):
 
     - `weight`: `[num_groups, in_features, out_features]`.
     - `bias`: `[num_groups, out_features]`, or None.
-    - `recipe`: a `ragged.Recipe` for the product and its derivatives, or None. One with a history belongs to this layer
-      alone.
+    - `recipe`: a `ragged.Recipe` for the product and its derivatives, or None. A history is never shared with another
+      layer: `__init__` copies it.
     """
 
     weight: Float[jax.Array, "g d_in d_out"]

@@ -107,7 +107,7 @@ class Experts(eqx.Module):
         return _unrounded(down, hidden)
 
     def _products(self, x: GroupedTensor | Gathered) -> tuple[Request, ...]:
-        # With "nothing", a checkpoint runs this: what the products save lives only in the backward pass.
+        # With "nothing", this runs in a checkpoint: the arrays that "pre" saves exist only in the backward pass.
         gate, up, save = self.gate, self.up, "pre" if self.save == "nothing" else self.save
         arguments = Arguments(activation=self.activation, save=save, bias=up.bias, recipe=up.recipe)
         if gate is None:
@@ -147,6 +147,7 @@ class Experts(eqx.Module):
         return self._recomputed(run)(self, routed, x)
 
     def _combined(self, routed: Route, x: Array, weights: Array, is_part: bool) -> Array:
+        """`combined` by `_summed`, which saves fewer arrays. `is_part`: see `_summed`."""
         products = self._products(routed.gathered(x))
         if self.save == "out":
             hidden, function = with_epilogue(products), None
@@ -181,6 +182,7 @@ def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
 
 
 def _part_dtype(x: Any, weight: Any) -> Any:
+    """Dtype of an unrounded summand: the accumulator's dtype for these operands."""
     is_narrow = jnp.dtype(weight.dtype).itemsize == 1  # a quantised weight's result has the dtype of the rows
     return accumulator_dtype(x.dtype if is_narrow else promote(x.dtype, weight.dtype))
 
@@ -387,8 +389,9 @@ class MoE(eqx.Module):
         axes, mesh = {*self._token_axes, self.tensor_axis} - {None}, jax.sharding.get_abstract_mesh()
         _check(self, x, args, mask, axes, mesh)
         if routing is not None:
-            ways = mesh.shape[self.axis] if self.axis in mesh.manual_axes else 1
-            routing = _checked_routing("`routing`", routing, x.shape[0], self.experts.up.weight.shape[0] * ways)
+            # Inside a `shard_map` over `axis`, `experts` has only this device's experts.
+            shards = mesh.shape[self.axis] if self.axis in mesh.manual_axes else 1
+            routing = _checked_routing("`routing`", routing, x.shape[0], self.experts.up.weight.shape[0] * shards)
         data, is_packed = jnp.asarray(x.data if isinstance(x, GroupedTensor) else x), isinstance(x, GroupedTensor)
         if is_packed:
             mask = jnp.arange(x.shape[0], dtype=jnp.int32) < x.offsets[-1]
@@ -415,7 +418,7 @@ class MoE(eqx.Module):
         top_k, chosen = chosen.shape[1], _with_padding(chosen, is_token, num_experts)  # Padding goes to no expert.
         if is_token is not None:
             weights = jnp.where(is_token, weights, jnp.zeros((), weights.dtype))
-        # Cotangents of the tokens are summed over the tensor axis here: once, not for the rows of each product.
+        # The transpose of this sums the tokens' cotangents over the tensor axis: once, instead of for each product.
         varying = x if self.tensor_axis is None else vary_together([x, lax.axis_index(self.tensor_axis)])[0]
         tokens = varying
         if self.weigh_inputs:  # Each of a token's rows is a token of its own, with one expert.
@@ -520,7 +523,7 @@ def _weight_specs(weight: Any, axes: tuple[str | None, ...]) -> Any:
             problem = f"{devices} devices over {name!r} would cut blocks of scales: {n} elements in blocks of {extent}."
             hint = "Use fewer devices there, or a scaling with smaller blocks."
             Site("ragged.nn.MoE", {"weight": weight}).fail(ValueError, problem, hint)
-    # One scale for a whole dim is the same on all devices.
+    # One scale for a whole dim is replicated over all devices.
     of_scales = tuple(name if extent else None for name, extent in zip(axes, block, strict=True))
     of = {"scales": of_scales, "tensor_scale": axes}
     return jax.tree_util.tree_map_with_path(lambda path, leaf: P(*of.get(path[-1].name, axes)[: leaf.ndim]), weight)
@@ -611,8 +614,8 @@ def _check_mesh(site: Site, moe: MoE, axes: set[str], mesh: Any, manual: set[str
 def _checked_routing(name: str, routing: Any, tokens: int, num_experts: int, has_padding: bool = False) -> Routing:
     """`routing`, a `Routing` or a pair of weights and experts, as a `Routing` of JAX's arrays.
 
-    Raises if a field has a wrong kind, shape or dtype, or if the experts are known, none is of padding, and one is out
-    of range. `name`: what an error calls it.
+    Raises if a field has a wrong kind, shape or dtype. Also raises if an expert is out of range, unless the experts are
+    traced, or `has_padding`: then any expert may be padding's. `name`: what an error calls the routing.
     """
     site = Site("ragged.nn.MoE")
     if isinstance(routing, tuple | list) and len(routing) == 2:

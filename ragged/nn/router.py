@@ -179,10 +179,10 @@ class Router(eqx.Module):
         return Routing(weights * self.scale if self.scale != 1 else weights, experts, probabilities, logits)
 
     def _ranks(self, logits: Array, scores: Array) -> Array:
-        """`[tokens, num_experts]`: experts are chosen in descending order."""
+        """`[tokens, num_experts]`: the numbers by which experts are chosen, the largest first."""
         bias = self.selection_bias
         if bias is None and self.groups is None and isinstance(self.score, str):
-            return logits  # in the order of scores, which may have been rounded to the same number
+            return logits  # They have the scores' order, but fewer ties: different logits may round to equal scores.
         ranks = scores if bias is None else scores + bias[None]
         if self.groups is None:
             return ranks
@@ -207,7 +207,8 @@ def check_rows(site: Site, name: str, x: Any, width: int) -> None:
 def _normalized(scores: Float[Array, "tokens top_k"], epsilon: float) -> Float[Array, "tokens top_k"]:
     """`scores / (sum(scores) + epsilon)`, or 0 if all scores are 0.
 
-    JAX's derivative divides by the square of the sum, which may be 0 in float32. So a power of two scales the scores.
+    JAX's derivative divides by the square of the sum, which may be 0 in float32. So the scores are first divided by a
+    power of two, near the largest one.
     """
     largest = lax.stop_gradient(jnp.max(jnp.abs(scores), axis=1, keepdims=True))
     is_zero = largest == 0

@@ -38,11 +38,12 @@ class Estimate:
 
     - `program`: bytes of the larger side of each collective, including bytes that stay on the device.
     - `sent`: bytes that a device sends to others if all experts are equally likely. For `"dense"` and `"ring"` it
-      doesn't depend on the routing. A token's row is sent twice if two of its experts are on one device.
+      doesn't depend on the routing. With `"ragged"`, a token's row is sent twice if two of its experts are on one
+      device.
     - `sent_at_most`: the maximum of `sent` over all routings. In dispatch, all rows of the device go to other devices;
-      in combine, its buffer is full. With `"ragged"` and no `wire`, a device receives at most the entry of the
-      opposite direction: in dispatch, `sent_at_most["combine"]` bytes. With the other transports, it receives as
-      many bytes as it sends.
+      in combine, its buffer is full. With `"ragged"` and no `wire`, the bytes that a device receives are at most the
+      entry of the opposite direction: in dispatch, `sent_at_most["combine"]`. With the other transports, a device
+      receives as many bytes as it sends.
 
     For each chunk:
 
@@ -59,6 +60,8 @@ class Estimate:
     - `flops`: FLOP of the products, if all experts are equally likely.
     - `exchange`, `products`: seconds of the exchanges alone and of the products alone.
     - `overlapped`: seconds of `exchange` during which products run, at best.
+
+    `of` describes the layer, as text.
     """
 
     of: str
@@ -124,7 +127,7 @@ def estimate(
 
     The layer is `ragged.exchange(route, ...)`, `dispatch`, products with each expert's matrices, and `combine` with
     weights, along one mesh axis. The gradient is with respect to tokens, weights and all matrices, without
-    recomputation. Sums of the matrices' gradients over other mesh axes, `experts` bytes each, aren't counted.
+    recomputation. Sums of the matrices' gradients over other mesh axes, `Estimate.experts` bytes each, aren't counted.
 
     **Arguments:**
 
@@ -161,7 +164,7 @@ def estimate(
     if wire is not None:
         scaling = wire_cast(site, wire).scaling
         row = d + prod(scaling.shape((1, d), -2, 1)) * scaling.dtype.itemsize
-    # For each chunk: a device's rows, and its buffer's.
+    # For each chunk: the number of rows of a device's tokens, and of rows in its buffer.
     rows = [(tokens * (i + 1) // chunks - tokens * i // chunks) * top_k for i in range(chunks)]
     buffers, all_tokens = chunk_capacities(n, transport, rows, capacity), n * tokens
     # Bytes that don't depend on the routing, and bytes of each row that is sent.
@@ -183,7 +186,8 @@ def estimate(
     even = sum(min(x, buffer) / n for x, buffer in zip(rows, buffers, strict=True))  # rows to each device
     products = {"forward": n * even * 2 * d * hidden * (3 if gated else 2)}
     products["gradient"] = 2 * products["forward"]
-    # Rows to other devices, at most, and rows of other devices in full buffers. `"dense"` sends all its slots.
+    # Rows that a device sends to others in dispatch: the expected number, and at most. Rows that it sends back in
+    # combine, at most. `"dense"` always sends all slots.
     leaving = max_leaving = max_returning = sum(buffers) // n * (n - 1)
     larger = buffers
     if transport == "ragged":

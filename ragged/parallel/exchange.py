@@ -9,9 +9,9 @@ With two devices, four groups and a route on each device:
 
 Within a group, rows are sorted by the device that sent them, then by token.
 
-All devices know how many rows each device has of each group. So every transport computes the same ranges: where the
-rows of a device for a group begin among its rows, where they begin in the buffer of the group's device, and how many of
-them the capacity admits, which are always the first ones.
+All devices know how many rows each device has of each group. So every transport computes the same ranges. For each
+sender and group, these are: where its rows begin among all rows of the sender, where they begin in the buffer of the
+group's device, and how many of them the capacity admits. Those that it admits are always the first ones.
 """
 
 import itertools
@@ -45,7 +45,7 @@ TRANSPORTS = ("dense", "ragged", "ring")
 
 
 class Exchange(eqx.Module):
-    """Which row of this device goes to which device. Returned by `ragged.exchange`; its values differ between devices.
+    """How a device exchanges the rows of a route with others. Returned by `ragged.exchange`. Values differ by device.
 
     **Fields:**
 
@@ -57,12 +57,13 @@ class Exchange(eqx.Module):
     sizes: Int[Array, " local"]
     dropped: Int[Array, ""]
     capacity: int = eqx.field(static=True)
-    # Which rows are sent, `token * top_k + j`, and the place of each row of a token among them. `"ragged"`: the route's
-    # rows. `"dense"`: slots. `"ring"`: all devices' tokens and this device's buffer. Indices out of range mean "none".
+    # `_rows[i]` is the row, `token * top_k + j`, that is sent as row `i`; `_places` is the inverse. `"ragged"`: `i`
+    # counts the route's rows. `"dense"`: `i` counts slots. `"ring"`: `i` counts rows of this device's buffer, and
+    # `token` counts the tokens of all devices. Indices out of range mean "none".
     _rows: Int[Array, " sent"]
     _places: Int[Array, "tokens top_k"]
-    # `"dense"`: the received slot of each row of the buffer, and the row of each slot. `"ragged"`: the ranges of rows
-    # to send, then of received rows: where they begin, where they begin on the other device, how many rows they have.
+    # `"dense"`: the received slot of each row of the buffer, and the row of each slot. `"ragged"`: three arrays for the
+    # ranges of rows to send, then three for received rows: begin here, begin on the other device, number of rows.
     _moves: tuple[Int[Array, "..."], ...]
     _chunks: tuple["Exchange", ...]  # one exchange for each chunk of tokens; empty without chunks
     _shape: tuple[int, ...] = eqx.field(static=True)  # the shape of the group ids
@@ -93,7 +94,10 @@ class Exchange(eqx.Module):
         return x
 
     def _exchanged(self, x: Shaped[Array, "tokens d"], dtype: Any = None) -> Shaped[Array, "capacity d"]:
-        """The rows of this device's groups from all devices' `x`, of any dtype. `dtype`: that of the result."""
+        """The rows of this device's groups from all devices' `x`, which may have any dtype.
+
+        `dtype`: dtype of the result; by default the dtype of `x`.
+        """
         if self._transport == "ring":
             return spread_rows(self._all_gathered(x), *self._indices, dtype=dtype)
         rows = spread_rows(x, *self._indices, dtype=dtype)
@@ -197,13 +201,13 @@ def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
 
 
 def _scattered(sums: Shaped[Array, "all_tokens d"], exchange: Exchange) -> Shaped[Array, "tokens d"]:
-    """Adds the sums of all devices; each device gets those of its own tokens."""
+    """Adds the sums of all devices; each device gets the sums of its own tokens."""
     return over_manual_axes(partial(lax.psum_scatter, axis_name=exchange._axis, tiled=True), sums)
 
 
 @jax.custom_jvp
 def _dispatched(x: Shaped[Array, "tokens d"], exchange: Exchange) -> Shaped[Array, "capacity d"]:
-    """The rows of this device's groups. With a wire, they are quantised, sent as bytes and dequantised."""
+    """The rows of this device's groups. If the exchange has a `wire`, they are sent quantised, as bytes."""
     if exchange._wire is None:
         return exchange._exchanged(x)
     cast: Any = exchange._wire
@@ -250,16 +254,16 @@ def exchange(
     - `route`: a route from this device's tokens to all `g` groups. `n` must divide `g`.
     - `axis`: the name of the mesh axis.
     - `transport`: the collective that sends rows. It changes results only by the order in which a token's rows are
-      summed, and `"dense"` by the rows that a capacity drops. `"dense"`: `lax.all_to_all` of slots, also empty ones, as
-      many for each device. `"ragged"`: `lax.ragged_all_to_all` of the route's rows, on TPUs and GPUs. `"ring"`: an
-      all-gather of all devices' tokens, `n * tokens` rows, from which each device selects its rows; back, a
-      reduce-scatter in float32. None: `"dense"` on CPUs, else `"ragged"`.
-    - `capacity`: the number of rows in each device's buffer, a static int. A device takes the first row of each of its
-      groups from each device, then the second row of each, and so on until the buffer is full; in the last round, by
-      group, then by device. The first rows of a group are those of the first tokens. Other rows aren't sent: they are
-      counted in `dropped` on the device that has the token, and count as zero in `combine`. With `"dense"`, whose slots
-      are as many for each pair of devices, a device takes `capacity // n` rows from each device, in the same order. The
-      default, `n` times the rows of a device, drops no row.
+      summed, and `"dense"` by the rows that a capacity drops. `"dense"`: `lax.all_to_all` of slots, the same number for
+      each device; empty slots are sent too. `"ragged"`: `lax.ragged_all_to_all` of the route's rows, on TPUs and GPUs.
+      `"ring"`: an all-gather of all devices' tokens, `n * tokens` rows, from which each device selects its rows; back,
+      a reduce-scatter in float32. None: `"dense"` on CPUs, else `"ragged"`.
+    - `capacity`: the number of rows in each device's buffer, a static int. The buffer is filled in rounds: first the
+      first row of each group from each device, then the second row of each, and so on until it is full. The last round
+      goes by group, then by device. The first rows of a group are those of the first tokens. Other rows aren't sent:
+      they are counted in `dropped` on the device that has the token, and count as zero in `combine`. With `"dense"`,
+      each pair of devices has the same number of slots, so a device takes at most `capacity // n` rows from each
+      device, in the same order. The default, `n` times the rows of a device, drops no row.
     - `chunks`: the number of chunks into which `ex.map` splits this device's tokens, so that exchanges and products
       overlap. Each chunk has the capacity `capacity // chunks`. On one device there is one chunk.
     - `wire`: quantises the rows that `dispatch` sends: a `Cast` with at least one scale per row, or the name of a
@@ -322,7 +326,7 @@ def exchange(
         all_kept.append(kept)
         rank = part.place - take(group_offsets(part.first_dims, part.order.shape[0]), ids[begin:end], 0)
         in_groups.append(jnp.where(rank < take(kept[lax.axis_index(axis)], ids[begin:end], 0), ids[begin:end], groups))
-    # Without `map`: all rows that the chunks send, in one exchange.
+    # For `dispatch` and `combine` without `map`: one exchange of all rows that the chunks send.
     kept = sum(all_kept[1:], all_kept[0])
     whole = _prepared(route_of(jnp.concatenate(in_groups), groups), kept, kept, sum(capacities), tuple(parts), *options)
     return replace(whole, dropped=sum((part.dropped for part in parts[1:]), parts[0].dropped))
@@ -334,7 +338,7 @@ def min_capacity(n: int, transport: str, chunks: int) -> int:
 
 
 def chunk_capacities(n: int, transport: str, rows: Sequence[int], capacity: int | None) -> list[int]:
-    """The capacity of each chunk, in which a device has so many rows."""
+    """The capacity of each chunk. `rows`: how many rows a device has in each chunk."""
     if capacity is None:
         return [n * each for each in rows]
     limit = int(capacity) // len(rows)
@@ -375,7 +379,7 @@ def _counts(routed: Route, axis: str) -> Int[Array, "n g"]:
 
 
 def _kept(counts: Int[Array, "n g"], n: int, transport: str, capacity: int) -> Int[Array, "n g"]:
-    """How many rows of each device and group are sent: the first ones."""
+    """How many rows of each device and group the capacity admits. The first ones of each are sent."""
     local = counts.shape[1] // n
     if transport == "dense":  # each pair of devices has its own slots
         return _admitted(counts.reshape(n * n, local), capacity // n).reshape(counts.shape)
@@ -384,10 +388,14 @@ def _kept(counts: Int[Array, "n g"], n: int, transport: str, capacity: int) -> I
 
 
 def _admitted(sizes: Int[Array, "pools m"], capacity: int) -> Int[Array, "pools m"]:
-    """Of each pool, `min(size, level)` for the largest level whose sum fits the capacity, and one more for the first
-    sizes above the level, until the capacity is reached."""
+    """How much of each size is admitted, if the sizes of a pool (a row) share a capacity.
+
+    It is `min(size, level)` for the largest level whose sum fits the capacity. The first sizes above the level get one
+    more, until the capacity is reached.
+    """
     ordered, m = jnp.sort(sizes, axis=1), sizes.shape[1]
-    # If the `i` smallest sizes are below the level, the sum is `before[i] + (m - i) * level`; else it is less.
+    # The admitted sum is at most `before[i] + (m - i) * level` for every `i`; it is equal if exactly the `i` smallest
+    # sizes are below the level.
     before = group_offsets(ordered, capacity)[:, :-1]
     above = m - jnp.arange(m, dtype=jnp.int32)[None]
     level = jnp.max((capacity - before) // above, axis=1, keepdims=True)
@@ -414,16 +422,17 @@ def _prepared(
     this_device, groups = lax.axis_index(axis), routed.first_dims.shape[0]
     local = groups // n
 
-    def of_received(x: Int[Array, "n g"]) -> Int[Array, "n local"]:  # what all devices have for this one's groups
+    def of_received(x: Int[Array, "n g"]) -> Int[Array, "n local"]:  # all devices' numbers for this device's groups
         return lax.dynamic_slice_in_dim(x, this_device * local, local, axis=1)
 
-    def of_sent(x: Int[Array, "n g"]) -> Int[Array, " g"]:  # what this device has for all groups
+    def of_sent(x: Int[Array, "n g"]) -> Int[Array, " g"]:  # this device's numbers for all groups
         return lax.dynamic_index_in_dim(x, this_device, keepdims=False)
 
     # For each device and group: the first row among the device's rows, and in the buffer of the group's device.
     begin = _before(counts)
     arrive = _before(kept.T.reshape(n, local * n)).reshape(groups, n).T
-    places_here, received = of_received(arrive), of_received(kept)  # [n, local], of the buffer
+    # [n, local]: where the ranges of received rows begin in this device's buffer, and how many rows they have.
+    places_here, received = of_received(arrive), of_received(kept)
     device, moves = jnp.arange(n, dtype=jnp.int32)[:, None], ()
     if transport == "ring":
         indices = lax.all_gather(jnp.stack(vary_together([order, place, this_device])[:2]), axis)  # [n, 2, rows]
@@ -433,7 +442,7 @@ def _prepared(
         places = jnp.take_along_axis(in_buffer, indices[:, 1], axis=1)
     else:
         first, sent = of_sent(begin), of_sent(kept)
-        to, length = first, rows  # where the ranges begin among the rows that are sent, and how many these are
+        to, length = first, rows  # where the ranges begin among the sent rows, and the number of sent rows
         if transport == "ragged":
             moves = first, of_sent(arrive), sent, *(x.reshape(-1) for x in (places_here, of_received(begin), received))
         else:

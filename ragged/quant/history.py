@@ -1,9 +1,9 @@
 """`History`: the state of delayed scaling, whose cotangents are combined by their maximum instead of added.
 
 The next history is the cotangent of a history. If several products use one history, as in a loop over microbatches, JAX
-adds the cotangents of all uses, which would multiply each entry by the number of uses. JAX asks the dtype of an array
-how its cotangents are added, if the dtype is an extended one. So within a function that JAX traces, the floats of a
-history are held in `LARGEST`, a dtype of float32 numbers whose sum is the larger one:
+adds the cotangents of all uses. Plain sums would multiply each entry by the number of uses. But an extended dtype
+defines how JAX adds cotangents. So within a function that JAX traces, a history has the extended dtype `LARGEST`:
+float32 numbers whose sum is the larger one:
 
     f32 leaf  --flatten--  History  --unflatten-->  History in `LARGEST`  --floats-->  f32, once for each use
 
@@ -34,7 +34,7 @@ FLOAT32 = jnp.dtype(jnp.float32)
 
 @jax.tree_util.register_pytree_node_class
 class History:
-    """`(3, length)` float32 numbers, sealed or not, as the only leaf of a node."""
+    """A pytree node whose only leaf is a history: `(3, length)` float32 numbers, sealed or not."""
 
     def __init__(self, array: Any) -> None:
         self._array = array  # sealed; float32; or in `LARGEST`, if traced and unsealed
@@ -59,7 +59,7 @@ class History:
         return History(_in_largest(self.floats))
 
     def rows(self, order: tuple[int, int, int]) -> "History":
-        """Row `i` is row `order[i]` of this history."""
+        """A history whose row `i` is row `order[i]` of this one."""
         leaf = self.leaf
         return History(jnp.stack([leaf[row] for row in order]))
 
@@ -72,11 +72,12 @@ class History:
 
 
 def _in_largest(x: Any) -> Any:
+    """A traced float32 `x` in the dtype `LARGEST`; any other `x` unchanged."""
     return to_largest_p.bind(x) if isinstance(x, Tracer) and x.dtype == FLOAT32 else x
 
 
 class _Rules:
-    """What JAX asks of an extended dtype."""
+    """The rules that JAX requires of an extended dtype."""
 
     allow_conversion = False
 
@@ -94,7 +95,7 @@ class _Rules:
 
     @staticmethod
     def zero(dtype: Any) -> Any:
-        return to_largest_p.bind(jnp.zeros((), FLOAT32))  # No largest absolute value is below it.
+        return to_largest_p.bind(jnp.zeros((), FLOAT32))  # The neutral element: absolute values are at least 0.
 
     @staticmethod
     def global_sharded_result_handler(aval: Any, sharding: Any, is_committed: bool) -> Any:
@@ -186,6 +187,7 @@ ad_util.raw_jaxval_adders[_LargestArray] = _add
 
 
 def _reshaped(ctx: Any, x: Any) -> list[Any]:
+    """The lowering of both conversions."""
     return [mlir.reshape(ctx, x, core.physical_aval(ctx.avals_out[0]))]
 
 

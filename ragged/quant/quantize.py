@@ -56,17 +56,18 @@ def quantize(
       contracts the first dim of `x`, as for `rhs`, quantise `x.mT` and pass the result's `mT`.
     - `power_of_two`: rounds scales up to powers of two, so that multiplying by them is exact and all elements stay in
       range (as in NVIDIA's MXFP8 recipe, arXiv:2506.08027; the OCP specification rounds down).
-    - `scale`: given scales, such as calibrated ones, in place of those of the largest values: a number, or an array
-      that broadcasts to the shape of the scales, from 2⁻¹²⁶ to 2¹²⁶; the values of a block with another scale, which
-      is traced, are NaN. Elements beyond `scale * largest` become the largest value. With
-      float8_e4m3fn scales, the scale of the tensor, `()`. For a known largest absolute value `amax`, pass
-      `amax / largest`, or with float8_e4m3fn scales `amax / (largest * 448)`: here `largest` is 448 for float8_e4m3fn,
-      57344 for float8_e5m2, 6 for float4_e2m1fn, 127 for int8 and 7 for int4.
+    - `scale`: given scales, such as calibrated ones: a number, or an array that broadcasts to the shape of the scales.
+      With float8_e4m3fn scales, it is the scale of the whole tensor, `()`. Elements beyond `scale * largest` become the
+      largest value. Scales are 2⁻¹²⁶ to 2¹²⁶. If a traced scale is outside of this range, its block becomes NaN.
+      For a known largest absolute value `amax`, pass `amax / largest`, or with float8_e4m3fn scales
+      `amax / (largest * 448)`: here `largest` is 448 for float8_e4m3fn, 57344 for float8_e5m2, 6 for float4_e2m1fn,
+      127 for int8 and 7 for int4.
 
     If `dtype` or `scaling` is None, `x` is returned unquantised, as a `GroupedTensor`.
 
     **Returns:** a `GroupedTensor` of `dtype` with `scales` and `scaling`, and zeros in the tail. Its `dequantize()`
-    differs from `x` by at most half a unit in the last place of `dtype`, times the scale.
+    differs from `x` by at most half a unit in the last place of `dtype`, times the scale, except where elements
+    saturate.
 
     Scales in float8_e4m3fn are rounded to the nearest value, as in NVIDIA's NVFP4 recipe: the largest elements of a
     block may then saturate, by up to a 16th of their size (in float4_e2m1fn, by less than half a unit). Scales below
@@ -112,7 +113,7 @@ def quantize(
 def _rounded(x: GroupedTensor, scale: Any, name: str, scaling: Scaling, power_of_two: bool) -> GroupedTensor:
     if scale is None or scaling.has_tensor_scale:
         return divided(x, name, scaling, *scales_of(amax(x, scaling), name, scaling, power_of_two, scale))
-    # Times one, a scale is rounded as `power_of_two` says.
+    # With the target 1, `scale_of` only rounds scales to powers of two, if that is asked for.
     rounded = scale_of(scale, 1.0, power_of_two or scaling.dtype == jnp.float8_e8m0fnu)
     rounded = jnp.where(jnp.isnan(scale), jnp.nan, rounded)
     shape = scaling.shape(x.shape, x.packed_axis, x.num_groups)
@@ -120,7 +121,10 @@ def _rounded(x: GroupedTensor, scale: Any, name: str, scaling: Scaling, power_of
 
 
 def checked_scale(site: Site, scale: Any, x: GroupedTensor, scaling: Scaling) -> Array:
-    """A given `scale` in float32. Raises unless it holds floats that broadcast to the scales of `x`."""
+    """A given `scale` in float32. Raises unless it holds floats that broadcast to the scales of `x`.
+
+    If a scale is out of range, this raises for concrete scales; traced ones become NaN.
+    """
     if not is_arraylike(scale) and (isinstance(scale, bool) or not isinstance(scale, int | float | np.number)):
         hint = "Pass a number, or an array that broadcasts to the scales."
         site.also(scale=scale).fail(TypeError, "`scale` is not an array.", hint)
@@ -147,6 +151,7 @@ def check_range(site: Site, name: str, scale: Any) -> None:
 
 
 def check_floats(site: Site, name: str, x: Any) -> None:
+    """Raises unless `x` is an array of floats of 16 bits or more. `name`: what an error calls it."""
     if not is_arraylike(x):
         site.fail(TypeError, f"`{name}` is not an array.", "Pass a `GroupedTensor` or an array.")
     if not jnp.issubdtype(x.dtype, jnp.floating) or jnp.dtype(x.dtype).itemsize == 1:
@@ -191,7 +196,7 @@ def amax(x: GroupedTensor, scaling: Scaling) -> Array:
     """
     data = jnp.asarray(x.data)
     magnitude = jnp.where(jnp.isfinite(data), jnp.abs(data), 0)
-    if data.dtype == jnp.float64:  # They would become infinite in the cast below.
+    if data.dtype == jnp.float64:  # The cast below would make numbers beyond float32's range infinite.
         magnitude = jnp.minimum(magnitude, float(jnp.finfo(jnp.float32).max))
     if x.packed_axis is not None:
         magnitude = jnp.where(x.mask, magnitude, 0)
@@ -225,6 +230,7 @@ def _max_of_blocks(magnitude: Array, x: GroupedTensor, block: tuple[int | None, 
 
 
 def _block_max(x: Array, block: int | None, axis: int) -> Array:
+    """The largest element of each `block` elements along `axis`, or of the whole axis for None."""
     if block is None:
         return jnp.max(x, axis=axis, keepdims=True, initial=0)
     count = -(-x.shape[axis] // block)
@@ -240,17 +246,18 @@ def scales_of(
 ) -> tuple[Array, Array | None]:
     """`(scales, tensor_scale)` of blocks with these largest absolute values, in float32.
 
-    `tensor_scale` is None if the scaling has no scale for the tensor; otherwise the given one, if any.
+    `tensor_scale` is None if the scaling has no scale for the tensor. Otherwise it is the given one, or it is computed
+    from the largest values.
     """
     if not scaling.has_tensor_scale:
         return scale_of(largest, LARGEST[name], power_of_two or scaling.dtype == jnp.float8_e8m0fnu), None
     smallest_scale = float(jnp.finfo(scaling.dtype).tiny)
     # The largest power of two in float8_e4m3fn, or its largest value.
     largest_scale = 256.0 if power_of_two else LARGEST[scaling.dtype.name]
-    # The bound keeps the product of the tensor scale and the smallest scale a normal number.
-    bound = _TINY / smallest_scale
+    # The lowest tensor scale whose product with the smallest scale is a normal number.
+    lowest = _TINY / smallest_scale
     if tensor_scale is None:
-        tensor_scale = scale_of(jnp.max(largest, initial=0), LARGEST[name] * largest_scale, power_of_two, bound)
+        tensor_scale = scale_of(jnp.max(largest, initial=0), LARGEST[name] * largest_scale, power_of_two, lowest)
     scales = scale_of(largest * (1 / tensor_scale), LARGEST[name], power_of_two)
     return jnp.clip(scales, smallest_scale, largest_scale), tensor_scale
 

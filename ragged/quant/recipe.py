@@ -31,11 +31,11 @@ class Cast:
     - `scaling`: as for `ragged.quantize`, for the operand with the contracted dim last. `"row"` is one scale per row of
       contracted elements, `(1, 128)` one per 128 elements of a row, and `(128, 128)` one per 128 elements of 128 rows.
     - `power_of_two`: rounds scales up to powers of two.
-    - `scale`: a given scale, such as a calibrated one, in place of those of the largest values, which are then not
-      computed: a number for all blocks, or NumPy's array that broadcasts to the scales, as for `ragged.quantize`. It is
-      a constant of the program. For a scale that is traced, pass `ragged.quantize(x, ..., scale=scale)` to the product.
-    - `amax`: in place of `scale`, the absolute value that becomes the largest value of `dtype`; with float8_e4m3fn
-      scales, the largest value of `dtype` times the largest scale.
+    - `scale`: a given scale, such as a calibrated one, as for `ragged.quantize`: a number for all blocks, or a NumPy
+      array that broadcasts to the scales. The largest values of the operand are then not computed. The scale is a
+      constant of the program: for a traced one, pass `ragged.quantize(x, ..., scale=scale)` to the product.
+    - `amax`: an alternative to `scale`: the absolute value that is mapped to the largest value of `dtype`, or, with
+      float8_e4m3fn scales, to the largest value of `dtype` times the largest scale.
 
     Blocks along a ragged contracted dim, such as the tokens of a wgrad, begin at each group's first element. Along a
     ragged dim that isn't contracted, an extent above 1 becomes 1; if both dims are ragged, each row of contracted
@@ -93,7 +93,7 @@ def _given_scale(cast: Cast, amax: Any) -> Any:
         problem += "." if len(names) > 1 else ", but `dtype` is None."
         site.fail(ValueError, problem, "Pass a `dtype`, and one of `scale` and `amax`.")
     value = given[names[0]]
-    if isinstance(value, tuple):  # of another cast
+    if isinstance(value, tuple):  # `dataclasses.replace` passes the nested tuples of a cast
         value = np.array(value)
     if isinstance(value, Tracer):
         hint = "Quantise the operand before the product: `ragged.quantize` takes a traced scale."
@@ -127,8 +127,8 @@ class Recipe(eqx.Module):
     - `history`: None; or `(3, length)` float32, for delayed scaling: the largest absolute values of `x`, `w` and the
       cotangent in the last steps, newest first, and 0 for missing steps. Scales are computed from the largest of them.
     - `name`: the recipe's name in tables.
-    - `save`: what the backward pass has of `x`. `"quantized"`: only a copy quantised for the wgrad, in 8 or 4 bits.
-      `"operands"`: `x` itself, which second derivatives need, as in `jax.jacrev(jax.grad(f))`.
+    - `save`: the form in which `x` is saved for the backward pass. `"quantized"`: only a copy quantised for the wgrad,
+      in 8 or 4 bits. `"operands"`: `x` itself, which second derivatives need, as in `jax.jacrev(jax.grad(f))`.
 
     If `lhs` is uniform and `rhs` has ragged columns, `x` is `rhs` and `w` is `lhs`. In all other products, `x` is `lhs`
     and `w` is `rhs`. If all groups share one matrix, they count as one group, for scales too.
@@ -141,7 +141,7 @@ class Recipe(eqx.Module):
     | `"rowwise"`    | one per row, powers of 2 | the same  | e4m3        | torchao's rowwise                      |
     | `"blockwise"`  | 1 × 128                  | 128 × 128 | e4m3        | DeepSeek-V3 (arXiv:2412.19437)         |
     | `"mxfp8"`      | 1 × 32, e8m0             | the same  | e4m3        | OCP MX v1.0, NVIDIA (arXiv:2506.08027) |
-    | `"nvfp4"`      | 1 × 16, e4m3 × one       | the same  | e2m1        | NVIDIA's format (arXiv:2509.25149)     |
+    | `"nvfp4"`      | 1 × 16 e4m3, and one     | the same  | e2m1        | NVIDIA's format (arXiv:2509.25149)     |
     | `"delayed"`    | one, from past steps     | the same  | e5m2        | NVIDIA's Transformer Engine            |
 
     Activations and weights are e4m3, or e2m1 with `"nvfp4"`. A row runs along the contracted dim: in a wgrad, along a
@@ -167,7 +167,7 @@ class Recipe(eqx.Module):
     forward: Pair = eqx.field(static=True)
     dgrad: Pair = eqx.field(static=True)
     wgrad: Pair = eqx.field(static=True)
-    state: History | None  # sealed or unsealed
+    state: History | None  # the pytree node that holds the array `history`, sealed or unsealed
     name: str = eqx.field(static=True)
     save: str = eqx.field(static=True)
 
@@ -215,15 +215,14 @@ class Recipe(eqx.Module):
         return self._derived((self.wgrad, _swapped(self.dgrad), self.forward), (0, 2, 1), "operands")
 
     def _derived(self, casts: tuple[Pair, Pair, Pair], rows: tuple[int, int, int], save: str) -> "Recipe":
-        """A recipe with these casts of forward, dgrad and wgrad. Row `i` of its history is row `rows[i]` of this
-        history.
+        """A recipe with other casts of forward, dgrad and wgrad, and with the rows of the history in another order.
 
-        The history stays sealed or unsealed.
+        Row `i` of the new history is row `rows[i]` of this one. The history stays sealed or unsealed.
         """
         return self._with_state(None if self.state is None else self.state.rows(rows), *casts, save=save)
 
     def _with_state(self, state: History | None, *casts: Pair, save: str | None = None) -> "Recipe":
-        """A copy with another history, which stays as it is: `__init__` would seal it."""
+        """A copy with the history `state`, sealed or not. (`__init__` would seal it.)"""
         new = object.__new__(Recipe)
         casts = casts or (self.forward, self.dgrad, self.wgrad)
         for each, value in zip(fields(Recipe), (*casts, state, self.name, save or self.save), strict=True):
@@ -242,8 +241,8 @@ class Recipe(eqx.Module):
             if self.state is not None and any(each.scale is not None for each in pair):
                 hint = "Scales are either given or of past steps: leave one of the two out."
                 Site("ragged.Recipe").fail(ValueError, f"`history` is given, but `{name}` has given scales.", hint)
-            delayed = Scaling(None), Scaling(None, jnp.float8_e8m0fnu)
-            if self.state is not None and any(each.dtype and each.scaling not in delayed for each in pair):
+            allowed = Scaling(None), Scaling(None, jnp.float8_e8m0fnu)
+            if self.state is not None and any(each.dtype and each.scaling not in allowed for each in pair):
                 problem = f"`history` needs the scaling 'tensor', but `{name}` has {pair[0]} and {pair[1]}."
                 hint = "The history of delayed scaling has one largest value per tensor and step."
                 Site("ragged.Recipe").fail(ValueError, problem, hint)
@@ -314,17 +313,18 @@ PRESETS: dict[str, tuple[str, Any, Any, bool, str]] = {
 """
 
 
-def scaling_for(x: Cast, is_first_ragged: bool, is_last_ragged: bool) -> Scaling:
+def scaling_for(cast: Cast, is_first_ragged: bool, is_last_ragged: bool) -> Scaling:
     """The cast's scaling for an operand whose last dim is contracted, adapted to its ragged dims as `Cast` says."""
-    if x.scaling.block is None:
-        return x.scaling
-    first, last = x.scaling.block
+    if cast.scaling.block is None:
+        return cast.scaling
+    first, last = cast.scaling.block
     first = 1 if is_first_ragged and first is not None else first
-    return Scaling((first, None if is_first_ragged and is_last_ragged else last), x.scaling.dtype)
+    return Scaling((first, None if is_first_ragged and is_last_ragged else last), cast.scaling.dtype)
 
 
-def check_history(x: Recipe) -> None:
-    history = x.history
+def check_history(recipe: Recipe) -> None:
+    """Raises unless the recipe has no history, or a float32 one of the shape `(3, length)`."""
+    history = recipe.history
     if history is None:
         return
     if not is_arraylike(history) or history.dtype != jnp.float32:

@@ -1,7 +1,7 @@
 """A product quantised by a recipe, its derivatives, and the next history of delayed scaling.
 
-The gradient is straight-through: it treats rounding as the identity. Each derivative quantises the unquantised operands
-that it multiplies.
+The gradient is straight-through: it treats rounding as the identity. Each derivative is a product with casts of its
+own: it doesn't multiply the copies that the forward product has quantised.
 
 The forward pass saves `x` quantised for the wgrad, and `w` unquantised, because `w` stays in memory anyway. With
 `save="operands"`, it saves `x` itself, and derivatives can be differentiated again.
@@ -47,10 +47,10 @@ def quantized_product(recipe: Recipe, operands: Operands, call: Call) -> Array:
 
 def quantized_rows(recipe: Recipe, operands: Operands, call: Call) -> Operand:
     """`lhs` quantised for the product and for the derivative by `rhs`, so that several products can share it."""
-    whole, by_letter = vary_except_data(operands), {}
+    varying, by_letter = vary_except_data(operands), {}
     derivative = recipe.derivative("rhs"), call.product.derivative("rhs")
     for each, product in ((recipe, call.product), derivative):
-        if (q := _quantized_operand("lhs", each, whole, product)) is not None:
+        if (q := _quantized_operand("lhs", each, varying, product)) is not None:
             by_letter[product.contracted] = q
     return operands.lhs._replace(quantized=by_letter)
 
@@ -77,7 +77,7 @@ def _reverse_only(x: Array) -> Array:
 
 @_reverse_only.defjvp
 def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    # `_reverse_only(x)` would be another array, which a loop would also save.
+    # Return `x` itself: a loop would save the result of `_reverse_only(x)` as a second array.
     return *primals, reverse_only_p.bind(*tangents)
 
 
@@ -98,6 +98,7 @@ batching.defvectorized(reverse_only_p)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _straight_through(call: Call, recipe: Recipe, operands: Operands) -> Array:
+    """The product of the quantised operands, with `_forward` and `_backward` as derivative rules."""
     return bind(*quantized(recipe, operands, call))
 
 
@@ -112,10 +113,10 @@ class Residuals:
 
     recipe: Recipe
     operands: Operands  # `data` is None if only the quantised copy is saved
-    newest: Array | None  # `(2,)`, the next values in the histories of `lhs` and `rhs`; None without a history
-    lhs: Any
-    rhs: Any
-    epilogue: Epilogue
+    newest: Array | None  # `(2,)`, this step's largest values of `lhs` and `rhs`; None without a history
+    lhs: Any  # type of the data of `lhs`
+    rhs: Any  # type of the data of `rhs`
+    epilogue: Epilogue  # of types
     has_rows: bool  # whether the gathered rows have a cotangent instead of the buffer of `lhs`
 
 
@@ -169,8 +170,9 @@ def _(primals: Any, tangents: Any) -> NoReturn:
 
 
 def _backward(call: Call, residuals: Residuals, ct: Array) -> tuple[Recipe, Operands]:
+    """`(next_recipe, cotangents)`: the recipe with the next history, and the operands' cotangents."""
     recipe, operands = residuals.recipe, residuals.operands
-    if (spec := explicit_spec(ct)) is not None and spec.reduced:  # The cotangent of an unreduced result.
+    if (spec := explicit_spec(ct)) is not None and spec.reduced:  # `ct` is the cotangent of an unreduced result.
         ct = resharded(ct, jax.typeof(ct).sharding.mesh, PartitionSpec(*spec.partitions))
     if recipe.save == "quantized":
         operands, ct = _not_twice_differentiable((operands, ct), ())

@@ -26,7 +26,7 @@ from ragged.tensor.tensor import GroupedTensor
 class QuantizedWeights(eqx.Module):
     """Weights with their quantised copies, built by `ragged.quantize_weights` for `ragged.matmul`.
 
-    - `weights`: the weights as passed. Their gradient is the gradient of this field.
+    - `weights`: the weights as passed. The same field of a gradient holds the gradient of the weights.
     - `by_first`: `[g, last, first]`, quantised along the first dim for the forward product; or None.
     - `by_last`: `[g, first, last]`, quantised along the last dim for the dgrad; or None.
     - `casts`: the casts of `by_first` and `by_last`. Static. A copy is None if its cast doesn't quantise.
@@ -118,6 +118,7 @@ def quantize_weights(w: GroupedTensor | AnyArray, recipe: Recipe | str) -> Quant
 
 
 def _along_last(data: Array, cast: Cast) -> GroupedTensor | None:
+    """`[g, first, last]`, quantised along the last dim; None if the cast doesn't quantise."""
     return None if cast.dtype is None else quantize_operand(GroupedTensor(data), cast, None)
 
 

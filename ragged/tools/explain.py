@@ -44,8 +44,8 @@ def explain(
     """Describes `matmul(lhs, rhs, **options)` and its derivatives: layout, cost, and the kernels on each platform.
 
     Nothing is computed. With a `spec`, it describes `einsum(spec, lhs, rhs, **options)`: the single product that the
-    einsum's merged and mapped letters form. In this product, `lhs` is the operand with the result's first letter that
-    isn't mapped.
+    einsum's merged and mapped letters form. The `lhs` of this product is the operand that has the first unmapped letter
+    of the result.
 
     Arrays may be `jax.ShapeDtypeStruct`s. Tile counts are exact for concrete group sizes, else upper bounds.
 
@@ -58,8 +58,8 @@ def explain(
       this machine.
     - `options`: options of `matmul` or `einsum`.
 
-    **Returns:** an `Explanation`, which prints. `.plot()` draws it, `.plans` has its figures and `.to_json()` all of
-    it.
+    **Returns:** an `Explanation`, which prints. `.plot()` draws it, `.plans` has the figures, and `.to_json()` returns
+    all of them for `json.dumps`.
 
     **Raises:** what `matmul` raises, except errors that depend on values; `ValueError` for an unknown platform or
     device, `TypeError` for a device that is neither a kind nor abstract.
@@ -92,11 +92,11 @@ def explain(
     letters = _letters(spec, lhs, rhs, options.get("group_offset"))
     sizes, offset = _sizes(lhs, rhs, call, letters), options.get("group_offset")
     known = sizes is not None and (offset is None or isinstance(offset, int | np.integer) or is_concrete(offset))
-    known = known and not _is_unreduced(options)  # If it is, sizes differ between devices.
+    known = known and not _is_unreduced(options)  # Sizes of an unreduced product differ between devices.
     explained = [_Product.of(name, layout, each, sizes if known else None, offset) for name, each in equations.items()]
     explained[0] = explained[0].then(options.get("bias"), options.get("activation"))
     recipe = options.get("recipe")
-    kinds = [KINDS[layout.kind(term)] for term in ("mk", "kn", "mn")]
+    kinds = [KINDS[layout.kind(pair)] for pair in ("mk", "kn", "mn")]
     return Explanation(
         layout=layout.name,
         kinds=(kinds[0], kinds[1], kinds[2]),

@@ -57,6 +57,7 @@ def _from_json(value: Any) -> Any:
 
 
 def _register(cls: Any) -> None:
+    """Registers the serialisation of an Equinox module: its static fields, keyed by name, as JSON."""
     fields = dataclasses.fields(cls)
     leaves = [field.name for field in fields if not field.metadata.get("static", False)]
     static = [field.name for field in fields if field.metadata.get("static", False)]
@@ -67,7 +68,7 @@ def _register(cls: Any) -> None:
             object.__setattr__(instance, name, value)
         return instance
 
-    # An instance whose static fields hold their own names shows their positions in Equinox's `auxdata`.
+    # Find the position of each static field in Equinox's `auxdata`: flatten an instance whose fields hold their names.
     flat = default_registry.flatten_one_level(build({name: name for name in static}, leaves))
     assert flat is not None
     positions = {name: flat[1].index(name) for name in static}

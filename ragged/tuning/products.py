@@ -27,7 +27,7 @@ from ragged.tensor.tensor import GroupedTensor
 def with_cotangents(lhs: Any, rhs: Any, multiply: Callable[..., GroupedTensor] = matmul, **options: Any) -> Any:
     """`(result, (cotangents,))`: the product's buffer, and the cotangents of the differentiable operands by name.
 
-    Only the buffer if there are no derivatives.
+    Returns only the buffer if there are no derivatives.
     """
     operands = {"lhs": lhs, "rhs": rhs}
 
@@ -64,7 +64,9 @@ _CALLS = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "cu
 
 
 def products(closed: Any, args: list[Any] | None = None) -> Generator[tuple[Any, list[Any] | None], None, list[Any]]:
-    """Yields `(equation, operands)` of each product in a jaxpr and its inner jaxprs, in order; returns the results.
+    """Yields `(equation, operands)` of each product in a jaxpr and its inner jaxprs, in order.
+
+    The generator returns the jaxpr's results, None for unknown ones.
 
     With `args`, equations are evaluated to find the operands. Then call this inside `jit`, so that XLA computes only
     what is needed. `operands` is None without `args`, in a loop or a map, and if the product depends on an equation
@@ -209,6 +211,7 @@ class BoundProduct:
         return configs
 
     def key(self, launch: Launch) -> str:
+        """The product's key in the cache."""
         x = jax.eval_shape(partial(lowering.prepared, call=self.call), self.operands)
         x = jax.eval_shape(partial(lowering.taken_by, launch.backend, launch.call), x)
         return cache.product_key(launch.call, x, launch.backend)

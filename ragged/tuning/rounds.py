@@ -25,7 +25,7 @@ def rounds[K](
         start = time.perf_counter()
         run()
         repeats[key] = int(np.clip(1e-3 / max(time.perf_counter() - start, 1e-7), 1, 100))
-    taken: dict[K, list[float]] = {key: [] for key in runs}
+    times: dict[K, list[float]] = {key: [] for key in runs}
     end, keys, number = time.perf_counter() + seconds, [*runs], 0
     while number < min_rounds or (number != max_rounds and time.perf_counter() < end):
         for place in rng.permutation(len(keys)):
@@ -33,6 +33,6 @@ def rounds[K](
             start = time.perf_counter()
             for _ in range(repeats[key]):
                 runs[key]()
-            taken[key].append((time.perf_counter() - start) / repeats[key])
+            times[key].append((time.perf_counter() - start) / repeats[key])
         number += 1
-    return taken
+    return times

@@ -41,9 +41,9 @@ class Tuned:
     default: Config  # the backend's choice
     best: Config  # the default, unless another configuration was faster beyond noise
     default_seconds: float  # median of rounds
-    best_seconds: float  # `default_seconds` times the ratio by which `best` was chosen: the median of rounds
-    tried: Mapping[str, float]  # by configuration: its time divided by the default's, median of rounds
-    failed: Mapping[str, str]  # by configuration: why it was not measured
+    best_seconds: float  # `default_seconds` times the median over rounds of the best's time / the default's time
+    tried: Mapping[str, float]  # keyed by configuration: its time / the default's time, median of rounds
+    failed: Mapping[str, str]  # keyed by configuration: the reason why it was not measured
     from_cache: bool = False
 
     @property
@@ -120,9 +120,9 @@ def autotune(
     all products in the call `fn(*args)`: pass `jax.grad(loss)` to tune the derivatives. Each product is measured
     separately, on random numbers.
 
-    Later lowerings of a product use the result if letters, dtypes, scales and extents are equal; extents of ragged dims
-    are rounded to powers of two. A file (see `cache_path`) keeps results for later processes. Compiled programs don't
-    change until `jax.clear_caches()`.
+    Later lowerings of a product use the result if the product has the same key in the cache (`Tuned.product`): layout,
+    dtypes, scales, extents, precision, epilogue and batch. Extents of ragged dims are rounded to powers of two. A file
+    (see `cache_path`) keeps results for later processes. Compiled programs don't change until `jax.clear_caches()`.
 
     Candidates whose results agree with the default's are timed in turn, in a series of rounds; the three best ones run
     a second series. One of these wins if it is 2 % faster than the default in the median, and faster in three rounds of

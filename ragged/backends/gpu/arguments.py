@@ -18,8 +18,8 @@ class Sizes(NamedTuple):
     width: int  # `groups`, rounded up to a power of two of at least 16
     matrices: int  # number of local groups
     r_stride: int  # batch stride of the sizes of `r`
-    c_stride: int
-    k_stride: int
+    c_stride: int  # batch stride of the sizes of `c`
+    k_stride: int  # batch stride of the sizes of `k`
     offset_stride: int  # batch stride of the offset
 
 
@@ -37,7 +37,7 @@ class Buffer(NamedTuple):
     edge: bool  # whether tiles may pass the end of the outer axis, which isn't packed
     tile_k: int
     tma: bool  # whether TMA loads whole tiles
-    numbers: int = 1  # in an element: 2 for bytes of two 4-bit floats along `k`, which the kernel converts
+    numbers: int = 1  # per element: 2 if an element is a byte of two 4-bit floats along `k`, which the kernel converts
     source_stride: int = 0  # batch stride of the index of gathered rows
     source_rows: int = 0  # rows of the buffer that the index refers to
 
@@ -115,6 +115,7 @@ def buffer(
 
     `packed`: the operand's first letter, before it is transposed in memory. If ragged, it packs the groups.
     `halves`: whether the outer axis has two matrices, one after the other. The tiles of the second begin in the middle.
+    `others`: other fields of `Buffer`.
     """
     (p, q), ndim = map(operand.extent, operand.letters), product.ndim(operand.letters)
     outer_first = operand.letters[0] == outer

@@ -70,7 +70,7 @@ _LONGEST_FP8_SUM = 128
 _SLICE = 32
 """Elements of a thread that go through the epilogue at a time. More would need registers that hold the other sums.
 
-A quarter of this if tensor cores apply the scales: `gelu` then spills 96 bytes with 32 elements, and 8 bytes with 16.
+If tensor cores apply the scales, a quarter of this is used: `gelu` spills 96 bytes with 32 elements, 8 bytes with 16.
 """
 
 
@@ -356,8 +356,8 @@ def _is_aligned(operand: KernelOperand) -> bool:
 def _transposes(operands: tuple[KernelOperand, KernelOperand], dot: _Dot, product: Product, chip: Chip) -> bool:
     """Whether both operands are transposed in memory before the kernel.
 
-    For Hopper's tensor cores, the contracted axis of 8-bit operands must be contiguous. The kernel would transpose
-    others tile by tile, through registers. XLA usually fuses a transpose in memory with the operation before it.
+    For Hopper's tensor cores, the contracted axis of 8-bit operands must be contiguous. If it isn't, the kernel would
+    transpose each tile, through registers. XLA usually fuses a transpose in memory with the operation before it.
     """
     packed = all(operand.letters[0] == product.contracted in product.ragged for operand in operands)
     # Rows of the transposed arrays must begin at multiples of 16 bytes, for TMA.
@@ -450,7 +450,8 @@ def _is_exact(operand: KernelOperand, mode: str) -> bool:
     scales, is_narrow = operand.scales, operand.data.dtype.itemsize == 1
     if mode != "tile" or scales is None:
         return is_narrow or operand.data.dtype in (jnp.bfloat16, jnp.float16)
-    is_4_bits = operand.data.dtype == jnp.uint8  # of two bits, times the four of a float8_e4m3fn
+    # A 4-bit float has two significant bits and a float8_e4m3fn four, so their product has at most six.
+    is_4_bits = operand.data.dtype == jnp.uint8
     return is_narrow and (scales.e8m0 or (is_4_bits and scales.values.dtype == jnp.float8_e4m3fn))
 
 

@@ -54,9 +54,9 @@ def run(
     """Runs a `@triton.jit` function on NumPy arrays, in place.
 
     The programs of the grid run one after another. `tl.dot` ignores `input_precision`: it doesn't round operands, and
-    accumulates in float32 (int32 for integers). So does `tl.dot_scaled`, for 8-bit operands, or for 4-bit operands as
-    bytes. Values that are undefined on a GPU are NaN (integers: bytes of 0x55): `outputs` before the kernel runs, and
-    masked lanes of a load without `other`.
+    accumulates in float32 (int32 for integers). `tl.dot_scaled` doesn't round operands either. It supports operands of
+    8 bits, and bytes of two 4-bit floats. Values that are undefined on a GPU are NaN (integers: bytes of 0x55):
+    `outputs` before the kernel runs, and masked lanes of a load without `other`.
 
     **Arguments:**
 
@@ -259,7 +259,7 @@ def _number(pointer: Any) -> Any:
 class _Tensor(tl.tensor):
     """A tensor whose methods are interpreted."""
 
-    def __init__(self, handle: Any, type: Any):  # Triton's computes a shape, which is slow
+    def __init__(self, handle: Any, type: Any):  # Triton's `__init__` also computes a shape, which is slow
         self.handle, self.type, self.dtype = handle, type, type.scalar
 
     @property

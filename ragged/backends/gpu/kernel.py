@@ -7,9 +7,9 @@ With an `EpilogueSpec`, let `z` be this sum plus a bias, and let `up_z` be the s
     out = function(z)        or        out = function(z, up_z)
 
 `r` and `c` are the axes of the result as it is stored, and `k` is contracted; each may be ragged. An operand has an
-outer axis, `r` of `a` or `c` of `b`, and `k`. The one that is stored first may be packed. A group of an operand is
-described by its first element and two strides, so one kernel serves all eight layouts. The first tile of a group begins
-at the group's first row.
+outer axis, `r` of `a` or `c` of `b`, and `k`. Whichever axis is stored first may pack the groups. A group of an operand
+is described by its first element and two strides, so one kernel serves all eight layouts. The first tile of a group
+begins at the group's first row.
 
 Each program computes every `num_programs`-th tile of the result, and finds the tile's group by a prefix sum over the
 sizes, which only the device knows. The last tiles are gaps: rows of no local group, which become zeros. With tiles of
@@ -493,8 +493,9 @@ def _add(total, x, y, x_scales, y_scales, rest, X: tl.constexpr, Y: tl.constexpr
 
     `x_scales`, `y_scales`: pairs of pointers to the scales of the first block along `k`, and the step's position there.
 
-    Hopper's tensor cores add up fp8 products in too few bits, so each step's sum is added to the total in float32:
-    here, because `tl.dot` would read the tensor cores' registers so early that ptxas serialises their instructions.
+    Hopper's tensor cores add up fp8 products in too few bits, so each step's sum is added to the total in float32. This
+    is done here, outside of `tl.dot`: inside, the tensor cores' registers would be read so early that ptxas serialises
+    their instructions.
     """
     if DOT.cast_to is not None:
         x, y = x.to(DOT.cast_to), y.to(DOT.cast_to)

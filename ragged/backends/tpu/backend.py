@@ -1,7 +1,7 @@
 """The backend for TPUs: grouped products as Pallas kernels.
 
 All four kernels stream two operands through VMEM tile by tile, add up products in an accumulator, and store it to the
-result. They differ in their grids:
+result. They differ in their grids (here without the dim of batch elements):
 
     grouped_matmul              columns n × visits × tiles of k     a visit: a tile of rows, for one group
     transposed_grouped_matmul   tiles of a × tiles of b × visits    consecutive visits of a group add up
@@ -132,8 +132,10 @@ def run(launch: Launch, x: Operands) -> Any:
 
 
 def _with_levels(call: Call, x: Operands) -> Operands:
-    """`x` with two levels of scales only where a kernel multiplies sums by the second level: for 4-bit floats, which
-    the first level multiplies exactly in bfloat16, if the contracted dim isn't ragged."""
+    """`x`, with two levels of scales merged unless the kernel multiplies sums by the second level.
+
+    It does so for 4-bit floats if the contracted dim isn't ragged. Times the first level, they are exact in bfloat16.
+    """
 
     def merged(operand: Any) -> Any:
         if operand is None or operand.scales is None:
@@ -315,7 +317,7 @@ def _matrices(operand: KernelOperand, x: Operands, count: int) -> list[Operand]:
 
 
 def _levels(operand: KernelOperand, matrices: list[Operand], ndim: int) -> tuple[Array | None, ...]:
-    """For each product, what the second level of both operands' scales multiplies sums by: `[e, h, 1, 1]`, or None."""
+    """For each product, the factor of sums by the second level of both operands' scales: `[e, h, 1, 1]`, or None."""
 
     def level(scales: Any, ndim: int) -> Array | None:
         if scales is None or scales.tensor is None:

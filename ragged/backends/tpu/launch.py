@@ -97,7 +97,7 @@ class Kernel:
 
     @property
     def rescales_each(self) -> bool:
-        """Whether the product of each visit is scaled instead of their sum."""
+        """Whether the product of each visit is scaled, instead of the sum over visits."""
         return self.problem.kind == "groups" and "step" in self.launch.details.modes
 
     @property

@@ -44,7 +44,8 @@ def arrange(scales: Scales | None, outer_axis: int, outer: int, first: bool, ndi
         scales.block[1 - outer_axis],
     )
     values = values if outer_axis == 0 else values.mT  # [..., outer, blocks]
-    # Wide and short blocks are repeated in the kernel: in memory they would be as many bytes as the operand, or more.
+    # Scales of other wide blocks, which are short along the contracted axis, are repeated in the kernel: repeated in
+    # memory, they would take as many bytes as the operand, or more.
     if width > 1 and (first or extent is None or extent >= 32):
         values, width = jnp.repeat(values, width, axis=-2)[..., :outer, :], 1
     values = values if values.ndim == ndim else values[None]

@@ -9,9 +9,9 @@ the other. The tiles are:
 - along the contracted letter, if ragged: aligned tiles of the buffers if both operands pack it, else tiles counted from
   the group's element 0.
 
-If an operand packs a letter whose tiles are counted from the group, or doesn't pack a letter whose tiles are aligned, a
-tile can begin anywhere in its buffer, but a DMA can't. So two neighbouring blocks are fetched, and the tile is cut out
-of them in VMEM, like the tile's scales.
+In two cases, a tile can begin anywhere in an operand's buffer: if the operand packs a letter whose tiles are counted
+from the group, or doesn't pack a letter whose tiles are aligned. A DMA can't begin anywhere. So two neighbouring blocks
+are fetched, and the tile is cut out of them in VMEM, like the tile's scales.
 
 For example, if the columns are ragged, and two groups share row tile 1:
 

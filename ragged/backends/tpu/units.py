@@ -67,7 +67,7 @@ class Dot(NamedTuple):
 
 
 def loaded(x: Array) -> Array:
-    """A tile as it is, but 4-bit floats in bfloat16, divided by 2**14."""
+    """The tile `x`. 4-bit floats are converted to bfloat16, divided by 2**14."""
     if x.dtype != _FP4:
         return x
     bits = lax.bitcast_convert_type(x, jnp.int4).astype(jnp.int8)  # the upper five bits are the sign

@@ -241,7 +241,7 @@ class _Tiles:
         return jnp.pad(x, [(0, self.tile[packed]), (0, more)])
 
     def window(self, name: str, group: Array, at: dict[str, Array]) -> tuple[list[Array], list[int]]:
-        """`(begin, extent)` of a buffer's tile, by axis. `at`: where the tile begins in the group, by letter."""
+        """`(begin, extent)` of a buffer's tile, by axis. `at`: see `dot`."""
         packed, other = self.letters(name)
         begin = [self.starts[name][group] + at[packed], at.get(other, jnp.int32(0))]
         return begin, [self.tile[packed], self.tile[other] if other in self.tile else self.columns[name]]
@@ -256,7 +256,7 @@ class _Tiles:
         return mask
 
     def dot(self, group: Array, at: dict[str, Array]) -> Array:
-        """The product of a tile of each operand."""
+        """The product of a tile of each operand. `at`: where tiles begin in the group, keyed by ragged letter."""
         p = self.call.product
 
         def tile(name: str) -> Array:
@@ -269,7 +269,7 @@ class _Tiles:
         return dot(x, y, contract, self.call.options.precision, accumulator_dtype(x.dtype))
 
     def total(self, group: Array, count: dict[str, Array], at: dict[str, Array], extent: list[int]) -> Array:
-        """A tile of the result, unrounded, of the shape `extent`. `count`: the group's tiles, by ragged letter."""
+        """A tile of the result, unrounded, of the shape `extent`. `count`: numbers of tiles, keyed by ragged letter."""
         contracted = self.call.product.contracted
         if contracted not in self.length:
             return self.dot(group, at)
@@ -529,10 +529,10 @@ def _transposed_grouped(launch: Launch, x: Operands) -> Array:
 
 
 def _untransposed(x: Array, num_matrices: Any) -> Array:
-    """`x`, an operand of a dot, or of a loop over dots, of so many matrices.
+    """`x`, with a barrier that keeps XLA from folding a transpose of `x` into a dot, where necessary.
 
-    With a single one, XLA may fold a transpose of `x` into the dot. On CPUs (jaxlib up to 0.12.0) it then can't run the
-    dot in bfloat16, or adds up in bfloat16. The barrier keeps the transpose out.
+    `x` is an operand of a dot, or of a loop over dots, with `num_matrices` matrices in all. XLA folds transposes only
+    for a single matrix. On CPUs (jaxlib up to 0.12.0) it then can't run the dot in bfloat16, or adds up in bfloat16.
     """
     is_single = isinstance(num_matrices, int) and num_matrices == 1
     return lax.optimization_barrier(x) if is_single and x.dtype == jnp.bfloat16 else x
@@ -561,7 +561,7 @@ _OVERHEAD = 24
 """Fixed cost of a tile, in rows. Measured: 20 to 40."""
 
 _BATCHED = {"grouped_matmul": (16, 24), "transposed_grouped_matmul": (64, 128)}
-"""`(largest mean group, loop overhead)` by kernel, in rows.
+"""`(largest mean group, loop overhead)` in rows, keyed by kernel.
 
 Up to the largest mean group, one dot multiplies the first rows of all groups. In the loop, a group costs its rows plus
 the overhead. A wgrad's loop also zeroes the result, and copies each sum into it. Measured with random, Zipf and even
@@ -729,8 +729,9 @@ def _from_carry(x: Array, dtype: Any) -> Array:
 def _batched(launch: Launch, x: Operands) -> Array:
     """A product without a ragged letter: one dot over the group axis.
 
-    A batch axis of both operands is folded into the group axis; of one operand, into its letter that isn't contracted.
-    So the dot has four letters: with more, XLA's CPU backend can't run every dot in bfloat16.
+    If both operands have a batch axis, it is folded into the group axis. If only one has it, it is folded into that
+    operand's letter that isn't contracted. So the dot has four axes: with more, XLA's CPU backend can't run every dot
+    in bfloat16.
     """
     call, p, existing = launch.call, launch.call.product, x.epilogue.existing
     common = compute_dtype(x.lhs.data.dtype, x.rhs.data.dtype)
