@@ -175,7 +175,10 @@ class Router(eqx.Module):
         probabilities = scores if self.score == "softmax" else _normalized(scores, 0.0)
         experts = lax.top_k(lax.stop_gradient(self._ranks(logits, scores)), self.top_k)[1]
         weights = jnp.take_along_axis(scores, experts, axis=1)
-        weights = _normalized(weights, self.epsilon) if self.normalize else weights
+        if self.normalize and self.score == "softmax" and self.selection_bias is None and self.groups is None:
+            weights /= jnp.sum(weights, axis=1, keepdims=True) + self.epsilon  # The largest one is far from 0.
+        elif self.normalize:
+            weights = _normalized(weights, self.epsilon)
         return Routing(weights * self.scale if self.scale != 1 else weights, experts, probabilities, logits)
 
     def _ranks(self, logits: Array, scores: Array) -> Array:
@@ -208,11 +211,12 @@ def _normalized(scores: Float[Array, "tokens top_k"], epsilon: float) -> Float[A
     """`scores / (sum(scores) + epsilon)`, or 0 if all scores are 0.
 
     JAX's derivative divides by the square of the sum, which may be 0 in float32. So the scores are first divided by a
-    power of two, near the largest one.
+    power of two, near the largest one. Subnormal scores count as 0.
     """
     largest = lax.stop_gradient(jnp.max(jnp.abs(scores), axis=1, keepdims=True))
-    is_zero = largest == 0
-    unit = jnp.where(is_zero, 1, jnp.ldexp(jnp.ones((), scores.dtype), jnp.frexp(largest)[1] - 1))
+    nearest_power = lax.reduce_precision(largest, jnp.finfo(scores.dtype).nexp, 0)
+    is_zero = nearest_power == 0
+    unit = jnp.where(is_zero, 1, nearest_power)
     scaled = scores / unit
     total = jnp.sum(scaled, axis=1, keepdims=True) + epsilon / unit
-    return scaled / jnp.where(is_zero, 1, total)
+    return jnp.where(is_zero, 0, scaled / jnp.where(is_zero, 1, total))
