@@ -55,7 +55,7 @@ def ours(layers: dict[str, MoELinear], x: Array, chosen: Array, weights: Array) 
 
 
 def compiled(form: Any, *args: Any) -> Any:
-    """The value and all gradients, but for the experts' ids."""
+    """A program for the result, and for the gradients of the layers, the tokens and the weights."""
 
     def loss(layers: Any, x: Array, chosen: Array, weights: Array) -> tuple[Array, Array]:
         y = form(layers, x, chosen, weights)

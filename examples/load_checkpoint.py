@@ -94,7 +94,7 @@ def tensors(path: Path) -> Arrays:
         start = 8 + int(data[:8].view("<u8")[0])
         header = {name: x for name, x in json.loads(bytes(data[8:start])).items() if name != "__metadata__"}
         if len(data) != start + max((x["data_offsets"][1] for x in header.values()), default=0):
-            raise ValueError("its length isn't that of its header")
+            raise ValueError("the file is shorter or longer than its header says")
         parts = {name: data[slice(*(start + n for n in x["data_offsets"]))] for name, x in header.items()}
         known = {name: DTYPES[x["dtype"]] for name, x in header.items() if x["dtype"] in DTYPES}  # else bytes
         return parts | {name: parts[name].view(dtype).reshape(header[name]["shape"]) for name, dtype in known.items()}

@@ -446,7 +446,8 @@ def _dot(operands: tuple[KernelOperand, KernelOperand], modes: tuple[str, str], 
 
 
 def _is_exact(operand: KernelOperand, mode: str) -> bool:
-    """Whether bfloat16 and TF32 hold all values of the operand's tiles, with the scales that multiply them."""
+    """Whether bfloat16 and TF32 represent every value of the operand's tiles exactly. In the mode "tile", values are
+    multiplied by scales."""
     scales, is_narrow = operand.scales, operand.data.dtype.itemsize == 1
     if mode != "tile" or scales is None:
         return is_narrow or operand.data.dtype in (jnp.bfloat16, jnp.float16)
