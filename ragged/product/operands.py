@@ -133,6 +133,7 @@ class KernelOperand(NamedTuple):
     letters: str
     scales: Scales | None
     source: Any = None  # `(..., rows)`: the row of `data` to read for each row, see `Index`; None: rows in order
+    pairs: Any = None  # the dtype of the numbers, if the elements of `data` are bytes of two along the last axis
 
     def extent(self, letter: str) -> Any:
         """The extent along a letter; with `source`, the number of gathered rows."""

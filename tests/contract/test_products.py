@@ -30,10 +30,10 @@ SUBSETS = [" ".join(some) for n in (1, 2, 3) for some in itertools.combinations(
 MX, NVFP4 = Scaling((32, 1), "float8_e8m0fnu"), Scaling((16, 1), "float8_e4m3fn")
 
 
-def four_bits(layout: str, dtype: str, scaling: Scaling, **options: Any) -> Program:
-    """Matrices in 4-bit floats, whose blocks are along the dim that the product contracts; a derivative doesn't."""
+def four_bits(layout: str, dtype: str, scaling: Scaling, of: str = "float4_e2m1fn", **options: Any) -> Program:
+    """Matrices in 4 bits, whose blocks are along the dim that the product contracts; a derivative doesn't."""
     name, turned = ("lhs", scaling.mT) if layout == "forward_left" else ("rhs", scaling)
-    given: dict[str, Any] = {"m": 40, "k": 72, "n": 40, f"{name}_cast": ("float4_e2m1fn", turned)}
+    given: dict[str, Any] = {"m": 40, "k": 72, "n": 40, f"{name}_cast": (of, turned)}
     return Program(layout, dtype, out_dtype="float32", **given | options)
 
 
@@ -76,6 +76,7 @@ def by_default() -> Iterator[Case]:
     for backend, count in (("pallas_tpu", 20), ("triton_gpu", 3)):
         for layout, dtype, scaling in (("forward", "bfloat16", MX), ("forward_left", "float32", NVFP4)):
             yield count, four_bits(layout, dtype, scaling, backend=backend)
+    yield 3, four_bits("forward", "bfloat16", Scaling((32, 1)), "int4", backend="triton_gpu")
 
     extents: dict[str, Any] = {"m": 48, "k": 64, "n": 48, "groups": 3, "capacity": 96, "tiles": (32, 32, 32)}
     for layout, dtypes in (("forward", ("bfloat16", "", "")), ("wgrad", (FP8, "", "float32"))):  # loads by TMA
@@ -226,9 +227,10 @@ def long_of_scales() -> Iterator[Case]:
             yield 5, four_bits(layout, dtype, scaling, backend="pallas_tpu", mapped="lhs")
     for backend, count in (("pallas_tpu", 5), ("triton_gpu", 3)):
         yield count, four_bits("forward", "bfloat16", MX.mT, backend=backend, held=3, existing=True)
-    for scaling in (MX, NVFP4):  # loads by TMA, and the rest without
-        given: dict[str, Any] = wide | {"k": 320, "tiles": (32, 64, 128)}
-        yield 3, four_bits("forward", "bfloat16", scaling, backend="triton_gpu", chip="NVIDIA H200", **given)
+    # Loads by TMA, and the rest without.
+    for scaling, of in ((MX, "float4_e2m1fn"), (NVFP4, "float4_e2m1fn"), (Scaling((64, 1)), "int4")):
+        given: dict[str, Any] = wide | {"k": 320, "tiles": (32, 64, 64 if of == "int4" else 128)}
+        yield 3, four_bits("forward", "bfloat16", scaling, of, backend="triton_gpu", chip="NVIDIA H200", **given)
     for chip in ("NVIDIA B200", "NVIDIA H200"):  # by the tensor cores' own scales, and by the kernel's
         for block in (32, 128):
             casts: dict[str, Any] = {"lhs_cast": (FP8, (1, block)), "rhs_cast": (FP8, (block, 1))}

@@ -115,7 +115,7 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
     a, b = call.kernel_operands(x)
     extent = {r: call.shape[-2], c: call.shape[-1], k: min(a.extent(k), b.extent(k))}
     by_tensor_cores = _scaled_by_tensor_cores((a, b), call, chip)
-    a, b = _loaded(a, k), _loaded(b, k)
+    a, b = (_loaded(operand, k, k in sizes) for operand in (a, b))
     matrices = call.num_local_groups(x)
     batch, sums = call.batch(x), not call.out_batch
     elements, summed = (1, batch or 1) if sums else (batch or 1, 1)
@@ -145,6 +145,7 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
         products=call.num_products,
         results=call.num_stored,
         instructions=call.epilogue.instructions if call.epilogue else 0,
+        unpacks=any(each.pairs for each in (a, b)) and (dot.dtype.itemsize == 4 or "step" in modes),
     )
     details = _Details(tiled, chip, dot, jnp.dtype(stored), matrices, elements, summed, transposes)
     # In the mode "step", a step must not cross the end of a block of scales. In other modes, `block` is 0.
@@ -190,13 +191,13 @@ def _modes(
     loaded: tuple[KernelOperand, KernelOperand], call: Call, x: Operands, by_tensor_cores: bool
 ) -> tuple[tuple[str, str], int]:
     """`(modes, min_k)`: scale modes, and the smallest tile of the contracted letter."""
-    dtypes = [operand.data.dtype for operand in loaded]
-    min_k = tiles.min_k(*dtypes)
+    min_k = tiles.min_k(*(operand.data.dtype for operand in loaded))
     if by_tensor_cores:
         return ("unit", "unit"), min_k
-    if jnp.uint8 in dtypes:  # 4-bit floats times their scales are exact in few bits, so tiles are multiplied by them.
-        return scale_modes(call, x, None), 32
-    return scale_modes(call, x, min_k), min_k
+    pairs = [operand.pairs for operand in loaded]
+    min_k = max(min_k, 32) if any(pairs) else min_k  # TMA loads at least 16 bytes
+    # 4-bit floats times their scales are exact in few bits, so tiles are multiplied by them.
+    return scale_modes(call, x, None if _FP4 in pairs else min_k), min_k
 
 
 def candidates(launch: Launch, x: Operands) -> list[GpuConfig]:
@@ -320,27 +321,30 @@ def _is_fp4(operand: KernelOperand) -> bool:
     return jnp.dtype(operand.data.dtype).name == _FP4
 
 
-def _loaded(operand: KernelOperand, contracted: str) -> KernelOperand:
+def _loaded(operand: KernelOperand, contracted: str, is_ragged: bool) -> KernelOperand:
     """The operand, arrays or avals, in the dtype that the kernel loads.
 
-    int4 becomes int8. 4-bit floats become bytes: pairs along the contracted dim, which comes last, with the first of
-    two in the lower bits. This is XLA's layout of 4-bit floats in a GPU's memory.
+    4-bit numbers become bytes: pairs along the contracted dim, which comes last, with the first of two in the lower
+    bits. This is XLA's layout of 4-bit numbers in a GPU's memory. If the contracted dim is ragged, int4 becomes int8.
     """
-    transposed = _is_fp4(operand) and operand.letters[0] == contracted
+    name = jnp.dtype(operand.data.dtype).name
+    if name not in (_FP4, "int4"):
+        return operand
+    pairs = None if is_ragged else name
+    transposed = pairs is not None and operand.letters[0] == contracted
 
     def load(data: Array, scales: Scales | None) -> tuple[Array, Scales | None]:
-        if data.dtype == jnp.int4:
+        if pairs is None:
             return data.astype(jnp.int8), scales
         if transposed:
             data, scales = data.mT, None if scales is None else scales.mT
         data = jnp.pad(data, [(0, 0)] * (data.ndim - 1) + [(0, data.shape[-1] % 2)])
         return lax.bitcast_convert_type(data.reshape(*data.shape[:-1], -1, 2), jnp.uint8), scales
 
-    if operand.data.dtype != jnp.int4 and not _is_fp4(operand):
-        return operand
     is_aval = isinstance(operand.data, jax.ShapeDtypeStruct)
     data, scales = (partial(jax.eval_shape, load) if is_aval else load)(operand.data, operand.scales)
-    return operand._replace(data=data, scales=scales, letters=operand.letters[::-1] if transposed else operand.letters)
+    letters = operand.letters[::-1] if transposed else operand.letters
+    return operand._replace(data=data, scales=scales, letters=letters, pairs=pairs)
 
 
 def _has_tma(operand: KernelOperand) -> bool:
@@ -406,7 +410,7 @@ def _with_scales(operand: KernelOperand, mode: str, contracted: str) -> KernelOp
     """
     if operand.scales is None:
         return operand
-    if mode == "tile" and operand.data.dtype == jnp.uint8:  # the sum is multiplied by the second level
+    if mode == "tile" and operand.pairs == _FP4:  # the sum is multiplied by the second level
         return operand._replace(scales=replace(operand.scales, values=operand.scales.values.astype(jnp.float32)))
     if mode != "unit":
         return operand._replace(scales=operand.scales.whole)
@@ -420,20 +424,21 @@ def _with_scales(operand: KernelOperand, mode: str, contracted: str) -> KernelOp
     eight_bits = jnp.pad(eight_bits, [(0, 0)] * (values.ndim - 1) + [(0, -values.shape[-1] % 4 + 4 * first)])
     fours = lax.bitcast_convert_type(eight_bits.reshape(*values.shape[:-1], -1, 4), jnp.uint32)
     outer, along = scales.block[operand.axis(contracted) - 1], 4 * (scales.block[operand.axis(contracted)] or 0)
-    along //= 2 if operand.data.dtype == jnp.uint8 else 1  # in bytes
+    along //= 2 if operand.pairs else 1  # in bytes
     block = (along, outer) if first else (outer, along)
     return operand._replace(scales=replace(scales, values=fours.mT if first else fours, block=block))
 
 
 def _dot(operands: tuple[KernelOperand, KernelOperand], modes: tuple[str, str], precision: Any, chip: Chip) -> _Dot:
     """The dot of tiles of both operands, as they are loaded."""
-    stored = [each.data.dtype for each in operands]
+    pairs, stored = [each.pairs for each in operands], [each.data.dtype for each in operands]
     triton_precision = _PRECISIONS.get(precision_name(precision) or "", "tf32")
-    if stored == [jnp.uint8] * 2 and "unit" in modes:
+    if pairs == [_FP4] * 2 and "unit" in modes:
         return _Dot(jnp.dtype(jnp.uint8), False, triton_precision, modes, per_element=2)
-    is_decoded = jnp.uint8 in stored
+    is_decoded = _FP4 in pairs
     few_bits = jnp.float16 if jnp.float16 in stored and "tile" not in modes else jnp.bfloat16
-    a, b = (jnp.dtype(few_bits if dtype == jnp.uint8 else dtype) for dtype in stored)
+    tile_dtypes = {None: None, _FP4: few_bits, "int4": jnp.int8}
+    a, b = (jnp.dtype(tile_dtypes[pair] or dtype) for pair, dtype in zip(pairs, stored, strict=True))
     if "tile" in modes and not (is_decoded and all(map(_is_exact, operands, modes))):
         # Scaled tiles are float32, and "tf32" would lose bits of them.
         return _Dot(jnp.dtype(jnp.float32), True, "tf32x3" if triton_precision == "tf32" else triton_precision, modes)
@@ -452,8 +457,8 @@ def _is_exact(operand: KernelOperand, mode: str) -> bool:
     if mode != "tile" or scales is None:
         return is_narrow or operand.data.dtype in (jnp.bfloat16, jnp.float16)
     # A 4-bit float has two significant bits and a float8_e4m3fn four, so their product has at most six.
-    is_4_bits = operand.data.dtype == jnp.uint8
-    return is_narrow and (scales.e8m0 or (is_4_bits and scales.values.dtype == jnp.float8_e4m3fn))
+    is_fp4 = operand.pairs == _FP4
+    return is_narrow and (scales.e8m0 or (is_fp4 and scales.values.dtype == jnp.float8_e4m3fn))
 
 
 def run(launch: Launch, x: Operands) -> Any:
@@ -508,7 +513,7 @@ def _operands(launch: Launch, x: Operands) -> list[_Operand]:
     operands += [b] * (call.columns == "halves")
     a_mode, b_mode = details.dot.modes
     operands = [
-        _with_scales(_loaded(operand, k), mode, k)
+        _with_scales(_loaded(operand, k, k in x.sizes), mode, k)
         for operand, mode in zip(operands, (a_mode, b_mode, b_mode), strict=False)
     ]
     # Without TMA, a transposed operand would be loaded byte by byte, as its groups begin at any byte.
@@ -553,8 +558,8 @@ def _static(launch: Launch, x: Operands, operands: list[_Operand]) -> dict[str, 
         tma = details.chip.has_tma and config.tma and _has_tma(stored)
         both = call.columns if name == "B" else ""
         tile = {"tile": config.along(outer)[0] * (2 if both == "interleaved" else 1), "halves": both == "halves"}
-        numbers = 2 if stored.data.dtype == jnp.uint8 and mode != "unit" else 1
-        tile |= {"tile_k": tile_k // (dot.per_element * numbers), "numbers": numbers}
+        pairs = given.pairs if mode != "unit" else None
+        tile |= {"tile_k": tile_k // (2 if given.pairs else 1), "numbers": 2 if pairs else 1, "pairs": pairs or ""}
         static[name] = buffer(stored, outer, p, given.letters[0], **tile, tma=tma)
         static[f"{name}_SCALES"] = scaling(given, mode, outer, p, (tile["tile"], tile_k))
     return static

@@ -425,12 +425,12 @@ def _scale_pointers(scales, e, group, matrix, first, S: tl.constexpr, A: tl.cons
 
 @_jit
 def _scaled(x, scales, k, rest, S: tl.constexpr, A: tl.constexpr):
-    """`x`, with 4-bit floats in float32, and multiplied by its scales in float32 if their mode is "tile".
+    """`x`, unpacked if it has 4 bits, and multiplied by its scales in float32 if their mode is "tile".
 
     Scales past `rest` are undefined, so the result is zero there.
     """
     if A.numbers == 2:
-        x = _decoded(x)
+        x = _decoded(x, A.pairs)
     if S.applied_to == "tile":
         TILE_K: tl.constexpr = A.tile_k * A.numbers
         EACH: tl.constexpr = S.outer_each
@@ -449,13 +449,18 @@ def _scaled(x, scales, k, rest, S: tl.constexpr, A: tl.constexpr):
 
 
 @_jit
-def _decoded(x):
-    """`[tile, 2 * bytes]` float32: the two float4_e2m1fn of each byte, the lower bits first.
+def _decoded(x, PAIRS: tl.constexpr):
+    """`[tile, 2 * bytes]`, the two numbers of each byte, the lower bits first: int4 in int8, float4_e2m1fn in float32.
 
-    Sign, exponent and mantissa are moved to those of a float16, whose smaller bias of the exponent divides by 2**14.
+    Sign, exponent and mantissa of a float are moved to those of a float16, whose larger bias of the exponent divides
+    the value by 2**14.
     """
-    both = tl.join(x & 15, x >> 4).reshape(x.shape[0], 2 * x.shape[1]).to(tl.uint16)
-    return (((both & 8) << 12) | ((both & 7) << 9)).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+    if PAIRS == "int4":
+        both = tl.join(x << 4, x).reshape(x.shape[0], 2 * x.shape[1]).to(tl.int8, bitcast=True)
+        return both >> 4  # keeps the sign
+    else:
+        both = tl.join(x & 15, x >> 4).reshape(x.shape[0], 2 * x.shape[1]).to(tl.uint16)
+        return (((both & 8) << 12) | ((both & 7) << 9)).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
 
 
 @_jit

@@ -103,6 +103,7 @@ class Problem(NamedTuple):
     products: int = 1  # number of matrices that the rows are multiplied with
     results: int = 1  # number of stored arrays
     instructions: int = 0  # of the epilogue, per element of the result
+    unpacks: bool = False  # whether 4-bit numbers are unpacked in registers beside float32 tiles or two accumulators
 
     @property
     def sums(self) -> int:
@@ -219,7 +220,7 @@ def _config(p: Problem, r: int, c: int, k: int, on: Chip) -> GpuConfig | None:
     # sums. A quarter is left if registers also hold operands (before Hopper, and to transpose float32), addresses, or
     # offsets of three ragged letters.
     is_crowded = not on.has_tma or p.by_thread or p.ragged or p.itemsize >= 4
-    sums, per_thread = r * c * p.sums, MAX_SUM_REGISTERS // 2 if is_crowded else MAX_SUM_REGISTERS
+    sums, per_thread = r * c * p.sums, MAX_SUM_REGISTERS // (1 + is_crowded) // (1 + p.unpacks)
     warps = 8 if sums > per_thread * 128 or (p.slow and sums > 32 * 32) else 4
     if sums > per_thread * 32 * warps:
         return None

@@ -1,5 +1,6 @@
 """Every product compiled for real GPUs, without one: registers, spills, shared memory, instructions."""
 
+import itertools
 import math
 import re
 from collections import Counter
@@ -142,23 +143,17 @@ def test_what_is_measured(chip: str, shape: Shape) -> None:
     "chip, scaling, shape",
     split(
         [(H200, "mx", LARGE)],
-        [
-            *(
-                (chip, scaling, shape)
-                for chip in (A100, H200, B200)
-                for scaling in ("mx", "nvfp4")
-                for shape in (LARGE, DEEP, TINY)
-            )
-        ],
+        itertools.product((A100, H200, B200), ("mx", "nvfp4", (1, 128)), (LARGE, DEEP, TINY)),
     ),
 )
-def test_weights_of_4_bits(chip: str, scaling: str, shape: Shape) -> None:
-    """Forward and dgrad, in bfloat16 and without spills; nothing is dequantised in memory."""
-    run, avals = with_weights("float4_e2m1fn", scaling, shape)
+def test_weights_of_4_bits(chip: str, scaling: Any, shape: Shape) -> None:
+    """Forward and dgrad, of floats in bfloat16; no spills, and nothing is dequantised in memory."""
+    is_int = scaling == (1, 128)
+    run, avals = with_weights("int4" if is_int else "float4_e2m1fn", scaling, shape)
     found = gpu.compile_for(chip, run, *avals)
     assert len(found) == 2 and not dequantized(gpu.lower_for(chip, run, *avals).as_text(), math.prod(shape[1:]))
     for kernel in found:
-        assert kernel.spill_bytes == 0 and "tf32" not in kernel.ptx
+        assert kernel.spill_bytes == 0 and (is_int or "tf32" not in kernel.ptx)
         assert any(kernel.sass_counts[name] for name in (*TENSOR_CORES[chip], "HMMA"))
 
 
@@ -269,21 +264,21 @@ def test_epilogue_kernels_on_blackwell(recipe: str, gated: bool) -> None:
 
 
 @pytest.mark.long
-def test_four_bits_are_bytes_in_memory() -> None:
+@pytest.mark.parametrize("dtype", ["float4_e2m1fn", "int4"])
+def test_four_bits_are_bytes_in_memory(dtype: str) -> None:
     """XLA for a GPU has two numbers in a byte, the first in the lower bits: no pass makes the kernel's operand."""
-    avals = Aval((1024, 512), jnp.float4_e2m1fn), Aval((1024, 512), jnp.float32)
 
     def by_hand(x: Array) -> Array:
         codes = lax.bitcast_convert_type(x, jnp.uint4).astype(jnp.uint8).reshape(1024, 256, 2)
         return codes[..., 0] | codes[..., 1] << 4
 
     def loaded(x: Array) -> Array:
-        return _loaded(KernelOperand(x.astype(jnp.float4_e2m1fn), "mk", None), "k").data
+        return _loaded(KernelOperand(x.astype(dtype), "mk", None), "k", False).data
 
-    text = gpu.compile_whole(loaded, avals[1]).as_text()
+    text = gpu.compile_whole(loaded, Aval((1024, 512), jnp.float32)).as_text()
     entry = text[text.index("ENTRY") :]
     assert entry.count(" fusion(") == 1 and re.search(r"ROOT \S+ = u8\[1024,256\]\S* bitcast\(", entry)
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(1024, 512)), jnp.float4_e2m1fn)
+    x = jnp.asarray(3 * np.random.default_rng(0).normal(size=(1024, 512)), dtype)
     np.testing.assert_array_equal(loaded(x), by_hand(x))
 
 
