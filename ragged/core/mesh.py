@@ -110,11 +110,12 @@ def automatic_meshes(leaves: Sequence[Any]) -> list[Any]:
     return [mesh for mesh in meshes if mesh.size > 1 and not (mesh.manual_axes or mesh.explicit_axes)]
 
 
-def is_of_one_device(leaves: Sequence[Any], requested: PartitionSpec | None = None) -> bool:
-    """Whether the arrays, and a result with the `requested` spec, are arrays of one device: there is no mesh of several
-    devices, or the program is in a `shard_map` over all mesh axes."""
-    is_explicit = explicit_mesh(leaves, requested) is not None
-    return not is_explicit and not automatic_meshes(leaves) and partially_manual_mesh(leaves, requested) is None
+def is_of_one_device(leaves: Sequence[Any]) -> bool:
+    """Whether the arrays are of one device: there is no mesh of several devices, or the program is in a `shard_map`
+    over all mesh axes."""
+    if all(jax.typeof(x).sharding.mesh.empty for x in leaves):
+        return True
+    return explicit_mesh(leaves) is None and partially_manual_mesh(leaves) is None and not automatic_meshes(leaves)
 
 
 def on_host(arrays: Sequence[Any], copy: bool = False) -> list[np.ndarray] | None:

@@ -28,7 +28,7 @@ from ragged.ops.matmul import matmul, request_of
 from ragged.ops.request import Arguments, Request
 from ragged.parallel.exchange import check_options, exchange
 from ragged.primitive.epilogue import activated
-from ragged.product.function import Function, check_activation, takes_two
+from ragged.product.function import Function, function_of
 from ragged.quant.recipe import Cast, Recipe
 from ragged.quant.weights import QuantizedWeights
 from ragged.tensor.arithmetic import per_row
@@ -74,10 +74,7 @@ class Experts(eqx.Module):
         **Raises:** `ValueError` or `TypeError` for an invalid activation or an unknown `save`, and as `GroupedLinear`.
         """
         site = Site("ragged.nn.Experts(d, hidden, num_experts)")
-        check_activation(site, activation)
-        if not gated and takes_two(activation):
-            hint = "Pass a function of one argument, or `gated=True`."
-            site.fail(TypeError, "`activation` needs two arguments, but there is no gate.", hint)
+        function_of(site, activation, 2 if gated else 1, jnp.float32)
         if save not in ("pre", "out", "nothing"):
             site.fail(ValueError, f"unknown `save` {save!r}.", "Pass 'pre', 'out' or 'nothing'.")
         keys, options = jax.random.split(key, 3), {"use_bias": use_bias, "recipe": recipe, "dtype": dtype}

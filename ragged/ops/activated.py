@@ -87,8 +87,9 @@ def _with_shared_rows(requests: Requests) -> Requests:
 @jax.custom_jvp
 def _activated(requests: Requests) -> tuple[Array, tuple[Array, ...]]:
     """`(out, z)`: the result and the pre-activations, each rounded once. One kernel computes all if possible."""
-    if (one := _one_product(requests)) is not None and (found := fused.bind(*one)) is not None:
-        return found[0], tuple(found[1:])
+    if (one := _one_product(requests)) is not None:
+        out, *z = fused.bind(*one)
+        return out, tuple(z)
     dtype = requests[0].call.dtype
     products = [_product(each, accumulator_dtype(dtype)) for each in requests]
     z = [
@@ -113,7 +114,7 @@ def _combined(requests: Requests, z: Any) -> Array:
 def _one_product(requests: Requests) -> tuple[Operands, Call] | None:
     """`(operands, call)` of one product of the rows with one or two matrices; None if no kernel supports it."""
     x, call = requests[0].operands, requests[0].call
-    if any(each.merge is not None for each in requests) or x.epilogue.existing is not None:
+    if any(each.merge is not None or not each.is_local for each in requests) or x.epilogue.existing is not None:
         return None
     if call.product.kernel not in fused.KERNELS or call.options.calls_back:
         return None

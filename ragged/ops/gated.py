@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.lax import PrecisionLike
@@ -14,7 +13,6 @@ from jaxtyping import Float, Int
 
 from ragged.core.errors import Site, is_arraylike
 from ragged.core.formats import AnyArray, accumulator_dtype, promote
-from ragged.core.mesh import is_of_one_device
 from ragged.ops.activated import with_epilogue
 from ragged.ops.epilogue import GATE, UP, check_bias, check_names, check_rows, check_save
 from ragged.ops.matmul import request_of
@@ -136,8 +134,7 @@ def gated_requests(
     dtype = promote(gate.call.dtype, up.call.dtype)
     function = function_of(site, arguments.activation, 2, accumulator_dtype(dtype))
     gate, up = (replace(each, call=each.call._replace(dtype=dtype), function=function) for each in (gate, up))
-    needs_two = both is None or recipes != (None, None) or gate.merge is not None
-    if needs_two or not is_of_one_device(jax.tree.leaves((gate.operands, both))):
+    if both is None or recipes != (None, None) or gate.merge is not None or not gate.is_local:
         return gate, up
     # Kernels and derivatives read the one weight in place. The two matrices are for products that can't.
     return replace(gate, both=both, columns=columns), up

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -194,7 +194,9 @@ def request_of(lhs: Any, rhs: Any, arguments: Arguments, site: Site | None = Non
     `merges`: whether groups that share a matrix become one group.
     """
     given, lhs, rhs = (lhs, rhs), unquantized(lhs), unquantized(rhs)
-    gathered = lhs if _may_gather(lhs, rhs) else None
+    arrays = jax.tree.leaves((lhs, rhs, arguments.existing_out, arguments.group_offset, arguments.bias))
+    is_local = is_of_one_device([each for each in arrays if isinstance(each, Array)])
+    gathered = lhs if is_local and _may_gather(lhs, rhs) else None
     if gathered is not None:  # The checks need only shapes and dtypes, so nothing is gathered.
         lhs = GroupedTensor(jax.ShapeDtypeStruct(gathered.shape, gathered.dtype), gathered.first_dims)
     elif isinstance(lhs, Gathered):
@@ -251,8 +253,9 @@ def request_of(lhs: Any, rhs: Any, arguments: Arguments, site: Site | None = Non
         if arguments.activation is None:
             hint = f"Name the result's buffer: `jax.ad_checkpoint.checkpoint_name((lhs @ rhs).data, {name!r})`."
             site.fail(ValueError, f"`name={name!r}` names pre-activations, but the call has no activation.", hint)
+    name = name or PRE_ACTIVATION
     request = Request(
-        operands, recipe, bias, first_dims, last_dims, call, layout, swapped, None, save, name or PRE_ACTIVATION
+        operands, recipe, bias, first_dims, last_dims, call, layout, swapped, None, save, name, is_local=is_local
     )
     check_epilogue(site, request, arguments.activation)
     operands, call, merge = merged(operands, call)
@@ -266,12 +269,9 @@ def request_of(lhs: Any, rhs: Any, arguments: Arguments, site: Site | None = Non
     return replace(request, function=function)
 
 
-def _may_gather(lhs: Any, rhs: Any) -> bool:
-    """Whether the product may read the rows of `lhs` by an index: if `rhs` has a matrix for each group and all arrays
-    are on one device."""
-    if not isinstance(lhs, Gathered) or lhs.data.ndim != 2 or getattr(rhs, "ndim", 0) != 3 or any(_ragged(rhs)):
-        return False
-    return is_of_one_device([leaf for leaf in jax.tree.leaves((lhs, rhs)) if isinstance(leaf, jax.Array)])
+def _may_gather(lhs: Any, rhs: Any) -> TypeGuard[Gathered]:
+    """Whether a kernel may read the rows of `lhs` by an index: they are gathered, and `rhs` has a matrix per group."""
+    return isinstance(lhs, Gathered) and lhs.data.ndim == 2 and getattr(rhs, "ndim", 0) == 3 and not any(_ragged(rhs))
 
 
 def _stored(x: GroupedTensor | Array, letters: str) -> tuple[Operand, str]:

@@ -51,7 +51,7 @@ class Arguments:
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["operands", "recipe", "bias", "first_dims", "last_dims", "both"],
-    meta_fields=["call", "layout", "is_swapped", "function", "save", "name", "columns", "merge"],
+    meta_fields=["call", "layout", "is_swapped", "is_local", "function", "save", "name", "columns", "merge"],
 )
 @dataclass(frozen=True)
 class Request:
@@ -72,6 +72,7 @@ class Request:
     # the matrices in the operands of both requests get none.
     both: Array | None = None
     columns: str = ""  # the order of its columns: "halves" or "interleaved"
+    is_local: bool = True  # whether all arrays are of one device, or in a `shard_map` over all mesh axes
     merge: Merge | None = None  # If all groups share a matrix: `operands` and `call` have one group.
 
     @property

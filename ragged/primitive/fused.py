@@ -19,7 +19,7 @@ from jax.interpreters import partial_eval as pe
 
 from ragged.backends.base import Target
 from ragged.core.formats import accumulator_dtype
-from ragged.core.mesh import is_of_one_device, vary_together
+from ragged.core.mesh import vary_together
 from ragged.primitive import lowering, primitive
 from ragged.primitive.epilogue import combined, split_columns, with_bias
 from ragged.primitive.primitive import abstract_eval, lowering_rule
@@ -32,14 +32,9 @@ fused_p = Primitive("ragged_fused_matmul")
 fused_p.multiple_results = True
 
 
-def bind(x: Operands, call: Call) -> list[Array] | None:
-    """The arrays that the call's `EpilogueSpec` stores.
-
-    None unless operands are local to one device, as in a `shard_map` over all mesh axes: only there kernels apply it.
-    """
+def bind(x: Operands, call: Call) -> list[Array]:
+    """The arrays that the call's `EpilogueSpec` stores. All operands are of one device: see `is_of_one_device`."""
     leaves, tree = jax.tree.flatten(x)
-    if not is_of_one_device(leaves, call.out_spec):
-        return None
     return fused_p.bind(*vary_together(leaves), tree=tree, call=call)
 
 

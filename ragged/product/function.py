@@ -201,14 +201,6 @@ def takes_two(function: Any) -> bool:
     return not _takes(function, 1) and _takes(function, 2)
 
 
-def check_activation(site: Site, activation: Any) -> None:
-    """Raises `ValueError` unless `activation` is None, a known name, or a function."""
-    if activation is None or callable(activation) or (isinstance(activation, str) and activation in ACTIVATIONS):
-        return
-    hint = f"Pass one of {', '.join(map(repr, ACTIVATIONS))}, or an elementwise function such as `jax.nn.softplus`."
-    site.fail(ValueError, f"unknown `activation` {describe(activation)}.", hint)
-
-
 def function_of(site: Site, activation: Any, arity: int, dtype: Any) -> Function | None:
     """An activation as a `Function` of `arity` pre-activations in `dtype`. None for one pre-activation without
     an activation.
@@ -216,13 +208,15 @@ def function_of(site: Site, activation: Any, arity: int, dtype: Any) -> Function
     With two pre-activations, an activation of one argument is applied to the first, the gate; the result is multiplied
     by the second.
     """
-    check_activation(site, activation)
     if activation is None:
         if arity == 1:
             return None
         activation = _without_activation
+    if not callable(activation) and (not isinstance(activation, str) or activation not in ACTIVATIONS):
+        hint = f"Pass one of {', '.join(map(repr, ACTIVATIONS))}, or an elementwise function such as `jax.nn.softplus`."
+        site.fail(ValueError, f"unknown `activation` {describe(activation)}.", hint)
     if arity == 1 and takes_two(activation):
-        hint = "Pass a function of one argument. `ragged.gated_matmul` takes a function of two."
+        hint = "Pass a function of one argument. A function of two needs a gate, as in `ragged.gated_matmul`."
         site.fail(TypeError, "`activation` needs two arguments, but there is one product.", hint)
     if not isinstance(activation, str) and not any(_takes(activation, count) for count in range(1, arity + 1)):
         problem, hint = "doesn't take one argument", "Pass a function of one argument."
