@@ -16,6 +16,7 @@ from collections.abc import Callable, Container, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache, partial, reduce
+from itertools import accumulate, chain
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -254,6 +255,10 @@ class _Unsuitable(Exception):
         self.kind, self.maps, self.is_traced = kind, maps, is_traced
 
 
+def _not_elementwise(primitive: str) -> _Unsuitable:
+    return _Unsuitable(f"isn't known to be elementwise: it uses JAX's primitive `{primitive}`")
+
+
 def _without_activation(gate: Array, up: Array) -> Array:
     return gate * up
 
@@ -412,14 +417,48 @@ def _operations(call: Callable[..., Array], z: list[Any]) -> tuple[tuple[Operati
         operations.append(Operation(primitive, params, tuple(operands), dtype))
         return len(z) + len(operations) - 1
 
-    def run(closed: Any, arguments: list[int | np.generic]) -> list[int | np.generic]:
+    def of_stacks(equation: Any, operands: list[Any]) -> Any:
+        """The result of a primitive that makes or takes a stack `[k, *shape]`, as in `jnp.select`. A tuple of `k`
+        values stands for it."""
+        primitive, params, stack = equation.primitive, equation.params, operands[0]
+        source, out = equation.invars[0].aval, equation.outvars[0].aval
+        is_stack, is_along = out.shape[1:] == shape, 0 in (params.get("axis"), params.get("dimension"))
+        match primitive.name:
+            case "slice" | "squeeze" | "convert_element_type" | "cumsum" | "argmax" if not isinstance(stack, tuple):
+                pass  # a stack of equal numbers
+            case "broadcast_in_dim" if params["broadcast_dimensions"] == (*range(1, len(out.shape)),):
+                return (stack,) * out.shape[0]
+            case "stack" if is_along and is_stack:
+                return tuple(operands)
+            case "concatenate" if is_along and is_stack:
+                pairs = zip(operands, equation.invars, strict=True)
+                parts = (x if isinstance(x, tuple) else (x,) * var.aval.shape[0] for x, var in pairs)
+                return tuple(chain.from_iterable(parts))
+            case "slice" if is_stack and params["strides"] is None:
+                return stack[params["start_indices"][0] : params["limit_indices"][0]]
+            case "squeeze" if out.shape == shape:
+                return stack[0]
+            case "convert_element_type":
+                return tuple(value(primitive, params, [each], out.dtype) for each in stack)
+            case "cumsum" if is_along and not params["reverse"]:
+                return tuple(accumulate(stack, lambda x, y: value(lax.add_p, {}, [x, y], out.dtype)))
+            case "argmax" if params["axes"] == (0,) and not jnp.issubdtype(source.dtype, jnp.inexact):
+                best, index = stack[0], np.zeros((), out.dtype)[()]
+                for i, each in enumerate(stack[1:], 1):
+                    is_more = value(lax.gt_p, {}, [each, best], np.dtype(bool))
+                    best = value(lax.max_p, {}, [each, best], source.dtype)
+                    index = value(lax.select_n_p, {}, [is_more, index, out.dtype.type(i)], out.dtype)
+                return index
+        raise _not_elementwise(primitive.name)
+
+    def run(closed: Any, arguments: list[Any]) -> list[Any]:
         """The results of a jaxpr. Appends its operations to `operations`."""
         nonlocal has_rules
         jaxpr = getattr(closed, "jaxpr", closed)
         constants = map(_number, getattr(closed, "consts", ()))
-        known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *arguments), strict=True))
+        known: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *arguments), strict=True))
 
-        def read(atom: Any) -> int | np.generic:
+        def read(atom: Any) -> Any:
             dtype = atom.aval.dtype
             return _scalar(atom.val, dtype) if isinstance(atom, Literal) else known[atom]
 
@@ -429,15 +468,17 @@ def _operations(call: Callable[..., Array], z: list[Any]) -> tuple[tuple[Operati
             if name in _CALLS:
                 has_rules |= name in _CUSTOM
                 results = run(params["jaxpr" if "jaxpr" in params else "call_jaxpr"], operands)
-            elif name in _SAME and out.shape in ((), shape):
+            elif name in _SAME and (out.shape in ((), shape) or isinstance(operands[0], np.generic)):
                 results = operands[:1]
-            elif name in _ELEMENTWISE and out.shape in ((), shape):
+            elif out.shape[1:] == shape or any(isinstance(each, tuple) for each in operands):
+                results = [of_stacks(equation, operands)]
+            elif name in _ELEMENTWISE and (out.shape in ((), shape) or not any(isinstance(x, int) for x in operands)):
                 # Only a barrier has several results: each is one operand.
                 parts = [[each] for each in operands] if equation.primitive.multiple_results else [operands]
                 pairs = zip(parts, equation.outvars, strict=True)
                 results = [value(equation.primitive, params, part, var.aval.dtype) for part, var in pairs]
             else:
-                raise _Unsuitable(f"isn't known to be elementwise: it uses JAX's primitive `{name}`")
+                raise _not_elementwise(name)
             known.update(zip(equation.outvars, results, strict=True))
         return [read(each) for each in jaxpr.outvars]
 

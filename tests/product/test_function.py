@@ -436,10 +436,23 @@ def test_what_no_kernel_has() -> None:
     def choice(z: Array) -> Array:  # of three, by an integer
         return lax.select_n(jnp.full(z.shape, 2, jnp.int32), z, z + 10, z + 20)
 
-    with launches() as ran:
-        out = ragged.matmul(X, W, activation=choice, backend=BACKENDS["triton_gpu"]).data
-    assert ran == [("triton_gpu", "grouped_matmul")]
-    assert out[:, 0].tolist() == [24] * 5 + [0] * 3
+    def piecewise(z: Array) -> Array:
+        return jnp.piecewise(z, [z > 2, z < -2], [lambda z: z * z, -1.5, lambda z: -z])
+
+    def select(z: Array) -> Array:  # The first condition that holds decides.
+        return jnp.select([z > 2, z > 1, z < -2], [z * z, 2 * z, -z], 0.25)
+
+    wants: dict[Any, Any] = {
+        choice: lambda z: z + 20,
+        piecewise: lambda z: np.piecewise(z, [z > 2, z < -2], [lambda z: z * z, -1.5, lambda z: -z]),
+        select: lambda z: np.select([z > 2, z > 1, z < -2], [z * z, 2 * z, -z], 0.25),
+    }
+    z = np.array([-3, -2, 0, 1.5, 2.5, np.nan], np.float32)
+    for function, want in wants.items():
+        with launches() as ran:
+            out = ragged.matmul(X, W, bias=z - 4, activation=function, backend=BACKENDS["triton_gpu"]).data
+        assert ran == [("triton_gpu", "grouped_matmul")]
+        np.testing.assert_array_equal(out, [*[want(z)] * 5, *np.zeros((3, 6))])
 
 
 @pytest.mark.parametrize(
@@ -449,11 +462,18 @@ def test_what_no_kernel_has() -> None:
         (lambda z: z * z.shape[0], ValueError, "depend on the shape"),
         (np.tanh, ValueError, "can't be traced"),
         (lambda z: z * jnp.arange(3.0)[None], ValueError, "primitive `iota`"),
-        (lambda z: z * jnp.ones(3)[None], ValueError, "primitive `broadcast_in_dim`"),
+        (lambda z: z * jnp.ones(3)[None], ValueError, "can't be traced"),
+        (
+            lambda z: jnp.argmax(jnp.stack([z, -z]), axis=0).astype(z.dtype),
+            ValueError,
+            "primitive `argmax`",
+        ),  # NaN is largest
+        (lambda z: jnp.concatenate([z[:1], z[1:]]), ValueError, "primitive `slice`"),
+        (lambda z: jnp.broadcast_to(z[:, None], (len(z), *z.shape))[0], ValueError, "primitive `broadcast_in_dim`"),
         (lambda z: z * np.ones((1, 3), np.float32), TypeError, r"closes over an array, f32\[1,3\]"),
         (lambda z: z[None] * np.ones((5, 1, 1), np.float32), TypeError, r"closes over an array, f32\[5,1,1\]"),
     ],
-    ids=["reversed", "shape", "numpy", "iota", "row", "array", "more dims"],
+    ids=["reversed", "shape", "numpy", "iota", "row", "argmax", "parts", "other axis", "array", "more dims"],
 )
 def test_bad_functions(activation: Any, error: type[Exception], text: str) -> None:
     """They are no elementwise functions of numbers, and raise at the call. `docs/errors.md` has more of them."""
