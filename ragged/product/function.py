@@ -417,40 +417,6 @@ def _operations(call: Callable[..., Array], z: list[Any]) -> tuple[tuple[Operati
         operations.append(Operation(primitive, params, tuple(operands), dtype))
         return len(z) + len(operations) - 1
 
-    def of_stacks(equation: Any, operands: list[Any]) -> Any:
-        """The result of a primitive that makes or takes a stack `[k, *shape]`, as in `jnp.select`. A tuple of `k`
-        values stands for it."""
-        primitive, params, stack = equation.primitive, equation.params, operands[0]
-        source, out = equation.invars[0].aval, equation.outvars[0].aval
-        is_stack, is_along = out.shape[1:] == shape, 0 in (params.get("axis"), params.get("dimension"))
-        match primitive.name:
-            case "slice" | "squeeze" | "convert_element_type" | "cumsum" | "argmax" if not isinstance(stack, tuple):
-                pass  # a stack of equal numbers
-            case "broadcast_in_dim" if params["broadcast_dimensions"] == (*range(1, len(out.shape)),):
-                return (stack,) * out.shape[0]
-            case "stack" if is_along and is_stack:
-                return tuple(operands)
-            case "concatenate" if is_along and is_stack:
-                pairs = zip(operands, equation.invars, strict=True)
-                parts = (x if isinstance(x, tuple) else (x,) * var.aval.shape[0] for x, var in pairs)
-                return tuple(chain.from_iterable(parts))
-            case "slice" if is_stack and params["strides"] is None:
-                return stack[params["start_indices"][0] : params["limit_indices"][0]]
-            case "squeeze" if out.shape == shape:
-                return stack[0]
-            case "convert_element_type":
-                return tuple(value(primitive, params, [each], out.dtype) for each in stack)
-            case "cumsum" if is_along and not params["reverse"]:
-                return tuple(accumulate(stack, lambda x, y: value(lax.add_p, {}, [x, y], out.dtype)))
-            case "argmax" if params["axes"] == (0,) and not jnp.issubdtype(source.dtype, jnp.inexact):
-                best, index = stack[0], np.zeros((), out.dtype)[()]
-                for i, each in enumerate(stack[1:], 1):
-                    is_more = value(lax.gt_p, {}, [each, best], np.dtype(bool))
-                    best = value(lax.max_p, {}, [each, best], source.dtype)
-                    index = value(lax.select_n_p, {}, [is_more, index, out.dtype.type(i)], out.dtype)
-                return index
-        raise _not_elementwise(primitive.name)
-
     def run(closed: Any, arguments: list[Any]) -> list[Any]:
         """The results of a jaxpr. Appends its operations to `operations`."""
         nonlocal has_rules
@@ -471,7 +437,7 @@ def _operations(call: Callable[..., Array], z: list[Any]) -> tuple[tuple[Operati
             elif name in _SAME and (out.shape in ((), shape) or isinstance(operands[0], np.generic)):
                 results = operands[:1]
             elif out.shape[1:] == shape or any(isinstance(each, tuple) for each in operands):
-                results = [of_stacks(equation, operands)]
+                results = [_of_stacks(equation, operands, shape, value)]
             elif name in _ELEMENTWISE and (out.shape in ((), shape) or not any(isinstance(x, int) for x in operands)):
                 # Only a barrier has several results: each is one operand.
                 parts = [[each] for each in operands] if equation.primitive.multiple_results else [operands]
@@ -484,6 +450,41 @@ def _operations(call: Callable[..., Array], z: list[Any]) -> tuple[tuple[Operati
 
     (result,) = run(closed, [*range(len(z))])
     return tuple(operations), result, has_rules
+
+
+def _of_stacks(equation: Any, operands: list[Any], shape: tuple[int, ...], value: Callable[..., Any]) -> Any:
+    """The result of a primitive that makes or takes a stack `[k, *shape]`, as in `jnp.select`. A tuple of `k` values
+    stands for it. `value(primitive, params, operands, dtype)`: the result of an elementwise primitive."""
+    primitive, params, stack = equation.primitive, equation.params, operands[0]
+    source, out = equation.invars[0].aval, equation.outvars[0].aval
+    is_stack, is_along = out.shape[1:] == shape, 0 in (params.get("axis"), params.get("dimension"))
+    match primitive.name:
+        case "slice" | "squeeze" | "convert_element_type" | "cumsum" | "argmax" if not isinstance(stack, tuple):
+            pass  # a stack of equal numbers
+        case "broadcast_in_dim" if params["broadcast_dimensions"] == (*range(1, len(out.shape)),):
+            return (stack,) * out.shape[0]
+        case "stack" if is_along and is_stack:
+            return tuple(operands)
+        case "concatenate" if is_along and is_stack:
+            pairs = zip(operands, equation.invars, strict=True)
+            parts = (x if isinstance(x, tuple) else (x,) * var.aval.shape[0] for x, var in pairs)
+            return tuple(chain.from_iterable(parts))
+        case "slice" if is_stack and params["strides"] is None:
+            return stack[params["start_indices"][0] : params["limit_indices"][0]]
+        case "squeeze" if out.shape == shape:
+            return stack[0]
+        case "convert_element_type":
+            return tuple(value(primitive, params, [each], out.dtype) for each in stack)
+        case "cumsum" if is_along and not params["reverse"]:
+            return tuple(accumulate(stack, lambda x, y: value(lax.add_p, {}, [x, y], out.dtype)))
+        case "argmax" if params["axes"] == (0,) and not jnp.issubdtype(source.dtype, jnp.inexact):
+            best, index = stack[0], np.zeros((), out.dtype)[()]
+            for i, each in enumerate(stack[1:], 1):
+                is_more = value(lax.gt_p, {}, [each, best], np.dtype(bool))
+                best = value(lax.max_p, {}, [each, best], source.dtype)
+                index = value(lax.select_n_p, {}, [is_more, index, out.dtype.type(i)], out.dtype)
+            return index
+    raise _not_elementwise(primitive.name)
 
 
 def _jaxpr(call: Callable[..., Array], z: list[Any]) -> tuple[Any, Any]:
