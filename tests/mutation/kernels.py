@@ -33,11 +33,7 @@ TPU = [
     ("tiles", "return which * (problem.b // columns) + j", "return j"),
     ("backend", "@pl.when(is_first)", "@pl.when(at == 0)"),
     ("backend", "is_last = (at == end) | begins(", "is_last = begins("),
-    (
-        "backend",
-        "jnp.where(v.end[piece] > v.start[piece], scaled,",
-        "jnp.where(v.end[piece] >= v.start[piece], scaled,",
-    ),
+    ("backend", "v.end[piece] > v.start[piece])", "v.end[piece] >= v.start[piece])"),
     ("backend", "accumulator[...] += multiply(rows, (low, high))", "accumulator[...] = multiply(rows, (low, high))"),
     ("tiled", "is_first, is_last = low <= begin,", "is_first, is_last = low < begin,"),
     ("tiled", "@pl.when(place.active & is_first)", "@pl.when(place.opens & place.active & is_first)"),

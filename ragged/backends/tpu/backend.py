@@ -630,10 +630,9 @@ def _groups_body(kernel: Kernel, by_element: bool) -> Any:
             return kernel.product_of_rows((lhs, rhs), (lhs_scales, rhs_scales), (ids[0] * ta, ids[1] * tb), rows, span)
 
         def store(total: Array) -> None:
-            scaled = total if kernel.rescales_each else kernel.rescale(total, lhs_scales, rhs_scales)
-            if scaled is not total:  # An empty group's scales may be NaN.
-                scaled = jnp.where(v.end[piece] > v.start[piece], scaled, jnp.zeros_like(scaled))
-            total = base.apply_epilogue(kernel.launch.call, scaled, None if existing is None else existing[...])
+            if not kernel.rescales_each:
+                total = kernel.rescale(total, lhs_scales, rhs_scales, v.end[piece] > v.start[piece])
+            total = base.apply_epilogue(kernel.launch.call, total, None if existing is None else existing[...])
             out[...] = total.astype(out.dtype)
 
         is_alone = is_full & is_first & is_last

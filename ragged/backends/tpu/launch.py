@@ -201,11 +201,15 @@ class Kernel:
         total = self.dot(in_group(x, rows.start), in_group(y, rows.start))
         return self.rescale(total, *refs) if self.rescales_each else total
 
-    def rescale(self, total: Array, x_scales: Any, y_scales: Any) -> Array:
-        """`total` times the scales that are constant along the contracted axis."""
+    def rescale(self, total: Array, x_scales: Any, y_scales: Any, has_rows: Any = True) -> Array:
+        """`total` times the scales that are constant along the contracted axis.
+
+        An empty group's scales may be NaN, so they count as zero without `has_rows`.
+        """
         for ref, blocks in zip((x_scales, y_scales), self.scales[:2], strict=True):
             if blocks is not None and blocks.extent is None:
-                total = total.astype(jnp.float32) * ref[...]
+                scales = ref[...] if has_rows is True else jnp.where(has_rows, ref[...], 0)
+                total = total.astype(jnp.float32) * scales
         return total
 
     def with_epilogue(

@@ -137,6 +137,23 @@ def test_a_wgrad_takes_no_scale_of_another_group() -> None:
     assert np.isnan(out[1]).all()
 
 
+def test_a_wgrad_takes_no_scale_of_an_empty_group() -> None:
+    """A scale for each group and column: those of the group without rows are NaN, and its product is zero."""
+    x, y = (np.random.default_rng(i).integers(-4, 5, (256, 128)).astype(np.float32) for i in range(2))
+    values = np.repeat(np.array([[2.0], [np.nan], [3.0]], np.float32), 128, axis=1)
+    target, sizes = Target(interpret=True), jnp.array([128, 0, 100], jnp.int32)
+
+    @jax.jit
+    def wgrad(x: Array, y: Array, values: Array) -> Array:
+        options: dict[str, Any] = {"preferred_element_type": jnp.float32, "tiling": (128, 128, 128), "target": target}
+        options |= {"lhs_scales": Scales(values, (None, 1)), "rhs_scales": Scales(values, (None, 1))}
+        return products.transposed_grouped_matmul("pallas_tpu", x, y, sizes, **options)
+
+    out = wgrad(*(jnp.asarray(each, jnp.float8_e4m3fn) for each in (x, y)), jnp.asarray(values))
+    want = [4.0 * x[:128].T @ y[:128], np.zeros((128, 128)), 9.0 * x[128:228].T @ y[128:228]]
+    np.testing.assert_array_equal(out, want)
+
+
 def test_a_tile_of_lanes_beyond_the_extent() -> None:
     """It is the whole extent, 200, also for scales of columns, which are as many."""
     w = quantize(GroupedTensor(jax.random.normal(jax.random.key(1), (3, 128, 200))), "int8", "column")
