@@ -17,7 +17,7 @@ from ragged.core.formats import accumulator_dtype
 from ragged.core.mesh import vary_together
 from ragged.core.rows import spread_rows
 from ragged.ops.request import Request
-from ragged.primitive import fused
+from ragged.primitive import fused, same_rows
 from ragged.primitive.epilogue import combined, split_columns, with_bias
 from ragged.product.operands import Call, Epilogue, EpilogueSpec, Operand, Operands
 from ragged.quant.training import quantized_rows
@@ -32,23 +32,47 @@ def with_epilogue(requests: Requests) -> GroupedTensor:
     """The result of the requests: the activation of their pre-activations, which are the products plus biases."""
     first = requests[0]
     if first.save == "pre":
-        return first.tensor(_result(requests))
+        return first.tensor(_result(_with_one_lhs(requests)))
     if first.operands.gather is None:
-        return first.tensor(jax.checkpoint(_result)(requests))
+        return first.tensor(jax.checkpoint(_result)(_with_one_lhs(requests)))
 
     # Rows are gathered inside the checkpoint: the backward pass gathers them again, and no copy is saved.
     def gathered(requests: Requests) -> Array:
         lhs, index = requests[0].operands.lhs, requests[0].operands.gather
         assert index is not None
-        return _result(_with_rows(requests, spread_rows(lhs.data, index.source, index.places)))
+        return _result(_with_one_lhs(_with_rows(requests, spread_rows(lhs.data, index.source, index.places))))
 
     return first.tensor(jax.checkpoint(gathered)(_with_rows(requests, None)))
 
 
 def with_pre_activations(requests: Requests) -> tuple[GroupedTensor, tuple[Array, ...]]:
     """`(out, z)`: the result of `with_epilogue`, and the rounded pre-activations of each request."""
-    out, z = _result_and_z(requests)
+    out, z = _result_and_z(_with_one_lhs(requests))
     return requests[0].tensor(out), z
+
+
+def _with_one_lhs(requests: Requests) -> Requests:
+    """`requests` with `lhs` in the first one only, so that kernels add its cotangents. Unchanged unless all have the
+    same, without a recipe, on one device."""
+    first, *others = requests
+    same = [[each.operands.lhs.data, *(each.operands.gather or ())] for each in requests]
+    if any(x is not y for each in same[1:] for x, y in zip(each, same[0], strict=True)):
+        return requests
+    if first.call.options.calls_back or any(
+        each.recipe or each.merge or each.operands.epilogue.existing is not None or not each.is_local
+        for each in requests
+    ):
+        return requests
+    return first, *(replace(each, operands=each.operands._replace(lhs=None, gather=None)) for each in others)
+
+
+def _with_each_lhs(requests: Requests) -> Requests:
+    """The inverse of `_with_one_lhs`."""
+    lhs, gather = requests[0].operands.lhs, requests[0].operands.gather
+    return tuple(
+        replace(each, operands=each.operands._replace(lhs=lhs, gather=gather)) if each.operands.lhs is None else each
+        for each in requests
+    )
 
 
 def _with_rows(requests: Requests, rows: Array | None) -> Requests:
@@ -87,6 +111,7 @@ def _with_shared_rows(requests: Requests) -> Requests:
 @jax.custom_jvp
 def _activated(requests: Requests) -> tuple[Array, tuple[Array, ...]]:
     """`(out, z)`: the result and the pre-activations, each rounded once. One kernel computes all if possible."""
+    requests = _with_each_lhs(requests)
     if (one := _one_product(requests)) is not None:
         out, *z = fused.bind(*one)
         return out, tuple(z)
@@ -150,10 +175,15 @@ def _(primals: tuple[Requests], tangents: tuple[Requests]) -> tuple[Any, Any]:
     # Nonzero tangents: `dleaves`, keyed by the index of a leaf; below, `dbiases`, keyed by the index of a request.
     leaves, tree = jax.tree.flatten(requests)
     dleaves = {i: d for i, d in enumerate(tree.flatten_up_to(tangents[0])) if not isinstance(d, SymbolicZero)}
+    has_one_lhs, requests = requests[-1].operands.lhs is None, _with_each_lhs(requests)
 
     def products(replaced: dict[int, Array]) -> tuple[Array, ...]:
         new_requests = tree.unflatten([replaced.get(i, leaf) for i, leaf in enumerate(leaves)])
         first = new_requests[0]
+        if first.both is None and has_one_lhs:
+            matrices = [each.operands.rhs for each in new_requests]
+            calls = [each.call._replace(dtype=jnp.dtype(dtype)) for each in new_requests]
+            return tuple(same_rows.products(first.operands, matrices, calls))
         if first.both is None:
             return tuple(_product(each, dtype) for each in new_requests)
         # One product with one weight, so that derivatives read it, and write its gradient, in place.

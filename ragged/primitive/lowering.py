@@ -196,7 +196,7 @@ def _inner(x: Operands, call: Call) -> Call:
 def prepared(x: Operands, call: Call) -> Operands:
     """The operands for all backends: the tail of `existing` is zero, and an operand and its scales both have the batch
     axis, or neither has it."""
-    if x.epilogue.existing is not None:
+    if x.epilogue.existing is not None and not call.has_zero_tail:
         x = x._replace(epilogue=x.epilogue._replace(existing=zero_tail(x.epilogue.existing, x, call)))
     return x._replace(lhs=moved_rows.same_batch(x.lhs), rhs=moved_rows.same_batch(x.rhs))
 

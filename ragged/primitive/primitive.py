@@ -232,7 +232,7 @@ def check_cotangent(call: Call) -> None:
         )
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, tree: Any, call: Call) -> tuple[Any, Any]:
+def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, tree: Any, call: Call) -> tuple[Any, Any]:
     """`d(lhs @ rhs) = dlhs @ rhs + lhs @ drhs`, plus the tangent of `existing`."""
     check_cotangent(call)
     x, dx = tree.unflatten(primals), tree.unflatten(tangents)
@@ -253,7 +253,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, tree: Any, call: Ca
     return out, _sum(terms)
 
 
-def _transpose(ct: Any, *args: Any, tree: Any, call: Call) -> list[Any]:
+def transpose(ct: Any, *args: Any, tree: Any, call: Call) -> list[Any]:
     """The cotangents of undefined primals; None for the others. Only one of `lhs` and `rhs` may be undefined."""
     if isinstance(ct, ad.Zero):
         return [None] * len(args)
@@ -264,7 +264,7 @@ def _transpose(ct: Any, *args: Any, tree: Any, call: Call) -> list[Any]:
     return tree.flatten_up_to(cotangents(ct, x, call, of, lambda wrt, x, call: bind(x, call)))
 
 
-def _batch(args: Sequence[Any], dims: Sequence[Any], *, tree: Any, call: Call) -> tuple[Array, int]:
+def batch(args: Sequence[Any], dims: Sequence[Any], *, tree: Any, call: Call) -> tuple[Array, int]:
     """The primitive takes one batch axis. A second one is merged with the first, or looped over."""
     x: Operands = tree.unflatten(
         [arg if d is None else jnp.moveaxis(arg, d, 0) for arg, d in zip(args, dims, strict=True)]
@@ -426,9 +426,9 @@ def _partitioned(tree: Any, call: Call) -> Callable[..., Array]:
 for _primitive in PRIMITIVES:
     _primitive.def_effectful_abstract_eval(abstract_eval)
     _primitive.def_impl(partial(apply_primitive, _primitive))
-    ad.primitive_jvps[_primitive] = _jvp
-    ad.primitive_transposes[_primitive] = _transpose
-    batching.primitive_batchers[_primitive] = _batch
+    ad.primitive_jvps[_primitive] = jvp
+    ad.primitive_transposes[_primitive] = transpose
+    batching.primitive_batchers[_primitive] = batch
 for _platform in (None, *lowering.PLATFORMS):
     mlir.register_lowering(ragged_matmul_p, lowering_rule(_platform or "any"), platform=_platform)
     mlir.register_lowering(partitioned_matmul_p, _partitioned_rule(_platform or "any"), platform=_platform)

@@ -160,6 +160,7 @@ class Call(NamedTuple):
     out_batch: bool = False  # If an operand has a batch axis: whether the result has it too, or is summed over it.
     out_spec: PartitionSpec | None = None  # sharding of the result, without a batch axis, over explicit mesh axes
     epilogue: EpilogueSpec | None = None
+    has_zero_tail: bool = False  # whether the tail of `existing` is zero already
 
     @property
     def columns(self) -> str:

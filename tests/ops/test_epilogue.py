@@ -2,6 +2,7 @@
 `tests/contract/test_epilogues.py`."""
 
 import itertools
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -32,6 +33,76 @@ def operands(k: int = 8, n: int = 16, dtype: Any = jnp.float32) -> tuple[Grouped
         jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((24, k), (5, k, n), (5, k, n), (5, n))
     )
     return GroupedTensor(x, jnp.asarray(SIZES, jnp.int32)), gate, up, bias
+
+
+@pytest.mark.parametrize("is_gathered", [False, True], ids=["rows", "gathered"])
+def test_a_kernel_adds_the_cotangents_of_rows(is_gathered: bool) -> None:
+    """Of both products of a gate, without a pass over memory. That of the second has a tail of zeros already."""
+    x, gate, up, _ = operands()
+    route = ragged.route(jnp.asarray(np.arange(24) % 5), 5)
+
+    def loss(tokens: Array, gate: Array, up: Array) -> Array:
+        rows = route.gathered(tokens) if is_gathered else x.with_data(tokens)
+        return jnp.sum(ragged.gated_matmul(rows, gate, up, activation="silu").data ** 2)
+
+    gradient = jax.grad(loss, range(3))
+    program = str(jax.make_jaxpr(gradient)(x.data, gate, up))
+    assert not re.search(r"f32\[24,8\] = add", program) and program.count("has_zero_tail=True") == 1
+    args = x.data.at[SIZES.sum() :].set(3.0 if is_gathered else jnp.nan), gate, up
+    got = jax.jit(gradient)(*args)
+
+    def apart(tokens: Array, gate: Array, up: Array) -> Array:
+        rows = route.dispatch(tokens) if is_gathered else x.with_data(tokens)
+        return jnp.sum(((rows @ gate).map(jax.nn.silu) * (rows @ up)).data ** 2)
+
+    for each, want in zip(got, jax.grad(apart, range(3))(*args), strict=True):
+        np.testing.assert_allclose(each, want, rtol=1e-5, atol=1e-4)
+    assert (
+        "(tensor<24x8xi1>, tensor<24x8xf32>, tensor<f32>)" not in jax.jit(gradient).lower(*args).as_text()
+    )  # the tail
+
+
+@pytest.mark.parametrize("used", [0, 1], ids=["gate", "up"])
+def test_a_gate_that_uses_one_product(used: int) -> None:
+    """The other product's cotangent is zero, and the rows get that of the product that is used."""
+    x, *matrices, _ = operands()
+
+    def square(*z: Array) -> Array:
+        return z[used] ** 2
+
+    def loss(rows: Array) -> Array:
+        return jnp.sum(ragged.gated_matmul(x.with_data(rows), *matrices, activation=lambda g, u: square(g, u)).data)
+
+    want = jax.grad(lambda rows: jnp.sum((x.with_data(rows) @ matrices[used]).data ** 2))(x.data)
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(x.data), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows_vary", [True, False], ids=["own rows", "same rows"])
+def test_cotangents_of_rows_over_devices(rows_vary: bool) -> None:
+    """In a `shard_map`, of rows that each device has for itself, and of rows that are the same on all."""
+    x, gate, up, _ = operands(n=16)
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
+    split, whole = PartitionSpec(None, None, "d"), PartitionSpec()
+
+    def local(rows: Array, gate: Array, up: Array) -> Array:
+        return ragged.gated_matmul(GroupedTensor(rows, x.first_dims), gate, up).data
+
+    def loss(rows: Array, gate: Array, up: Array) -> Array:
+        if rows_vary:
+            rows = jnp.stack([rows, 2 * rows])
+            specs = PartitionSpec("d"), whole, whole
+            out = jax.shard_map(lambda r, g, u: local(r[0], g, u)[None], mesh=mesh, in_specs=specs, out_specs=specs[0])
+        else:
+            out = jax.shard_map(local, mesh=mesh, in_specs=(whole, split, split), out_specs=PartitionSpec(None, "d"))
+        return jnp.sum(out(rows, gate, up) ** 2)
+
+    def on_one(rows: Array, gate: Array, up: Array) -> Array:
+        scales = (1, 2) if rows_vary else (1,)
+        return jnp.sum(jnp.stack([local(scale * rows, gate, up) for scale in scales]) ** 2)
+
+    got, want = (jax.jit(jax.grad(each, range(3)))(x.data, gate, up) for each in (loss, on_one))
+    for each, of_one in zip(got, want, strict=True):
+        np.testing.assert_allclose(each, of_one, rtol=1e-5, atol=1e-3)
 
 
 def test_what_is_kept() -> None:
