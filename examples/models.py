@@ -26,7 +26,8 @@ LAYER = "model.layers.{layer}."
 
 def mixtral(c: Config, w: Arrays, recipe: Any = None, **over: Any) -> MoE:
     """`recipe` is for the products, and `over` are options of `MoE`, such as mesh axes."""
-    gate, up, down = (w[f"block_sparse_moe.experts.{{expert}}.{name}.weight"].mT for name in ("w1", "w3", "w2"))
+    names = (f"block_sparse_moe.experts.{{expert}}.{name}.weight" for name in ("w1", "w3", "w2"))
+    gate, up, down = (GroupedTensor(w[name]).mT for name in names)  # [in, out] of [out, in], read in place
     router = router_of(w["block_sparse_moe.gate.weight"], top_k=c["num_experts_per_tok"])
     return MoE(router, experts_of(gate, up, down, recipe=recipe), **over)
 
@@ -93,7 +94,7 @@ def router_of(weight: Array, bias: Array | None = None, **options: Any) -> Route
 
 
 def experts_of(gate: Any, up: Any, down: Any, biases: tuple[Array, ...] = (), **options: Any) -> Experts:
-    """Experts with weights `[experts, d, hidden]`, twice, and `[experts, hidden, d]`: arrays or quantised tensors."""
+    """Experts with weights `[experts, d, hidden]`, twice, and `[experts, hidden, d]`: arrays or uniform tensors."""
     num_experts, d, hidden = up.shape
     options |= {"use_bias": bool(biases), "key": jax.random.key(0)}
     experts = eqx.filter_eval_shape(Experts, d, hidden, num_experts, **options)  # no numbers yet
@@ -110,7 +111,7 @@ def projections(w: Arrays, prefix: str) -> list[Any]:
     out = []
     for name in (f"{prefix}{each}_proj.weight" for each in ("gate", "up", "down")):
         arrays = [x if x.ndim == 3 else x[None] for x in (w.get(name), w.get(f"{name}_scale_inv")) if x is not None]
-        out.append(fp8(*arrays) if len(arrays) == 2 else arrays[0].mT)
+        out.append(fp8(*arrays) if len(arrays) == 2 else GroupedTensor(arrays[0]).mT)
     return out
 
 

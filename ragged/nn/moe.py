@@ -126,8 +126,8 @@ class Experts(eqx.Module):
         """
         layers = [layer for layer in (self.gate, self.up, self.down) if layer is not None]
         has_recipe = any(layer.recipe is not None for layer in layers)
-        # A weight that is a quantised tensor has no derivative.
-        is_quantized = isinstance(self.down.weight, GroupedTensor)
+        # A quantised weight has no derivative.
+        is_quantized = isinstance(self.down.weight, GroupedTensor) and self.down.weight.is_quantized
         if weights is None or has_recipe or is_quantized or self.down.bias is not None:
             return routed.combine(self._routed(routed, x, tensor_axis), weights)
         return self._recomputed(Experts._combined)(self, routed, x, weights, tensor_axis is not None)

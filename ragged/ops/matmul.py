@@ -339,7 +339,7 @@ def _infer(site: Site, lhs: GroupedTensor | Array, rhs: GroupedTensor | Array) -
             "the contracted dims must both be ragged or both not.\n"
             f"`lhs`: first dim {words[m]}, last dim {words[k]}. `rhs`: first dim {words[k_rhs]}, last dim {words[n]}.",
             "The last dim of `lhs` is contracted with the first dim of `rhs`. Make both ragged, with the same sizes, "
-            "or neither." + _did_you_mean([*_transposed(lhs, rhs), *_with_sizes(lhs, rhs)]),
+            "or neither." + _did_you_mean([*_transposed(site, lhs, rhs), *_with_sizes(lhs, rhs)]),
         )
     return layout
 
@@ -348,8 +348,13 @@ def _did_you_mean(codes: list[str]) -> str:
     return f" Did you mean {' or '.join(f'`{code}`' for code in codes)}?" if codes else ""
 
 
-def _transposed(lhs: GroupedTensor | Array, rhs: GroupedTensor | Array) -> list[str]:
+def _transposed(site: Site, lhs: GroupedTensor | Array, rhs: GroupedTensor | Array) -> list[str]:
     """Code that transposes an operand, if it then fits the other operand."""
+
+    def transposed(name: str) -> str:
+        # Products read the matrices of a tensor in place. `jnp` transposes those of an array in a copy.
+        given = site.operands.get(name)
+        return f"GroupedTensor({name}).mT" if is_arraylike(given) and given.ndim == 3 else f"{name}.mT"
 
     def ends(x: GroupedTensor | Array) -> list[tuple[bool, int]]:  # of the first and of the last dim
         return list(zip(_ragged(x), (x.shape[_first_axis(x)], x.shape[-1]), strict=True))
@@ -358,8 +363,8 @@ def _transposed(lhs: GroupedTensor | Array, rhs: GroupedTensor | Array) -> list[
         (m, _), (k, extent), (k_rhs, extent_rhs), (n, _) = *lhs, *rhs
         return infer_layout((m, k), (k_rhs, n)) is not None and (k or extent == extent_rhs)
 
-    found = {"rhs.mT": (rhs, ends(lhs), ends(rhs)[::-1]), "lhs.mT": (lhs, ends(lhs)[::-1], ends(rhs))}
-    return [code for code, (x, *both) in found.items() if not check.has_more_dims(x) and fits(*both)]
+    found = {"rhs": (rhs, ends(lhs), ends(rhs)[::-1]), "lhs": (lhs, ends(lhs)[::-1], ends(rhs))}
+    return [transposed(name) for name, (x, *both) in found.items() if not check.has_more_dims(x) and fits(*both)]
 
 
 def _with_sizes(lhs: GroupedTensor | Array, rhs: GroupedTensor | Array) -> list[str]:
@@ -387,7 +392,7 @@ def _check_extents(
         site.fail(
             ValueError,
             f"the last dim of `lhs` is {k_lhs} but the first dim of `rhs` is {k_rhs}.",
-            "They are contracted and must be equal." + _did_you_mean(_transposed(lhs, rhs)),
+            "They are contracted and must be equal." + _did_you_mean(_transposed(site, lhs, rhs)),
         )
     if not isinstance(lhs, GroupedTensor) or not isinstance(rhs, GroupedTensor):
         if group_offset is not None:

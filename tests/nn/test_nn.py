@@ -303,6 +303,35 @@ def test_what_experts_keep(save: str, kept: int) -> None:
     assert [leaf.shape for leaf in jax.tree.leaves(vjp)].count((2 * EXPERTS + 1, HIDDEN)) == kept
 
 
+def test_weights_stored_by_column() -> None:
+    """Tensors that memory holds as `[experts, out, in]` are weights like arrays: numbers, gradients, what is kept."""
+    layer = moe(activation="silu")
+    x = jax.random.normal(jax.random.key(1), (TOKENS, D))
+
+    def weights(layer: MoE) -> list[Any]:
+        return [layer.experts.gate.weight, layer.experts.up.weight, layer.experts.down.weight]
+
+    tensors = eqx.tree_at(weights, layer, [GroupedTensor(w.mT).mT for w in weights(layer)])
+
+    @eqx.filter_jit
+    def both(layer: MoE, x: Array) -> Any:
+        def loss(layer: MoE) -> Array:
+            return jnp.sum(layer(x)[0] ** 2)
+
+        value, gradient = eqx.filter_value_and_grad(loss)(layer)
+        return value, *(getattr(w, "data", w) for w in weights(gradient)), gradient.router.weight
+
+    for got, want in zip(both(tensors, x), both(layer, x), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+    def kept(layer: MoE) -> list[Any]:
+        arrays, static = eqx.partition(layer, eqx.is_inexact_array)
+        _, vjp = jax.eval_shape(lambda *args: jax.vjp(lambda a, x: eqx.combine(a, static)(x)[0], *args), arrays, x)
+        return sorted(leaf.shape for leaf in jax.tree.leaves(vjp) if leaf.shape[0] >= TOKENS)
+
+    assert kept(tensors) == kept(layer)
+
+
 @pytest.mark.parametrize(
     "gated, save, kept, is_padded",
     [
