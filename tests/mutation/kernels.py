@@ -76,7 +76,7 @@ GPU = [
     ("kernel", "inside = first + outer < A.outer", "inside = first + outer <= A.outer"),
     ("kernel", "tl.maximum(rows, 0), A.source_rows - 1)", "tl.maximum(rows, 0), A.source_rows)"),
     ("kernel", "if A.edge else k < rest, other", "if A.edge else k <= rest, other"),
-    ("kernel", "block = tl.minimum(k + tl.arange(0, BLOCKS)", "block = tl.minimum(tl.arange(0, BLOCKS)"),
+    ("kernel", "block = tl.minimum((k + tl.arange(0, BLOCKS)", "block = tl.minimum((tl.arange(0, BLOCKS)"),
     ("kernel", "place = (k % S.k_block // BLOCK + tl.arange(0, EACH))", "place = (tl.arange(0, EACH))"),
     ("kernel", "tl.load(x_scales[0] + x_scales[1] // X.k_block * X.k_stride)", "tl.load(x_scales[0])"),
     ("kernel", "return x if rest is None else tl.where((tl.arange(0, TILE_K) < rest)[None, :], x, 0.0)", "return x"),

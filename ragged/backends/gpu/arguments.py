@@ -54,6 +54,7 @@ class Scaling(NamedTuple):
     outer_block: int = 1  # extent of a block along the outer axis
     outer_stride: int = 0  # stride of the blocks along the outer axis
     k_block: int = 1
+    k_blocks: int = 1  # number of blocks along `k`
     k_stride: int = 0
     tensor_stride: int = 0  # batch stride of the second level of scales
     tensor_matrix_stride: int = 0  # 1 if each matrix has its own, else 0
@@ -159,6 +160,7 @@ def scaling(operand: KernelOperand, applied_to: str, outer: str, product: Produc
         outer_block=block[outer] or 1,
         outer_stride=stride[outer],
         k_block=block[k] or 1,
+        k_blocks=values.shape[letters.index(k) - 2],
         k_stride=stride[k],
         tensor_stride=(values.shape[-3] if by_matrix else 1) if batch_stride else 0,
         tensor_matrix_stride=int(by_matrix),

@@ -436,7 +436,7 @@ def _scaled(x, scales, k, rest, S: tl.constexpr, A: tl.constexpr):
         EACH: tl.constexpr = S.outer_each
         K_EACH: tl.constexpr = S.k_each
         BLOCKS: tl.constexpr = TILE_K // K_EACH
-        block = tl.minimum(k + tl.arange(0, BLOCKS) * K_EACH, A.k * A.numbers - 1) // S.k_block
+        block = tl.minimum((k + tl.arange(0, BLOCKS) * K_EACH) // S.k_block, S.k_blocks - 1)
         each = tl.load(scales[:, None] + block[None, :] * S.k_stride)
         if K_EACH > 1:
             each = tl.broadcast_to(each[:, :, None], (A.tile // EACH, BLOCKS, K_EACH)).reshape(A.tile // EACH, TILE_K)

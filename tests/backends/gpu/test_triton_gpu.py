@@ -265,6 +265,20 @@ def test_four_bits_of_a_gate(calls: list[Any]) -> None:
     assert static["OUT"].fuses and arrays["up_tensor"] is not None
 
 
+@pytest.mark.parametrize("dtype", ["int4", "float4_e2m1fn"])
+def test_an_odd_contracted_extent_of_pairs(dtype: str) -> None:
+    """The number that fills the last byte of a row has no scale: neither the next row's, which is NaN, nor one beyond
+    the array."""
+    w = ragged.quantize(jax.random.normal(jax.random.key(0), (3, 32, 3)), dtype, (32, 1))
+    w = eqx.tree_at(lambda w: w.scales, w, w.scales.at[1].set(jnp.nan))
+    dy = GroupedTensor(jax.random.normal(jax.random.key(1), (16, 3)), jnp.array([6, 0, 10], jnp.int32))
+    with ran.watch() as launches:
+        out = np.asarray(ragged.matmul(dy, w.mT, backend=INTERPRETED["triton_gpu"]).data, np.float64)
+    assert [name for name, _ in launches] == ["triton_gpu"]
+    of_w, rows = np.asarray(w.dequantize().data, np.float64), np.asarray(dy.data, np.float64)
+    np.testing.assert_allclose(out, np.concatenate([rows[:6] @ of_w[0].T, rows[6:] @ of_w[2].T]), rtol=2e-2, atol=2e-2)
+
+
 @interpreted
 @pytest.mark.long
 def test_four_bits_of_a_map(calls: list[Any]) -> None:
