@@ -430,7 +430,7 @@ def _scaled(x, scales, k, rest, S: tl.constexpr, A: tl.constexpr):
     Scales past `rest` are undefined, so the result is zero there.
     """
     if A.numbers == 2:
-        x = _decoded(x, A.pairs)
+        x = _decoded(x, A)
     if S.applied_to == "tile":
         TILE_K: tl.constexpr = A.tile_k * A.numbers
         EACH: tl.constexpr = S.outer_each
@@ -449,13 +449,13 @@ def _scaled(x, scales, k, rest, S: tl.constexpr, A: tl.constexpr):
 
 
 @_jit
-def _decoded(x, PAIRS: tl.constexpr):
+def _decoded(x, A: tl.constexpr):
     """`[tile, 2 * bytes]`, the two numbers of each byte, the lower bits first: int4 in int8, float4_e2m1fn in float32.
 
     Sign, exponent and mantissa of a float are moved to those of a float16, whose larger bias of the exponent divides
     the value by 2**14.
     """
-    if PAIRS == "int4":
+    if A.pairs == "int4":
         both = tl.join(x << 4, x).reshape(x.shape[0], 2 * x.shape[1]).to(tl.int8, bitcast=True)
         return both >> 4  # keeps the sign
     else:
