@@ -111,8 +111,7 @@ def automatic_meshes(leaves: Sequence[Any]) -> list[Any]:
 
 
 def is_of_one_device(leaves: Sequence[Any]) -> bool:
-    """Whether the arrays are of one device: there is no mesh of several devices, or the program is in a `shard_map`
-    over all mesh axes."""
+    """Whether a program runs on one device with these arrays: without a mesh, or in a `shard_map` over all its axes."""
     if all(jax.typeof(x).sharding.mesh.empty for x in leaves):
         return True
     return explicit_mesh(leaves) is None and partially_manual_mesh(leaves) is None and not automatic_meshes(leaves)

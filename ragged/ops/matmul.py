@@ -270,7 +270,7 @@ def request_of(lhs: Any, rhs: Any, arguments: Arguments, site: Site | None = Non
 
 
 def _may_gather(lhs: Any, rhs: Any) -> TypeGuard[Gathered]:
-    """Whether a kernel may read the rows of `lhs` by an index: they are gathered, and `rhs` has a matrix per group."""
+    """Whether `lhs` is `Gathered` rows and `rhs` one matrix per group. A kernel can then read the rows by an index."""
     return isinstance(lhs, Gathered) and lhs.data.ndim == 2 and getattr(rhs, "ndim", 0) == 3 and not any(_ragged(rhs))
 
 
@@ -352,7 +352,7 @@ def _transposed(site: Site, lhs: GroupedTensor | Array, rhs: GroupedTensor | Arr
     """Code that transposes an operand, if it then fits the other operand."""
 
     def transposed(name: str) -> str:
-        # Products read the matrices of a tensor in place. `jnp` transposes those of an array in a copy.
+        # A product reads a transposed tensor in place. The transpose of an array is a copy.
         given = site.operands.get(name)
         return f"GroupedTensor({name}).mT" if is_arraylike(given) and given.ndim == 3 else f"{name}.mT"
 

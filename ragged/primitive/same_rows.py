@@ -78,7 +78,8 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, tree: Any, call: Ca
 
 
 def _transpose(cts: Sequence[Any], *args: Any, tree: Any, call: Call) -> list[Any]:
-    """As `primitive.transpose`, but the product that is the cotangent of the rows adds that of the rows passed on."""
+    """As `primitive.transpose`. The kernel that computes the cotangent of the rows also adds `passed`, the cotangent
+    from the next products."""
     ct, passed = cts
     of = tree.unflatten([arg.aval if ad.is_undefined_primal(arg) else None for arg in args])
     if isinstance(passed, ad.Zero) or _rows(of) is None:
@@ -90,7 +91,7 @@ def _transpose(cts: Sequence[Any], *args: Any, tree: Any, call: Call) -> list[An
         return tree.flatten_up_to(_with_rows(found, _rows(found) + passed))
 
     def product(_: str, x: Operands, call: Call) -> Array:
-        # What is passed is a cotangent of the same rows, so its tail is zero.
+        # `passed` is the cotangent of the same rows from another product, which has a tail of zeros.
         return bind(x._replace(epilogue=Epilogue(passed)), call._replace(has_zero_tail=True))
 
     return tree.flatten_up_to(primitive.cotangents(ct, tree.unflatten(args), call, of, product))

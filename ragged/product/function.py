@@ -197,7 +197,7 @@ def _takes(function: Any, count: int) -> bool:
     return True
 
 
-def takes_two(function: Any) -> bool:
+def _takes_two(function: Any) -> bool:
     """Whether a function takes two arguments, but not one."""
     return not _takes(function, 1) and _takes(function, 2)
 
@@ -216,7 +216,7 @@ def function_of(site: Site, activation: Any, arity: int, dtype: Any) -> Function
     if not callable(activation) and (not isinstance(activation, str) or activation not in ACTIVATIONS):
         hint = f"Pass one of {', '.join(map(repr, ACTIVATIONS))}, or an elementwise function such as `jax.nn.softplus`."
         site.fail(ValueError, f"unknown `activation` {describe(activation)}.", hint)
-    if arity == 1 and takes_two(activation):
+    if arity == 1 and _takes_two(activation):
         hint = "Pass a function of one argument. A function of two needs a gate, as in `ragged.gated_matmul`."
         site.fail(TypeError, "`activation` needs two arguments, but there is one product.", hint)
     if not isinstance(activation, str) and not any(_takes(activation, count) for count in range(1, arity + 1)):
@@ -235,7 +235,7 @@ def function_of(site: Site, activation: Any, arity: int, dtype: Any) -> Function
     except _Unsuitable as error:
         code = "`ragged.matmul(lhs, rhs).map(activation)`"
         if arity > 1:
-            gated = "activation" if takes_two(activation) else "lambda gate, up: activation(gate) * up"
+            gated = "activation" if _takes_two(activation) else "lambda gate, up: activation(gate) * up"
             code = f"`ragged.matmul(x, w_gate).map({gated}, ragged.matmul(x, w_up))`"
         hints = {
             True: f"Map it over the rows of the result: {code}.",
@@ -338,7 +338,7 @@ def _traced(cached: _Cached, arity: int, dtype: str) -> Function:
     activation = cached.activation
     call = ACTIVATIONS[activation] if isinstance(activation, str) else activation
     name = activation if isinstance(activation, str) else _name(activation)
-    if arity > 1 and not takes_two(call):
+    if arity > 1 and not _takes_two(call):
         call = partial(_with_gate, call)
     z, others = ([jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))] * arity for shape in (_SHAPE, _OTHER_SHAPE))
     operations, result, has_rules = _operations(call, z)

@@ -451,8 +451,7 @@ def _dot(operands: tuple[KernelOperand, KernelOperand], modes: tuple[str, str], 
 
 
 def _is_exact(operand: KernelOperand, mode: str) -> bool:
-    """Whether bfloat16 and TF32 represent every value of the operand's tiles exactly. In the mode "tile", values are
-    multiplied by scales."""
+    """Whether bfloat16 and TF32 hold the operand's tiles exactly: data, or in the mode "tile" data times scales."""
     scales, is_narrow = operand.scales, operand.data.dtype.itemsize == 1
     if mode != "tile" or scales is None:
         return is_narrow or operand.data.dtype in (jnp.bfloat16, jnp.float16)

@@ -452,8 +452,8 @@ def _scaled(x, scales, k, rest, S: tl.constexpr, A: tl.constexpr):
 def _decoded(x, A: tl.constexpr):
     """`[tile, 2 * bytes]`, the two numbers of each byte, the lower bits first: int4 in int8, float4_e2m1fn in float32.
 
-    Sign, exponent and mantissa of a float are moved to those of a float16, whose larger bias of the exponent divides
-    the value by 2**14.
+    A float's sign, exponent and mantissa are moved to their places in a float16. Its exponent has a larger bias, so the
+    float16 is the value divided by 2**14.
     """
     if A.pairs == "int4":
         both = tl.join(x << 4, x).reshape(x.shape[0], 2 * x.shape[1]).to(tl.int8, bitcast=True)
