@@ -224,13 +224,16 @@ There is one table for each platform.
 | – | not supported: the note has the error. Without a note: JAX doesn't differentiate integers |
 
 A number in brackets is the number of a note at the end of the page. [Layouts](layouts.md) are the eight products. Each
-row is a format of both operands:
+row is a format of the operands:
 
-- a dtype without scales, such as `bfloat16`;
+- a dtype without scales, such as `bfloat16`. Errors call 8-bit floats quantised, also without scales;
 - a dtype with scales: [`ragged.quantize`](quantisation.md) quantised both operands along the contracted dim;
+- `bfloat16` × a dtype with scales: only `rhs` is quantised;
 - a recipe: the operands are bfloat16, and the [recipe](training.md) quantises them in the product.
 
-Operands of different formats, and other limits, are on the pages [TPU](tpu.md) and [GPU](gpu.md).
+Other pairs of formats, and other limits, are on the pages [TPU](tpu.md) and [GPU](gpu.md). A bias, an activation or a
+gate doesn't change the backend of the product, but XLA sometimes [computes it after the
+kernel](kernels.md#bias-activation-and-gate).
 
 The column "on" names the devices. "All" TPUs are v5e, v5p, v6e and tpu7x. "All" GPUs are A100, H200 and B200, and these
 also stand for other GPUs: L4 and H100 have the marks of the H200, B300 has the marks of the B200. The other columns are
@@ -263,10 +266,10 @@ def page(cells: dict[tuple[str, str], Cell]) -> str:
             return "●"
         if not errors and len(others) == len(NAMES) and set(others.values()) == {"xla"}:
             return "○"
-        shared = f"`{backend}` computes one of the gradient's two products, and XLA the other, for"
-        words = {"xla": "XLA computes", f"{backend} and xla": shared}
+        shared = f"For {{}}, `{backend}` computes one of the gradient's two products and XLA computes the other."
+        words = {"xla": "XLA computes {}.", f"{backend} and xla": shared}
         said = (
-            f"{words[text]} {', '.join(f'`{layout}`' for layout in others if others[layout] == text)}."
+            words[text].format(", ".join(f"`{layout}`" for layout in others if others[layout] == text))
             for text in sorted(set(others.values()) - errors)
         )
         text = " ".join(errors or said)
