@@ -111,7 +111,7 @@ def automatic_meshes(leaves: Sequence[Any]) -> list[Any]:
 
 
 def is_of_one_device(leaves: Sequence[Any]) -> bool:
-    """Whether a program runs on one device with these arrays: without a mesh, or in a `shard_map` over all its axes."""
+    """Whether the arrays are on one device: no mesh has several devices, or a `shard_map` is over all mesh axes."""
     if all(jax.typeof(x).sharding.mesh.empty for x in leaves):
         return True
     return explicit_mesh(leaves) is None and partially_manual_mesh(leaves) is None and not automatic_meshes(leaves)

@@ -30,17 +30,17 @@ _FLOAT16 = float(jnp.finfo(jnp.float16).min), float(jnp.finfo(jnp.float16).max)
 
 def with_epilogue(requests: Requests) -> GroupedTensor:
     """The result of the requests: the activation of their pre-activations, which are the products plus biases."""
-    first = requests[0]
+    first, requests = requests[0], _with_one_lhs(requests)
     if first.save == "pre":
-        return first.tensor(_result(_with_one_lhs(requests)))
+        return first.tensor(_result(requests))
     if first.operands.gather is None:
-        return first.tensor(jax.checkpoint(_result)(_with_one_lhs(requests)))
+        return first.tensor(jax.checkpoint(_result)(requests))
 
     # Rows are gathered inside the checkpoint: the backward pass gathers them again, and no copy is saved.
     def gathered(requests: Requests) -> Array:
         lhs, index = requests[0].operands.lhs, requests[0].operands.gather
         assert index is not None
-        return _result(_with_one_lhs(_with_rows(requests, spread_rows(lhs.data, index.source, index.places))))
+        return _result(_with_rows(requests, spread_rows(lhs.data, index.source, index.places)))
 
     return first.tensor(jax.checkpoint(gathered)(_with_rows(requests, None)))
 
@@ -53,7 +53,10 @@ def with_pre_activations(requests: Requests) -> tuple[GroupedTensor, tuple[Array
 
 def _with_one_lhs(requests: Requests) -> Requests:
     """`requests` with `lhs` in the first one only, so that kernels add its cotangents. Unchanged unless all have the
-    same, without a recipe, on one device."""
+    same `lhs`, without a recipe, on one device.
+
+    It compares arrays by identity, which `jit` and `checkpoint` don't keep. So it is called outside of both.
+    """
     first, *others = requests
     same = [[each.operands.lhs.data, *(each.operands.gather or ())] for each in requests]
     if any(x is not y for each in same[1:] for x, y in zip(each, same[0], strict=True)):

@@ -451,7 +451,7 @@ def _dot(operands: tuple[KernelOperand, KernelOperand], modes: tuple[str, str], 
 
 
 def _is_exact(operand: KernelOperand, mode: str) -> bool:
-    """Whether bfloat16 and TF32 hold the operand's tiles exactly: data, or in the mode "tile" data times scales."""
+    """Whether the operand's values are exact in bfloat16 and TF32. In the mode "tile", they include the scales."""
     scales, is_narrow = operand.scales, operand.data.dtype.itemsize == 1
     if mode != "tile" or scales is None:
         return is_narrow or operand.data.dtype in (jnp.bfloat16, jnp.float16)
