@@ -24,9 +24,9 @@ Every backend, for the products that its `plan` accepts:
 - returns the same bits for the same inputs.
 
 **Operands.** The value of a quantised operand is its data times its scales (see `scale_modes`). A packed buffer packs
-its first letter. Before `run`, `lowering.taken_by` copies gathered rows, merges two levels of scales, and moves groups
-to multiples of the blocks of scales, unless the backend's entry in `BACKENDS` says otherwise (`gathers`, `two_levels`,
-`whole_blocks`).
+its first letter. Before `run`, `lowering.supported_form` copies gathered rows, merges two levels of scales, and moves
+groups to multiples of the blocks of scales, unless the backend's entry in `BACKENDS` says otherwise (`gathers`,
+`two_levels`, `whole_blocks`).
 
 **Local groups.** With one ragged letter, the uniform operand or result holds the groups `x.offset, x.offset + 1, ...`.
 Rows of other groups are zero in the result, without existing values. So is a matrix of the result if the index of its
@@ -52,7 +52,7 @@ from jax import Array, lax
 from jax._src.lax.lax import canonicalize_precision  # no public name
 
 from ragged.backends import cache
-from ragged.core.formats import Units, accumulator_dtype
+from ragged.core.formats import Support, accumulator_dtype
 from ragged.core.offsets import known_offsets
 from ragged.product.operands import Call, KernelOperand, Operands, precision_name
 
@@ -94,7 +94,7 @@ class Launch:
     visits: int | None = None  # upper bound on `visits + idle` of `Work`; None if unknown
     details: Any = None  # private to the backend: `plan` sets it for `run`
     passed_over: tuple[tuple[str, str], ...] = ()  # (backend, reason) of each preferred backend that refused
-    is_composed: bool = False  # whether separate products and XLA operations compute the `EpilogueSpec`
+    has_xla_epilogue: bool = False  # whether separate products and XLA operations compute the `EpilogueSpec`
 
     def __str__(self) -> str:
         if self.kernel == "zeros":
@@ -105,7 +105,7 @@ class Launch:
         runs = f"{self.kernel} of {self.backend}"
         if self.call.epilogue is not None:
             epilogue = self.call.epilogue.function or "bias"
-            runs += f", then {epilogue}" if self.is_composed else f" with {epilogue}"
+            runs += f", then {epilogue}" if self.has_xla_epilogue else f" with {epilogue}"
         return runs + (f" ({why[0]})" if why else "")
 
 
@@ -186,7 +186,7 @@ def choice(
 
 def refuse(
     backend: str,
-    units: dict[str, Units],
+    formats: dict[str, Support],
     takes: Container[str],
     precisions: Container[str | None],
     call: Call,
@@ -196,7 +196,7 @@ def refuse(
 ) -> Refusal | None:
     """`Refusal` if a backend must leave the product to XLA, else None.
 
-    - `units`: support for each dtype, keyed by its name.
+    - `formats`: support for each dtype, keyed by its name.
     - `takes`: supported features: kernels, "... with an epilogue" for kernels that apply an `EpilogueSpec`, "scales",
       "offset", "batch", and fields of `Epilogue`.
     - `precisions`: names of supported precisions.
@@ -225,8 +225,8 @@ def refuse(
         )
     for name, array in arrays.items():
         dtype = jnp.dtype(array.dtype).name
-        unit = units.get(dtype, Units(None, False))
-        is_supported = unit.result if name == "the result" else unit.operand is not None
+        support = formats.get(dtype, Support(None, False))
+        is_supported = support.result if name == "the result" else support.operand is not None
         if not is_supported:
             return Refusal(f"{backend} has no kernels for {name} in {dtype}")
     precision = call.options.precision
@@ -236,10 +236,10 @@ def refuse(
     return None
 
 
-def too_old(units: dict[str, Units], x: Operands, generation: int) -> str:
+def too_old(formats: dict[str, Support], x: Operands, generation: int) -> str:
     """Name of the first operand dtype that a device of this generation can't multiply, or ""."""
     names = [jnp.dtype(operand.data.dtype).name for operand in (x.lhs, x.rhs)]
-    return next((name for name in names if generation < (units[name].operand or 0)), "")
+    return next((name for name in names if generation < (formats[name].operand or 0)), "")
 
 
 def dot(x: Array, y: Array, contract: tuple[int, int], precision: Any, dtype: Any, batch: int = 0) -> Array:

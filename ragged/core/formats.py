@@ -25,7 +25,7 @@ def optional_array_field(x: AnyArray | jax.ShapeDtypeStruct | None) -> Array | N
     return cast(Array | None, x)
 
 
-class Units(NamedTuple):
+class Support(NamedTuple):
     """Support for a format in a platform's kernels and matrix units."""
 
     # The oldest generation that multiplies the format: for GPUs the compute capability, 89 for 8.9. 0: all generations.
@@ -38,22 +38,22 @@ class Format(NamedTuple):
     """Properties of a number format."""
 
     largest: float | None = None  # `quantize` scales a block's largest element to this value; None: not supported
-    tpu: Units = Units(None, False)
-    gpu: Units = Units(None, False)
+    tpu: Support = Support(None, False)
+    gpu: Support = Support(None, False)
     has_nan: bool = True
 
 
 FORMATS = {
     "float64": Format(),
-    "float32": Format(tpu=Units(), gpu=Units()),
-    "bfloat16": Format(tpu=Units(), gpu=Units()),
-    "float16": Format(gpu=Units()),
-    "float8_e4m3fn": Format(448.0, tpu=Units(5), gpu=Units(89)),
-    "float8_e5m2": Format(57344.0, tpu=Units(5), gpu=Units()),
-    "int32": Format(tpu=Units(None), gpu=Units(None)),
-    "float4_e2m1fn": Format(6.0, tpu=Units(5, result=False), gpu=Units(result=False), has_nan=False),
-    "int8": Format(127.0, tpu=Units(5), gpu=Units(), has_nan=False),
-    "int4": Format(7.0, tpu=Units(5, result=False), gpu=Units(result=False), has_nan=False),
+    "float32": Format(tpu=Support(), gpu=Support()),
+    "bfloat16": Format(tpu=Support(), gpu=Support()),
+    "float16": Format(gpu=Support()),
+    "float8_e4m3fn": Format(448.0, tpu=Support(5), gpu=Support(89)),
+    "float8_e5m2": Format(57344.0, tpu=Support(5), gpu=Support()),
+    "int32": Format(tpu=Support(None), gpu=Support(None)),
+    "float4_e2m1fn": Format(6.0, tpu=Support(5, result=False), gpu=Support(result=False), has_nan=False),
+    "int8": Format(127.0, tpu=Support(5), gpu=Support(), has_nan=False),
+    "int4": Format(7.0, tpu=Support(5, result=False), gpu=Support(result=False), has_nan=False),
 }
 """Products of formats that a platform's kernels don't support run on XLA.
 

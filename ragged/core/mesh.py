@@ -31,7 +31,7 @@ def _varied(x: Array, axes: tuple[str, ...]) -> Array:
     return lax.pcast(x.astype(dtype), axes, to="varying").astype(x.dtype)
 
 
-def vary_if_unreduced(x: Array, others: Iterable[Any]) -> Array:
+def vary_over_reduced(x: Array, others: Iterable[Any]) -> Array:
     """`x`, made to vary over the mesh axes over which `others` vary and for which the type of `x` is `reduced`.
 
     Over a `reduced` axis, `x` is replicated, and its cotangent must stay `unreduced`: it is not summed.
@@ -59,7 +59,7 @@ def axes_beyond(x: Any, others: Iterable[Any]) -> tuple[str, ...]:
     return tuple(sorted(varying(others) - varying([x]), key=str))
 
 
-def refuse_explicit(call: str, **operands: Any) -> None:
+def check_not_explicit(call: str, **operands: Any) -> None:
     """Raises `NotImplementedError` if any array in `operands` is sharded over an `Explicit` mesh axis."""
     if not any(map(_is_explicit, jax.tree.leaves(operands))):
         return

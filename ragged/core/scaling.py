@@ -178,12 +178,12 @@ def stored_scales(
     tensor_scale: Array | None,
     packed_axis: int | None,
     num_groups: int,
-    is_flipped: bool,
+    is_read_transposed: bool,
 ) -> Scales:
     """The `Scales` of a tensor's stored buffer, in the dtype of `scales`.
 
-    One scale per group, or one for all groups, becomes `[g, 1]`, or `[g, 1, 1]` for a uniform tensor. If `is_flipped`,
-    the buffer is stored transposed, and so are the scales.
+    One scale per group, or one for all groups, becomes `[g, 1]`, or `[g, 1, 1]` for a uniform tensor. If
+    `is_read_transposed`, the buffer is stored transposed, and so are the scales.
     """
     values, block = scales, scaling.block or (None, None)
     if block == (None, None):
@@ -193,4 +193,4 @@ def stored_scales(
         values = values.mT if packed_axis == -1 else values
     tensor = None if tensor_scale is None else tensor_scale.reshape(-1, *[1] * (values.ndim - 1))
     out = Scales(values, block, scaling.dtype == jnp.float8_e8m0fnu, tensor)
-    return out.mT if is_flipped else out
+    return out.mT if is_read_transposed else out

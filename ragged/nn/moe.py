@@ -32,7 +32,7 @@ from ragged.product.function import Function, function_of
 from ragged.quant.recipe import Cast, Recipe
 from ragged.quant.weights import QuantizedWeights
 from ragged.tensor.arithmetic import per_row
-from ragged.tensor.base import require_plain
+from ragged.tensor.base import check_not_quantized
 from ragged.tensor.route import Gathered, Route, route, weights_of_rows
 from ragged.tensor.tensor import GroupedTensor
 
@@ -566,7 +566,7 @@ def _check(moe: MoE, x: Any, args: tuple[Any, ...], mask: Any, axes: set[str], m
     site, manual, d = Site("ragged.nn.MoE", {"x": x}), axes & {*mesh.manual_axes}, moe.experts.up.weight.shape[1]
     is_tensor = isinstance(x, GroupedTensor)
     if is_tensor:
-        require_plain(x)
+        check_not_quantized(x)
         if x.kind != "ragged rows" or x.ndim != 2 or x.shape[1] != d:
             hint = "Pass packed rows: `ragged.GroupedTensor(rows, first_dims=sizes)`."
             site.fail(ValueError, f"`x` must have ragged rows, [tokens, {d}].", hint)

@@ -20,7 +20,7 @@ from ragged.primitive.sharding import axes_of, spec_of
 from ragged.product.config import Configs, backend_of, in_context, is_interpret_params
 from ragged.product.operands import Call, Operand, Operands, Options
 from ragged.tensor.arithmetic import Operators
-from ragged.tensor.base import require_groups
+from ragged.tensor.base import check_has_groups
 from ragged.tensor.tensor import GroupedTensor
 
 Tiling = tuple[int, int, int] | Callable[[int, int, int], tuple[int, int, int] | None] | None
@@ -229,7 +229,7 @@ def operand(site: Site, name: str, x: Any, more_dims: bool = False) -> GroupedTe
                     problem, hint = f"`{name}.{field}` is not an array.", f"Build the tensor from `{array}`."
                 site.fail(TypeError, problem, hint)
         if x.is_cotangent:
-            require_groups(x)
+            check_has_groups(x)
         if x.is_stack:
             operands = site.operands.items()
             stacks = ", ".join(each for each, of in operands if isinstance(of, GroupedTensor) and of.is_stack)

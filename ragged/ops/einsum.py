@@ -17,7 +17,7 @@ from ragged.ops.request import Arguments
 from ragged.product.config import Config, Configs
 from ragged.quant.recipe import Recipe
 from ragged.quant.weights import QuantizedWeights
-from ragged.tensor.base import require_groups
+from ragged.tensor.base import check_has_groups
 from ragged.tensor.route import Gathered
 from ragged.tensor.tensor import GroupedTensor
 
@@ -160,7 +160,7 @@ def _operand(site: Site, name: str, x: Any, letters: Names) -> EinsumOperand:
     if isinstance(x, GroupedTensor):
         if not is_arraylike(x.data):
             site.fail(TypeError, f"`{name}` holds no array.", "Pass a `GroupedTensor` of arrays.")
-        require_groups(x)
+        check_has_groups(x)
     rank = len(x.shape)
     if len(letters) != rank:
         hint = "Name each axis of the buffer" + (", also the axis of the groups." if rank == len(letters) + 1 else ".")

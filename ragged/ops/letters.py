@@ -28,7 +28,7 @@ from ragged.core.mesh import explicit_mesh, explicit_spec
 from ragged.core.offsets import as_int32
 from ragged.core.scaling import Scaling
 from ragged.quant.weights import QuantizedWeights, unquantized
-from ragged.tensor.base import is_flipped, with_fields
+from ragged.tensor.base import is_read_transposed, with_fields
 from ragged.tensor.route import Gathered
 from ragged.tensor.tensor import GroupedTensor
 
@@ -51,7 +51,7 @@ class EinsumOperand(NamedTuple):
         given = None if x is given else given
         if not isinstance(x, GroupedTensor):
             return EinsumOperand(name, x, letters, given=given)
-        if is_flipped(x):
+        if is_read_transposed(x):
             x, letters = x.mT, (*letters[:-2], letters[-1], letters[-2])
         if x.packed_axis is None:
             return EinsumOperand(name, x, letters, group=letters[:1], given=given)

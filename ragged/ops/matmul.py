@@ -32,7 +32,7 @@ from ragged.product.operands import Call, Epilogue, Index, Operand, Operands
 from ragged.quant.recipe import Recipe, check_history
 from ragged.quant.weights import QuantizedWeights, unquantized, with_quantized_weights
 from ragged.tensor import arithmetic
-from ragged.tensor.base import is_flipped, kernel_scales
+from ragged.tensor.base import is_read_transposed, kernel_scales
 from ragged.tensor.route import Gathered
 from ragged.tensor.tensor import KINDS, GroupedTensor
 
@@ -278,7 +278,7 @@ def _stored(x: GroupedTensor | Array, letters: str) -> tuple[Operand, str]:
     """`(operand, letters)`: the buffer of `x` in storage order, packed axis first, with its scales; and its letters."""
     if isinstance(x, GroupedTensor):
         data, scales = jnp.asarray(x.data), kernel_scales(x)
-        if is_flipped(x):
+        if is_read_transposed(x):
             data, letters = data.mT, letters[::-1]
     else:
         data, scales = x, None

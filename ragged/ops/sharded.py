@@ -18,7 +18,7 @@ from ragged.primitive.moved_rows import dispatched
 from ragged.primitive.primitive import bind
 from ragged.primitive.sharding import Axes, axes_of, mapped, sizes_of_shard, spec_of
 from ragged.product.operands import Operands
-from ragged.tensor.base import is_flipped
+from ragged.tensor.base import is_read_transposed
 from ragged.tensor.tensor import GroupedTensor
 
 OPTIONS = (
@@ -98,7 +98,7 @@ def sharded_matmul(
             ("out_specs", out_specs, out_rank),
         )
     ]
-    stored = [_stored(each, _is_flipped(tensor)) for each, tensor in zip(axes, (lhs, rhs), strict=False)]
+    stored = [_stored(each, _is_read_transposed(tensor)) for each, tensor in zip(axes, (lhs, rhs), strict=False)]
     out = _stored(axes[2], product.is_swapped)
     padded = _padded(product, stored, out, mesh.shape)
     _check_extents(site, padded, stored, out, mesh.shape)
@@ -138,8 +138,8 @@ def _check_callback(site: Site, callback: Any) -> None:
         site.fail(TypeError, problem, "Pass a function of a shard of the result.")
 
 
-def _is_flipped(x: Any) -> bool:
-    return isinstance(x, GroupedTensor) and is_flipped(x)
+def _is_read_transposed(x: Any) -> bool:
+    return isinstance(x, GroupedTensor) and is_read_transposed(x)
 
 
 def _stored(axes: tuple[Axes, ...], is_transposed: bool) -> tuple[Axes, ...]:

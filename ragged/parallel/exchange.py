@@ -30,7 +30,7 @@ from jaxtyping import Float, Int, Shaped
 
 from ragged.core.errors import Site, is_count
 from ragged.core.formats import AnyArray, accumulator_dtype, bits
-from ragged.core.mesh import explicit_spec, over_manual_axes, refuse_explicit, vary_together
+from ragged.core.mesh import check_not_explicit, explicit_spec, over_manual_axes, vary_together
 from ragged.core.offsets import count_up_to, group_ids, group_offsets, take
 from ragged.core.rows import collect_rows, collect_weighted, spread_rows, tangent_of
 from ragged.quant.quantize import quantize
@@ -90,7 +90,7 @@ class Exchange(eqx.Module):
         check_tokens(call, x, self._shape[0], max_ndim=2)
         x = jnp.asarray(x)
         if any((explicit_spec(x) or P())[:1]):
-            refuse_explicit(call, x=x)
+            check_not_explicit(call, x=x)
         return x
 
     def _exchanged(self, x: Shaped[Array, "tokens d"], dtype: Any = None) -> Shaped[Array, "capacity d"]:
@@ -280,7 +280,7 @@ def exchange(
     site = Site("ragged.exchange(route, axis)", {"route": route, "axis": axis})
     if not isinstance(route, Route):
         site.fail(TypeError, "`route` is not a `Route`.", "Pass `ragged.route(group_ids, num_groups)`.")
-    refuse_explicit(site.call, route=route)
+    check_not_explicit(site.call, route=route)
     try:
         n = lax.axis_size(axis)
     except (NameError, TypeError, ValueError):

@@ -98,8 +98,8 @@ def plan(platform: str, x: Operands, call: Call, target: Target) -> Launch:
         found = ask(FALLBACK, x, call, target)
     if isinstance(found, Refusal):
         Site(call.options.name).fail(found.error, found.reason, found.hint)
-    is_composed = call.epilogue is not None and not BACKENDS[found.backend].has_epilogues
-    return replace(found, passed_over=passed_over, is_composed=is_composed)
+    has_xla_epilogue = call.epilogue is not None and not BACKENDS[found.backend].has_epilogues
+    return replace(found, passed_over=passed_over, has_xla_epilogue=has_xla_epilogue)
 
 
 def _check_batch(x: Operands, call: Call) -> None:
@@ -116,7 +116,7 @@ def _check_batch(x: Operands, call: Call) -> None:
 def ask(name: str, x: Operands, call: Call, target: Target) -> Launch | Refusal:
     """The launch that a backend plans for a product, or its refusal."""
     return BACKENDS[name].refusal or BACKENDS[name].load().plan(
-        call, jax.eval_shape(partial(taken_by, name, call), x), target
+        call, jax.eval_shape(partial(supported_form, name, call), x), target
     )
 
 
@@ -125,9 +125,9 @@ def compute(platform: str, x: Operands, call: Call, target: Target, unfused: Cal
     `EpilogueSpec`."""
     given, x, inner = x, prepared(x, call), _inner(x, call)
     launch = plan(platform, x, inner, target)
-    if unfused is not None and launch.is_composed:
+    if unfused is not None and launch.has_xla_epilogue:
         return unfused(given, with_cached_config(call, launch))
-    out = BACKENDS[launch.backend].load().run(launch, taken_by(launch.backend, call, x))
+    out = BACKENDS[launch.backend].load().run(launch, supported_form(launch.backend, call, x))
     return out if inner is call else jnp.sum(out, axis=0).astype(call.dtype)
 
 
@@ -149,7 +149,7 @@ def work_of(launch: Launch, x: Operands) -> Work:
         return Work()
     sizes = {z: jax.ShapeDtypeStruct(size.shape, jnp.int32) for z, size in x.sizes.items()}
     given, p = jax.tree.map(_aval, x._replace(sizes=sizes, offset=None)), launch.call.product
-    taken = jax.eval_shape(partial(taken_by, launch.backend, launch.call), given)
+    taken = jax.eval_shape(partial(supported_form, launch.backend, launch.call), given)
     work, z = BACKENDS[launch.backend].load().work, p.contracted
     moves_groups = BACKENDS[launch.backend].whole_blocks
     if not moves_groups or (aligned := moved_rows.known_sizes(given, p, x.sizes)) is x.sizes:
@@ -160,7 +160,7 @@ def work_of(launch: Launch, x: Operands) -> Work:
     return found._replace(tiles=tuple((group, int(at + shift[group]), extent) for group, at, extent in found.tiles))
 
 
-def taken_by(backend: str, call: Call, x: Operands) -> Operands:
+def supported_form(backend: str, call: Call, x: Operands) -> Operands:
     """The operands in the form that a backend supports.
 
     Unless the backend's entry in `BACKENDS` says otherwise, groups are moved to multiples of blocks of scales, two

@@ -33,7 +33,7 @@ from ragged.core.mesh import (
     explicit_spec,
     partially_manual_mesh,
     resharded,
-    vary_if_unreduced,
+    vary_over_reduced,
     vary_together,
     varying,
     with_mesh,
@@ -75,7 +75,7 @@ def vary_except_data(x: Operands, like: Sequence[Any] = ()) -> Operands:
     if not varying(everything):
         return x
 
-    vary, index = partial(vary_if_unreduced, others=everything), x.gather
+    vary, index = partial(vary_over_reduced, others=everything), x.gather
     if index is not None:  # The gathered rows vary over the mesh axes of the index.
         source, places = vary_together([index.source, index.places])
         index = Index(source, places, None if index.rows is None else vary(index.rows))

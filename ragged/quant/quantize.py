@@ -28,7 +28,7 @@ from ragged.core.mesh import over_explicit_axes
 from ragged.core.offsets import aligned_to_blocks
 from ragged.core.rows import spread_rows
 from ragged.core.scaling import Scaling, not_differentiable
-from ragged.tensor.base import element_scales, float_scales, is_flipped, require_groups, with_fields
+from ragged.tensor.base import check_has_groups, element_scales, float_scales, is_read_transposed, with_fields
 from ragged.tensor.tensor import GroupedTensor
 
 
@@ -102,7 +102,7 @@ def quantize(
     if not isinstance(power_of_two, bool):
         site.fail(TypeError, f"`power_of_two` is {power_of_two!r}.", "Pass True or False.")
     scale = None if scale is None else checked_scale(site, scale, tensor, scaling)
-    if is_flipped(tensor):
+    if is_read_transposed(tensor):
         scale = scale.mT if scale is not None and scale.ndim > 1 else scale
         return quantize(tensor.mT, name, scaling.mT, power_of_two=power_of_two, scale=scale).mT
     tensor = tensor.with_data(not_differentiable("ragged.quantize", jnp.asarray(tensor.data)))
@@ -165,7 +165,7 @@ def _operand(site: Site, x: GroupedTensor | AnyArray) -> GroupedTensor:
         if not all(is_arraylike(leaf) for leaf in jax.tree.leaves(x)) or x.data is None:
             site.fail(TypeError, "`x` holds no array.", "Pass a `GroupedTensor` of arrays.")
         if x.is_cotangent:
-            require_groups(x)
+            check_has_groups(x)
         if x.is_stack:
             hint = 'Map over it, as in `jax.vmap(lambda x: ragged.quantize(x, "int8", "row"))(x)`.'
             site.fail(ValueError, "`x` has a batch axis.", hint)
@@ -192,7 +192,7 @@ def dtype_name(dtype: Any, call: str) -> str:
 def amax(x: GroupedTensor, scaling: Scaling) -> Array:
     """The largest absolute value of each block's finite elements, float32, in the shape of the scales.
 
-    With blocks of several rows or columns, `x` must not be `is_flipped`.
+    With blocks of several rows or columns, `x` must not be `is_read_transposed`.
     """
     data = jnp.asarray(x.data)
     magnitude = jnp.where(jnp.isfinite(data), jnp.abs(data), 0)

@@ -31,7 +31,7 @@ from ragged.product.layout import Product
 from ragged.product.operands import Call, Epilogue, Operand, Operands
 from ragged.quant.quantize import amax, divided, quantize, scale_of
 from ragged.quant.recipe import Cast, Recipe, scaling_for
-from ragged.tensor.base import buffer_scales, is_flipped, kernel_scales
+from ragged.tensor.base import buffer_scales, is_read_transposed, kernel_scales
 from ragged.tensor.tensor import GroupedTensor
 
 
@@ -237,7 +237,7 @@ def _quantized_operand(name: str, recipe: Recipe, operands: Operands, product: P
 
 def as_operand(x: GroupedTensor) -> Operand:
     """A quantised tensor as an operand of the primitive, with the packed axis first."""
-    x = x.mT if x.packed_axis is not None and is_flipped(x) else x
+    x = x.mT if x.packed_axis is not None and is_read_transposed(x) else x
     return Operand(jnp.asarray(x.data), buffer_scales(x))
 
 

@@ -26,7 +26,7 @@ from ragged.core.errors import Site, describe, is_arraylike, is_count, wrapped_a
 from ragged.core.formats import AnyArray, accumulator_dtype, array_field
 from ragged.core.mesh import over_explicit_axes
 from ragged.core.offsets import IN_BOUNDS, as_int32, group_ids, take
-from ragged.tensor.base import GroupedBase, filled, require_groups, require_plain, with_fields
+from ragged.tensor.base import GroupedBase, check_has_groups, check_not_quantized, filled, with_fields
 
 
 class _Wrapper(eqx.Module):
@@ -252,7 +252,7 @@ class Arithmetic(GroupedBase, Operators):
 
     @over_explicit_axes
     def _combine(self, other: Any, fn: Callable[[Any, Any], Array], symbol: str, reflected: bool = False) -> Any:
-        require_plain(self)
+        check_not_quantized(self)
         if not isinstance(other, Arithmetic | Wrapped | SCALARS):
             if wrapped_array("v", other):
                 site = Site(f"GroupedTensor {symbol} array", {"x": self, "v": other})
@@ -297,8 +297,8 @@ class Arithmetic(GroupedBase, Operators):
     @over_explicit_axes
     def mean(self, axis: int | None = None, *, keepdims: bool = False, empty: Any = 0) -> Shaped[Array, "..."]:
         """Mean of each group. Arguments as for `sum`."""
-        require_plain(self)
-        require_groups(self)
+        check_not_quantized(self)
+        check_has_groups(self)
         dtype = _mean_dtype(self.dtype)
         accumulator = accumulator_dtype(dtype)
         count = self.with_data(jnp.ones(self.shape, jnp.int32)).sum(axis).astype(accumulator)
@@ -308,7 +308,7 @@ class Arithmetic(GroupedBase, Operators):
 
     def var(self, axis: int | None = None, *, keepdims: bool = False, empty: Any = 0) -> Shaped[Array, "..."]:
         """Variance of each group, `mean((x - mean(x))²)`, computed in two passes in float32. Arguments as for `sum`."""
-        require_plain(self)
+        check_not_quantized(self)
         dtype = _mean_dtype(self.dtype)
         x = self.astype(accumulator_dtype(dtype))
         centred = x - x.mean(axis, keepdims=True)
@@ -340,8 +340,8 @@ class Arithmetic(GroupedBase, Operators):
             assert x.logsumexp()[1:].tolist() == [1000.0, -jnp.inf]
             ```
         """
-        require_plain(self)
-        require_groups(self)
+        check_not_quantized(self)
+        check_has_groups(self)
         dtype = _mean_dtype(self.dtype)
         x = self.astype(accumulator_dtype(dtype))
         largest = x.with_data(jax.lax.stop_gradient(x.data)).max(axis)
@@ -383,8 +383,8 @@ class Arithmetic(GroupedBase, Operators):
         `groups_fn(x, rows)` reduces the rows of each group. `dense_fn` reduces axes of an array, like `jnp.sum`.
         `neutral` replaces masked elements; `empty` is the result where there is no element.
         """
-        require_plain(self)
-        require_groups(self)
+        check_not_quantized(self)
+        check_has_groups(self)
         group_axes = self._group_axes
         if axis is not None and axis not in group_axes:
             hint = f"It must be None, {_names_of(group_axes)}."
@@ -457,8 +457,8 @@ class Arithmetic(GroupedBase, Operators):
             assert q.softmax(axis=-2)[0].tolist() == [[0.5] * 8] * 2
             ```
         """
-        require_plain(self)
-        require_groups(self)
+        check_not_quantized(self)
+        check_has_groups(self)
         axes = self._group_axes
         axis = -1 if axis == self.ndim - 1 else axis
         if axis not in axes:
@@ -575,7 +575,7 @@ def _aligned(x: Arithmetic, other: Any, symbol: str, reflected: bool = False) ->
     if isinstance(other, Arithmetic):
         if other is x:
             return filled(x, 1)
-        require_plain(other)
+        check_not_quantized(other)
         stretched = _stretched(x, other)
         return _same_structure(x, other, symbol) if stretched is None else _spread(x, stretched)
     if not isinstance(other, Wrapped):
@@ -643,7 +643,7 @@ def _spread(x: Arithmetic, wrapped: Wrapped) -> Array:
 
 def _broadcast(x: Arithmetic, wrapped: Wrapped) -> Array:
     """Wrapped values as an array that broadcasts to the buffer of `x`. Raises unless they have a valid shape."""
-    require_groups(x)
+    check_has_groups(x)
     value, name = jnp.asarray(wrapped.value), type(wrapped).__name__
     axis = x.packed_axis
     if isinstance(wrapped, per_row):

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 
 from ragged.core.errors import Site, check_packed, is_arraylike
 from ragged.core.formats import array_field, optional_array_field
-from ragged.core.mesh import over_explicit_axes, refuse_explicit
+from ragged.core.mesh import check_not_explicit, over_explicit_axes
 from ragged.core.offsets import as_int32, element_mask, group_ids, group_offsets, take
 from ragged.core.scales import Scales, spread
 from ragged.core.scaling import Scaling, stored_scales
@@ -169,7 +169,7 @@ class GroupedBase(eqx.Module):
         """The buffer's packed axis: -1 for columns, -2 for the rows of matrices, -3 for rows with one more dim, ...;
         None for a uniform tensor. `TypeError` for a cotangent."""
         if self.is_cotangent:
-            require_groups(self)
+            check_has_groups(self)
         if not any(self.ragged):
             return None
         return self._packed
@@ -197,7 +197,7 @@ class GroupedBase(eqx.Module):
             if dims is not None:
                 return dims.shape[-1]
         if self.is_cotangent:
-            require_groups(self)
+            check_has_groups(self)
         return self.data.shape[0]
 
     @property
@@ -212,7 +212,7 @@ class GroupedBase(eqx.Module):
         `ValueError` for a uniform tensor.
         """
         require_packed(self, "offsets")
-        refuse_explicit("GroupedTensor.offsets", first_dims=self.first_dims, last_dims=self.last_dims)
+        check_not_explicit("GroupedTensor.offsets", first_dims=self.first_dims, last_dims=self.last_dims)
         check_packed(Site("GroupedTensor.offsets", {"x": self}), self.capacity)  # Unflattening skips `__check_init__`.
         return group_offsets(self.packed_dims, self.capacity)
 
@@ -231,8 +231,8 @@ class GroupedBase(eqx.Module):
     @property
     def mask(self) -> Bool[Array, "..."]:
         """Bools in the buffer's shape: True for elements of groups."""
-        refuse_explicit("GroupedTensor.mask", first_dims=self.first_dims, last_dims=self.last_dims)
-        require_groups(self)
+        check_not_explicit("GroupedTensor.mask", first_dims=self.first_dims, last_dims=self.last_dims)
+        check_has_groups(self)
         if self.packed_axis is None:
             return jnp.ones(self.shape, bool)
         if self.packed_axis == -1:
@@ -274,7 +274,7 @@ class GroupedBase(eqx.Module):
     def astype(self: Tensor, dtype: Any) -> Tensor:
         """The tensor with its buffer, tail included, cast to `dtype`. Also casts stacks and cotangents. `TypeError` for
         a quantised tensor."""
-        require_plain(self)
+        check_not_quantized(self)
         return self.with_data(jnp.asarray(self.data).astype(dtype))
 
 
@@ -305,7 +305,7 @@ def _selected(x: GroupedBase, value: Any) -> Array:
     return jnp.where(x.mask, x.data, jax.lax.full_like(x.data, value))
 
 
-def require_groups(x: GroupedBase) -> None:
+def check_has_groups(x: GroupedBase) -> None:
     """Raises if `x` has no groups: `TypeError` for a cotangent, `ValueError` for a stack."""
     if x.is_cotangent:
         problem = "a cotangent or tangent has no groups, so only elementwise operations are defined."
@@ -327,17 +327,17 @@ def packs_columns(x: GroupedBase) -> bool:
 @over_explicit_axes
 def filled(x: GroupedBase, value: Any) -> Array:
     """The buffer with `value` outside of the groups. The buffer of a cotangent is returned unchanged."""
-    require_plain(x)
+    check_not_quantized(x)
     data = jnp.asarray(x.data)
     if x.is_cotangent:
         return data
-    require_groups(x)
+    check_has_groups(x)
     return data if x.packed_axis is None else _selected(x.with_data(data), value)
 
 
 def require_packed(x: GroupedBase, attribute: str) -> int:
     """The packed axis. Raises a `ValueError` that names the attribute if there is none."""
-    require_groups(x)
+    check_has_groups(x)
     if x.packed_axis is None:
         Site(f"GroupedTensor.{attribute}", {"x": x}).fail(
             ValueError, "a uniform tensor has no ragged axis.", "Its groups are `x.data`, all of the same shape."
@@ -353,7 +353,7 @@ def with_fields[T: GroupedBase](x: T, **fields: Any) -> T:
     return new
 
 
-def is_flipped(x: GroupedBase) -> bool:
+def is_read_transposed(x: GroupedBase) -> bool:
     """Whether kernels get `data.mT` as their operand.
 
     Kernels get a uniform buffer in its memory order, and any other buffer with its packed axis first.
@@ -394,7 +394,7 @@ def buffer_scales(x: GroupedBase) -> Scales:
         # Kernels support a scale for each group only as the second level of a uniform operand.
         block = scaling.block or (None, None)
         scaling, scales, tensor_scale = Scaling(block), float_scales(x), None
-    return stored_scales(scaling, scales, tensor_scale, x.packed_axis, x.num_groups, is_flipped(x))
+    return stored_scales(scaling, scales, tensor_scale, x.packed_axis, x.num_groups, is_read_transposed(x))
 
 
 def element_scales(x: GroupedBase) -> Array:
@@ -407,12 +407,12 @@ def element_scales(x: GroupedBase) -> Array:
         return mapped(jnp.asarray(x.data), jnp.asarray(x.scales))
     scales = kernel_scales(x)
     assert scales is not None
-    shape = (*x.shape[:-2], x.shape[-1], x.shape[-2]) if is_flipped(x) else x.shape
+    shape = (*x.shape[:-2], x.shape[-1], x.shape[-2]) if is_read_transposed(x) else x.shape
     values = spread(scales.whole, shape, None if x.packed_axis is None else x.packed_dims)
-    return values.mT if is_flipped(x) else values
+    return values.mT if is_read_transposed(x) else values
 
 
-def require_plain(x: GroupedBase) -> None:
+def check_not_quantized(x: GroupedBase) -> None:
     """Raises a `TypeError` if the tensor is quantised: the buffer means nothing without its scales."""
     if x.is_quantized:
         problem = "a quantised tensor has no arithmetic, indexing, casts or padding."

@@ -11,7 +11,7 @@ import numpy as np
 from ragged.core.errors import Site
 from ragged.core.mesh import on_device, on_host, over_explicit_axes
 from ragged.core.offsets import as_int32, clipped, group_offsets, known_offsets, rows_from, take
-from ragged.tensor.base import filled, require_groups, require_plain, with_fields
+from ragged.tensor.base import check_has_groups, check_not_quantized, filled, with_fields
 from ragged.tensor.tensor import GroupedTensor
 
 
@@ -31,8 +31,8 @@ def concat(tensors: Iterable[GroupedTensor]) -> GroupedTensor:
         hint = "Pass at least one `GroupedTensor`, in a list."
         Site("ragged.concat", {"tensors": tensors}).fail(TypeError, "needs a sequence of tensors.", hint)
     for tensor in tensors:
-        require_plain(tensor)
-        require_groups(tensor)
+        check_not_quantized(tensor)
+        check_has_groups(tensor)
     head = tensors[0]
     for i, other in enumerate(tensors[1:], 1):
         same = (

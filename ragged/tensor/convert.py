@@ -12,10 +12,10 @@ from jaxtyping import Int, Shaped
 
 from ragged.core.errors import Site, is_arraylike, is_concrete, is_count
 from ragged.core.formats import AnyArray
-from ragged.core.mesh import on_device, on_host, over_explicit_axes, refuse_explicit
+from ragged.core.mesh import check_not_explicit, on_device, on_host, over_explicit_axes
 from ragged.core.offsets import as_int32, clipped, group_offsets, known_offsets, rows_from, take
 from ragged.tensor.arithmetic import broadcast_accumulated
-from ragged.tensor.base import GroupedBase, require_packed, require_plain
+from ragged.tensor.base import GroupedBase, check_not_quantized, require_packed
 
 
 def from_list(
@@ -26,7 +26,7 @@ def from_list(
     if ragged not in ("first", "last", "both"):
         site.fail(ValueError, f"`ragged` is {ragged!r}.", "It must be 'first', 'last' or 'both'.")
     given = list(groups) if isinstance(groups, Iterable) else [groups]
-    refuse_explicit(site.call, groups=given)
+    check_not_explicit(site.call, groups=given)
     are_matrices = bool(given) and all(is_arraylike(a) and a.ndim >= 2 for a in given)
     if not are_matrices or len({a.dtype for a in given}) > 1:
         problem = "needs at least one matrix, all of one dtype."
@@ -116,7 +116,7 @@ def _unpadded(padded: Array, first_dims: Array, capacity: int) -> tuple[Array, A
 def to_padded(x: GroupedBase, max_len: Any, fill_value: Any) -> Shaped[Array, "g first *more last"]:
     site = Site("GroupedTensor.to_padded", {"x": x})
     axis = require_packed(x, "to_padded")
-    require_plain(x)
+    check_not_quantized(x)
     _check_extent(site, "max_len", max_len)
     if axis == -1:
         return to_padded(x.mT, max_len, fill_value).mT

@@ -19,14 +19,14 @@ from ragged.core.errors import Site, is_arraylike
 from ragged.core.mesh import over_explicit_axes
 from ragged.core.offsets import IN_BOUNDS, as_int32, group_ids, group_offsets, rows_from, take
 from ragged.core.rows import spread_rows
-from ragged.tensor.base import GroupedBase, filled, require_groups, require_plain, with_fields
+from ragged.tensor.base import GroupedBase, check_has_groups, check_not_quantized, filled, with_fields
 
 
 @over_explicit_axes
 def sliced[T: GroupedBase](x: T, axis: int, start: Any, stop: Any) -> T:
     """Rows (`axis=-2`) or columns (-1) `start` to `stop` of each group: see `GroupedTensor.rows`."""
-    require_plain(x)
-    require_groups(x)
+    check_not_quantized(x)
+    check_has_groups(x)
     site = Site(f"GroupedTensor.{'rows' if axis == -2 else 'columns'}", {"x": x, "start": start, "stop": stop})
     for end in (start, stop):
         _check_end(site, end, x.num_groups)

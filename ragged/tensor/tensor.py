@@ -22,13 +22,13 @@ from jaxtyping import Shaped
 
 from ragged.core.errors import Site, is_concrete
 from ragged.core.formats import AnyArray
-from ragged.core.mesh import over_explicit_axes, refuse_explicit
+from ragged.core.mesh import check_not_explicit, over_explicit_axes
 from ragged.core.offsets import check_integers, known_offsets
 from ragged.core.scaling import not_differentiable, not_differentiable_8_bits
 from ragged.tensor import convert, show, slices
 from ragged.tensor.arithmetic import Arithmetic
 from ragged.tensor.base import KINDS as KINDS
-from ragged.tensor.base import element_scales, filled, packs_columns, require_groups, require_plain, with_fields
+from ragged.tensor.base import check_has_groups, check_not_quantized, element_scales, filled, packs_columns, with_fields
 from ragged.tensor.validate import validated
 
 
@@ -168,7 +168,7 @@ class GroupedTensor(Arithmetic):
 
     def __len__(self) -> int:
         if self.is_stack:
-            require_groups(self)
+            check_has_groups(self)
         return self.num_groups
 
     def __getitem__(self, index: int | np.integer) -> Shaped[Array, "first *more last"]:
@@ -181,12 +181,12 @@ class GroupedTensor(Arithmetic):
             hint = f"Rows or columns of every group are `x.rows({bounds})` and `x.columns({bounds})`. "
             hint += "Index the buffer itself as `x.data[...]`."
             Site("GroupedTensor[...]", {"index": index, "x": self}).fail(TypeError, problem, hint)
-        require_groups(self)
+        check_has_groups(self)
         if not -self.num_groups <= index < self.num_groups:
             hint = "The first group is `x[0]`; negative indices count from the end."
             Site(f"GroupedTensor[{index}]", {"x": self}).fail(IndexError, f"there are {self.num_groups} groups.", hint)
-        require_plain(self)
-        refuse_explicit(f"GroupedTensor[{index}]", x=self)
+        check_not_quantized(self)
+        check_not_explicit(f"GroupedTensor[{index}]", x=self)
         index = index % self.num_groups
         if self.packed_axis is None:
             return self.data[index]
@@ -209,7 +209,7 @@ class GroupedTensor(Arithmetic):
 
     def to_list(self) -> list[Array]:
         """The groups as arrays. Needs concrete dims."""
-        require_groups(self)
+        check_has_groups(self)
         return [self[i] for i in range(self.num_groups)]
 
     def to_padded(self, max_len: int, fill_value: Any = 0) -> Shaped[Array, "g first *more last"]:

@@ -12,9 +12,9 @@ from jax import Array
 from jaxtyping import Bool
 
 from ragged.core.errors import Site, is_concrete
-from ragged.core.mesh import refuse_explicit
+from ragged.core.mesh import check_not_explicit
 from ragged.core.offsets import as_int32, check_integers
-from ragged.tensor.base import GroupedBase, require_groups, with_fields
+from ragged.tensor.base import GroupedBase, check_has_groups, with_fields
 
 _SITE = Site("GroupedTensor.validate")
 _SIZES_HINT = "Correct the sizes, or make the buffer larger."
@@ -25,7 +25,7 @@ def validated[T: GroupedBase](x: T, like: Any) -> T:
     """`x`, with its sizes checked. Traced dims are replaced by dims that depend on the run-time check."""
     for each in (x, like):
         if isinstance(each, type(x)):
-            require_groups(each)
+            check_has_groups(each)
     site = _SITE if like is None else _SITE.also(x=x, like=like)
     if like is not None and (getattr(like, "ragged", None), getattr(like, "num_groups", None)) != (
         x.ragged,
@@ -129,7 +129,7 @@ def _checked_at_run_time(dims: Array, problems: _Problems) -> Array:
 
 def _failing(dims: Array, bad: Bool[Array, " g"], code: Array, problems: Any) -> Array:
     """`dims`, with the run-time error `problems[code]` if any group is bad."""
-    refuse_explicit(_SITE.call, **{problems.name: dims})
+    check_not_explicit(_SITE.call, **{problems.name: dims})
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.manual_axes and set(mesh.manual_axes) != set(mesh.axis_names):
         axes = f"{tuple(mesh.manual_axes)} of {mesh.axis_names}"

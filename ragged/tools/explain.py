@@ -258,8 +258,8 @@ class _Product(NamedTuple):
         try:
             with lowering.target_of(platform, self.call.options, device) as target:
                 launch = lowering.launch_of(platform, self.operands, self.call, target)
-                runs = replace(launch, is_composed=launch.is_composed or self.epilogue is not None)
-                if launch.is_composed:  # The product has its own plan, as in the lowered program.
+                runs = replace(launch, has_xla_epilogue=launch.has_xla_epilogue or self.epilogue is not None)
+                if launch.has_xla_epilogue:  # The product has its own plan, as in the lowered program.
                     separate = fused.separate(self.operands, lowering.with_cached_config(self.call, launch))
                     launch = lowering.launch_of(platform, *separate, target)
                 call = launch.call._replace(epilogue=runs.call.epilogue or self.epilogue)

@@ -213,7 +213,7 @@ class BoundProduct:
     def key(self, launch: Launch) -> str:
         """The product's key in the cache."""
         x = jax.eval_shape(partial(lowering.prepared, call=self.call), self.operands)
-        x = jax.eval_shape(partial(lowering.taken_by, launch.backend, launch.call), x)
+        x = jax.eval_shape(partial(lowering.supported_form, launch.backend, launch.call), x)
         return cache.product_key(launch.call, x, launch.backend)
 
     def arrays(self, sizes: dict[str, np.ndarray], seed: int) -> list[Array]:
