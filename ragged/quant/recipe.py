@@ -178,11 +178,13 @@ class Recipe(eqx.Module):
         wgrad: Pair = UNQUANTIZED,
         history: Any = None,
         *,
+        state: History | None = None,
         name: str = "custom",
         save: str = "quantized",
     ) -> None:
         self.forward, self.dgrad, self.wgrad = forward, dgrad, wgrad
-        self.state = None if history is None else History(sealed(history))
+        # `dataclasses.replace` passes the `state` of the recipe that it copies.
+        self.state = state if history is None else History(sealed(history))
         self.name, self.save = name, save
 
     @property

@@ -1,5 +1,6 @@
 """The history of delayed scaling is state: sealed or not, shared by any products, ignored by optimisers."""
 
+import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,6 +31,15 @@ def test_recipes_are_pytrees() -> None:
         assert jax.tree.structure(recipe) == jax.tree.structure(Recipe.preset(name))
         assert eqx.tree_equal(Recipe.of(recipe), recipe)
         hash(recipe.forward)
+
+
+def test_a_replaced_recipe_keeps_the_rest() -> None:
+    """`dataclasses.replace` changes one field, and keeps a history sealed or unsealed."""
+    recipe = Recipe(ONE, ONE, ONE, jnp.arange(6.0).reshape(3, 2), name="mine")
+    for each in (recipe, recipe.unsealed()):
+        replaced = dataclasses.replace(each, save="operands")
+        assert replaced.save == "operands" and eqx.tree_equal(dataclasses.replace(replaced, save=each.save), each)
+    np.testing.assert_array_equal(dataclasses.replace(recipe, history=jnp.ones((3, 1))).history, jnp.ones((3, 1)))
 
 
 def test_no_optimiser_takes_a_history_for_a_parameter() -> None:
