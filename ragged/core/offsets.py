@@ -57,11 +57,15 @@ def group_offsets(group_sizes: Integer[Array, "*batch g"], capacity: int) -> Int
     """
     sizes = jnp.clip(as_int32(group_sizes), 0, capacity)
     ends = jnp.cumsum(sizes, axis=-1, dtype=jnp.int32)
+    zero = jnp.zeros((*ends.shape[:-1], 1), jnp.int32)
+    largest = capacity * sizes.shape[-1]
+    if isinstance(largest, int) and largest <= jnp.iinfo(jnp.int32).max:  # no sum wraps around
+        return jnp.concatenate([zero, jnp.minimum(ends, capacity)], axis=-1)
     # Each size is at most the capacity. So a sum that leaves [0, capacity] is out of range at least once before it can
     # wrap around into range.
     exceeded = lax.cummax(((ends > capacity) | (ends < 0)).astype(jnp.int32), axis=sizes.ndim - 1)
     ends = jnp.where(exceeded == 1, capacity, ends)
-    return jnp.concatenate([jnp.zeros((*ends.shape[:-1], 1), jnp.int32), ends], axis=-1)
+    return jnp.concatenate([zero, ends], axis=-1)
 
 
 def known_offsets(group_sizes: Any, capacity: int) -> np.ndarray:

@@ -62,7 +62,7 @@ def candidates(launch: Launch, x: Operands) -> Iterator[XlaConfig]:
         return
     yield from (replace(current, batched_rows=rows) for rows in dict.fromkeys((0, _batched_rows(launch.call, x), 16)))
     for letter, extent in _ragged_extents(launch.call, x).items():
-        for tile_sizes in (*_TILE_SIZES[launch.kernel], (8, 16, 32, 64), (32, 128, 512), (64, 256)):
+        for tile_sizes in (*_TILE_SIZES, (8, 16, 32, 64), (32, 128, 512), (64, 256)):
             if fitting := tuple(tile for tile in tile_sizes if tile < extent):
                 tiles: Any = {letter: fitting}
                 yield XlaConfig(**tiles)
@@ -148,9 +148,12 @@ def _tile_sizes(call: Call, x: Operands, tiling: dict[str, int] | None) -> dict[
     p, (a, _) = call.product, call.kernel_operands(x)
     if len(p.ragged) == 1:
         m, largest = a.extent(p.ragged), tiling[p.ragged] if tiling else None
-        small, large = _TILE_SIZES[p.kernel]
-        flops = cost(call, x)["flops"]
-        tile_sizes = small if flops is not None and flops < 2**29 else large
+        flops, small_product, small_groups, large_groups = cost(call, x)["flops"], *_TILE_SIZES
+        tile_sizes = large_groups
+        if flops is not None and flops < 2**29:
+            tile_sizes = small_product
+        elif isinstance(m, int) and m <= 64 * x.num_groups:
+            tile_sizes = small_groups
         if not isinstance(m, int):  # symbolic, under `jax.export`: `_padding` pads the buffer
             return {p.ragged: tuple(t for t in tile_sizes if t <= (largest or t)) or (largest or tile_sizes[0],)}
         # A tile as large as the buffer must be the only one: its dot doesn't depend on the position, so XLA would hoist
@@ -372,19 +375,15 @@ def _grouped(launch: Launch, x: Operands) -> Array:
     a, b = call.kernel_operands(x)
     letter, contracted = a.letters
     m, n, num_local, elements = a.extent(letter), call.shape[-1], b.data.shape[-3], 1 if batch is None else batch
-    starts, ends = segments(x.sizes[letter], m, x.offset, num_local)
-    # Each batch element adds `num_local` segments.
-    element = jnp.arange(elements, dtype=jnp.int32)[:, None]
-    index = jnp.arange(num_local, dtype=jnp.int32)[None] + (num_local * element if b.data.ndim == 4 else 0)
-    starts, ends, index, base = (
-        jnp.broadcast_to(z, (elements, num_local)).reshape(-1) for z in (starts, ends, index, m * element)
-    )
+    starts, ends, base = (z.reshape(-1) for z in _all_segments(x, letter, m, (elements, num_local)))
+    first = num_local * jnp.arange(elements, dtype=jnp.int32)[:, None] if b.data.ndim == 4 else 0
+    index = jnp.broadcast_to(jnp.arange(num_local, dtype=jnp.int32)[None] + first, (elements, num_local)).reshape(-1)
     tile_sizes = launch.config.along(letter)[0]
     rhs, is_stacked, padding = b.data.reshape(-1, *b.data.shape[-2:]), a.data.ndim > 2, _padding(m, tile_sizes)
     lhs = _padded(a.data.reshape(-1, a.data.shape[-1]), padding)
     weight_dtype = rhs.dtype if b.scales is None else call.accumulator(x)
     common = compute_dtype(lhs.dtype, weight_dtype)
-    accumulator, cover = accumulator_dtype(common), _cover(tile_sizes)
+    accumulator = accumulator_dtype(common)
 
     def put(y: Array, at: Array, in_group: Array, out: Array) -> Array:
         old = _slice(out, at, y.shape[0])
@@ -396,21 +395,19 @@ def _grouped(launch: Launch, x: Operands) -> Array:
 
         def visit(tile: int, start: Array, out: Array) -> Array:
             at, in_group = _window(m + padding, tile, start, end)
-            x = _slice(lhs, at + base if is_stacked else at, tile).astype(common)
+            x = _masked(_slice(lhs, at + base if is_stacked else at, tile), in_group).astype(common)
             x = _untransposed(x, elements * num_local)
             y = dot(x, weight, (1, b.axis(contracted)), call.options.precision, accumulator)
             return put(y, at + base, in_group, out)
 
         def step(carry: tuple[Array, Array]) -> tuple[Array, Array]:
             start, out = carry
-            size_index = _slice(cover, jnp.minimum(end - start, tile_sizes[-1]), 1)[0]
-            out = lax.switch(size_index, [partial(visit, tile) for tile in tile_sizes], start, out)
-            return start + _slice(np.asarray(tile_sizes, np.int32), size_index, 1)[0], out
+            return _next_tile(tile_sizes, visit, start, end, out)
 
         return lax.while_loop(lambda carry: carry[0] < end, step, (start, out))[1]
 
     out = jnp.zeros((elements * m, n), call.dtype) if existing is None else existing.reshape(elements * m, n)
-    out = _to_carry(_padded(out, padding))
+    out, visit_segment = _to_carry(_padded(out, padding)), segment
     if rows := launch.config.batched_rows:
         result = _batched_dtype(call, common, existing)
 
@@ -420,20 +417,36 @@ def _grouped(launch: Launch, x: Operands) -> Array:
             x = _untransposed(x, elements * num_local)
             return dot(x, rhs, (2, b.axis(contracted) + 1), call.options.precision, result, batch=1)
 
-        def store(start: Array, end: Array, matrix: Array, base: Array, out: Array) -> Array:
-            at, in_group = _window(m, rows, start, end)
-            # `_can_batch` requires a matrix for each segment, so `matrix` is also the segment's index.
-            return put(_slice(y, matrix, 1)[0], at + base, in_group, out)
-
         batch_them = _is_worth(launch, x, ends - starts)
         zeros = jnp.zeros((elements * num_local, rows, n), result)
-        y = lax.cond(batch_them, first_rows, lambda _: zeros, starts)
-        rest = jnp.minimum(ends, starts + jnp.where(batch_them, rows, 0))
-        out = _for_each(rest > starts, (starts, rest, index, base), store, out)
-        starts = rest
-    out = _for_each(ends > starts, (starts, ends, index, base), segment, out)
+        first_y = lax.cond(batch_them, first_rows, lambda _: zeros, starts)
+        done = jnp.where(batch_them, rows, 0)
+
+        def store_first_rows(start: Array, end: Array, matrix: Array, base: Array, out: Array) -> Array:
+            rest = jnp.minimum(end, start + done)
+            at, in_group = _window(m, rows, start, rest)
+            # `_can_batch` requires a matrix for each segment, so `matrix` is also the segment's index.
+            out = put(_slice(first_y, matrix, 1)[0], at + base, in_group, out)
+            return lax.cond(rest < end, segment, lambda *args: args[-1], rest, end, matrix, base, out)
+
+        visit_segment = store_first_rows
+    # Without a batch, `index` is the segment's number and `base` is 0: columns would only take time to compile.
+    columns = (starts, ends) if batch is None else (starts, ends, index, base)
+
+    def visit_number(number: Array, start: Array, end: Array, *rest: Array) -> Array:
+        matrix, row, out = rest if batch is not None else (number, jnp.int32(0), *rest)
+        return visit_segment(start, end, matrix, row, out)
+
+    out = _for_each(ends > starts, columns, visit_number, out)
     out = _from_carry(out[: elements * m] if padding else out, call.dtype)
     return out if batch is None else out.reshape(batch, m, n)
+
+
+def _all_segments(x: Operands, letter: str, extent: int, shape: tuple[int, int]) -> list[Array]:
+    """For all segments, `shape` = `[elements, h]`: `starts`, `ends` and `base`, the first row of the batch element."""
+    starts, ends = segments(x.sizes[letter], extent, x.offset, shape[1])
+    base = extent * jnp.arange(shape[0], dtype=jnp.int32)[:, None]
+    return [jnp.broadcast_to(z, shape) for z in (starts, ends, base)]
 
 
 def _matrix(matrices: Array, scales: Scales | None, index: Array, dtype: Any) -> Array:
@@ -458,17 +471,16 @@ def _transposed_grouped(launch: Launch, x: Operands) -> Array:
     pair = call.kernel_operands(x)
     letter, num_local, keeps_batch = pair[0].letters[0], call.shape[0], call.out_batch and batch is not None
     k, elements = pair[0].extent(letter), 1 if batch is None else batch
-    starts, ends = segments(x.sizes[letter], k, x.offset, num_local)
-    base = k * jnp.arange(elements, dtype=jnp.int32)[:, None]  # first row of each batch element
-    starts, ends, base = (jnp.broadcast_to(z, (elements, num_local)) for z in (starts, ends, base))
+    starts, ends, base = _all_segments(x, letter, k, (elements, num_local))
     if keeps_batch:  # each batch element adds `num_local` matrices
         starts, ends, base = (z.reshape(1, -1) for z in (starts, ends, base))
+    is_single = isinstance(starts.shape[0], int) and starts.shape[0] == 1  # may be symbolic
+    if is_single:
+        starts, ends, base = starts[0], ends[0], base[0]
     padding = _padding(k, launch.config.along(letter)[0])
     operands = [(_padded(z.data.reshape(-1, z.data.shape[-1]), padding), z.data.ndim > 2) for z in pair]
     common = compute_dtype(operands[0][0].dtype, operands[1][0].dtype)
-    accumulator, tile_sizes, (summed, h) = accumulator_dtype(common), launch.config.along(letter)[0], starts.shape
-    # For each number of rows, the smallest tile that holds them.
-    tile_index = np.searchsorted(tile_sizes, np.arange(tile_sizes[-1] + 1)).astype(np.int32)
+    accumulator, tile_sizes, h = accumulator_dtype(common), launch.config.along(letter)[0], starts.shape[-1]
 
     def product(tile: int, start: Array, end: Array, base: Array) -> Array:
         at, in_group = _window(k + padding, tile, start, end)
@@ -476,27 +488,27 @@ def _transposed_grouped(launch: Launch, x: Operands) -> Array:
         return _product_of_rows(launch, slices, in_group, common, accumulator)
 
     def segment(start: Array, end: Array, base: Array) -> Array:
-        # The partial tile comes first, so a group of one tile needs no addition.
-        full = jnp.maximum(end - start - 1, 0) // tile_sizes[-1]
-        middle = end - full * tile_sizes[-1]
-        partial_tile = _slice(tile_index, middle - start, 1)[0]
-        total = lax.switch(partial_tile, [partial(product, tile) for tile in tile_sizes], start, middle, base)
+        next_tile = partial(_next_tile, tile_sizes, product)
 
-        def add(step: Array, total: Array) -> Array:
-            return total + product(tile_sizes[-1], middle + step * tile_sizes[-1], end, base)
+        def add(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            start, total = carry
+            start, more = next_tile(start, end, end, base)
+            return start, total + more
 
-        return lax.fori_loop(_ZERO, full, add, total)
+        # The first tile's product needs no addition.
+        return lax.while_loop(lambda carry: carry[0] < end, add, next_tile(start, end, end, base))[1]
 
-    def group(i: Array, out: Array) -> Array:
-        def element(e: Any) -> Array:
-            return segment(starts[e, i], ends[e, i], base[e, i])
-
-        if isinstance(summed, int) and summed == 1:  # `summed` may be symbolic
-            total = element(0)
+    def group(i: Array, *rest: Array) -> Array:
+        *place, out = rest
+        if place:
+            total = segment(*place, *([] if keeps_batch else [jnp.int32(0)]))
         else:
+
+            def add(e: Array, total: Array) -> Array:
+                return total + segment(starts[e, i], ends[e, i], base[e, i])
+
             zeros = jnp.zeros(call.shape[1:], accumulator)
-            count = jnp.asarray(summed, jnp.int32)
-            total = lax.fori_loop(_ZERO, count, lambda e, total: total + element(e), zeros)
+            total = lax.fori_loop(_ZERO, jnp.asarray(starts.shape[0], jnp.int32), add, zeros)
         old = _from_carry(_slice(out, i, 1)[0], call.dtype)
         total = apply_epilogue(call, total, None if existing is None else old)
         if in_two_parts:  # `old` is the first rows' product, with the epilogue
@@ -509,21 +521,22 @@ def _transposed_grouped(launch: Launch, x: Operands) -> Array:
         result = _batched_dtype(call, common, None)  # `_can_batch` requires `summed == 1`, no `existing`
 
         def first_rows(starts: Array) -> Array:
-            at, in_group = jax.vmap(partial(_window, k, rows))(starts, ends[0])
-            slices = [_slices(z, at + base[0] if is_stacked else at, rows) for z, is_stacked in operands]
+            at, in_group = jax.vmap(partial(_window, k, rows))(starts, ends)
+            slices = [_slices(z, at + base if is_stacked else at, rows) for z, is_stacked in operands]
             out = _product_of_rows(launch, slices, in_group, common, result)
             return apply_epilogue(call, out, None).astype(call.dtype)
 
-        batch_them = _is_worth(launch, x, ends[0] - starts[0])
-        out = lax.cond(batch_them, first_rows, lambda _: jnp.zeros(shape, call.dtype), starts[0])
+        batch_them = _is_worth(launch, x, ends - starts)
+        out = lax.cond(batch_them, first_rows, lambda _: jnp.zeros(shape, call.dtype), starts)
         done = jnp.where(batch_them, rows, 0)
-        chosen = ends[0] - starts[0] > done
+        chosen = ends - starts > done
         if in_two_parts:
             starts = jnp.minimum(ends, starts + done)  # `group` multiplies only the further rows
     else:
         out = jnp.zeros(shape, call.dtype) if existing is None else existing.reshape(shape)
-        chosen = jnp.any(ends > starts, axis=0)
-    out = _for_each(chosen, (jnp.arange(h, dtype=jnp.int32),), group, _to_carry(out))
+        chosen = ends > starts if is_single else jnp.any(ends > starts, axis=0)
+    columns = (starts, ends, base) if keeps_batch else (starts, ends) if is_single else ()
+    out = _for_each(chosen, columns, group, _to_carry(out))
     out = _from_carry(out, call.dtype)
     return out.reshape(batch, num_local, *call.shape[1:]) if keeps_batch else out
 
@@ -540,21 +553,16 @@ def _untransposed(x: Array, num_matrices: Any) -> Array:
 
 def _product_of_rows(launch: Launch, rows: list[Array], in_group: Array, common: Any, dtype: Any) -> Array:
     """`[..., rows, m], [..., rows, n] -> [..., m, n]` in `dtype`, multiplied in `common`; rows not `in_group` are 0."""
-    left, right = (jnp.where(in_group, z, jnp.zeros((), z.dtype)).astype(common) for z in rows)
+    left, right = (_masked(z, in_group).astype(common) for z in rows)
     left, batch = _transposed(left, launch.target.portable), left.ndim - 2
     return dot(left, right, (batch + 1, batch), launch.call.options.precision, dtype, batch=batch)
 
 
-_TILE_SIZES = {
-    "grouped_matmul": ((16, 64, 256), (16, 32, 48, 64, 96, 128, 160, 192, 256, 512)),
-    "transposed_grouped_matmul": (
-        (32, 64, 128, 256),
-        (16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512),
-    ),
-}
-"""Tile sizes of products with fewer than 2**29 FLOPs, and of larger ones.
+_TILE_SIZES = (16, 64, 256), (16, 32, 64, 128, 256), (32, 64, 128, 256, 512)
+"""Tile sizes of products with fewer than 2**29 FLOPs; of larger ones with up to 64 rows per group; of all others.
 
-Each size takes about 40 ms to compile. A large product with the small product's sizes takes 5 to 10 % longer.
+In a layer of experts, forward and backward, each size takes about 70 ms to compile. Twice as many sizes would make
+large products up to 5 % faster.
 """
 
 _OVERHEAD = 24
@@ -585,13 +593,9 @@ def _cover(tile_sizes: tuple[int, ...]) -> np.ndarray:
     return first
 
 
-def _covered(tile_sizes: tuple[int, ...], first: int, end: int, is_contracted: bool) -> list[tuple[int, int]]:
+def _covered(tile_sizes: tuple[int, ...], first: int, end: int) -> list[tuple[int, int]]:
     """`(first row, tile size)` of each tile of a group."""
     tiles = []
-    if is_contracted:  # the partial tile comes first
-        rest = first + (end - first - 1) % tile_sizes[-1] + 1 if end > first else end
-        tiles = [(first, tile_sizes[np.searchsorted(tile_sizes, rest - first)])] if end > first else []
-        return tiles + [(at, tile_sizes[-1]) for at in range(rest, end, tile_sizes[-1])]
     while first < end:
         tiles.append((first, tile_sizes[_cover(tile_sizes)[min(end - first, tile_sizes[-1])]]))
         first += tiles[-1][1]
@@ -616,7 +620,7 @@ def work(launch: Launch, x: Operands) -> Work:
         if len(p.ragged) > 1:
             covered = [(at, tile[letter]) for at in range(first, end, tile[letter])]
         else:
-            covered = _covered(launch.config.along(letter)[0], first, end, letter == p.contracted)
+            covered = _covered(launch.config.along(letter)[0], first, end)
         tiles += [(group, int(at), int(tile)) for at, tile in covered]
     if len(p.ragged) == 1:
         multiplied = sum(tile for *_, tile in tiles)
@@ -636,6 +640,21 @@ def _window(m: Any, tile: int, start: Array, end: Array) -> tuple[Array, Array]:
     row = lax.iota(jnp.int32, tile) - (start - at)
     # As unsigned numbers, rows before the start are large, so one comparison is enough.
     return at, (row.astype(jnp.uint32) < (end - start).astype(jnp.uint32))[:, None]
+
+
+def _masked(rows: Array, in_group: Array) -> Array:
+    """`rows`, zero where they are not in the group. Products of one program share the compiled slices: XLA compiles
+    equal fusions once."""
+    return jnp.where(in_group, rows, jnp.zeros((), rows.dtype))
+
+
+def _next_tile(
+    tile_sizes: tuple[int, ...], visit: Callable[..., Any], start: Array, end: Array, *args: Any
+) -> tuple[Array, Any]:
+    """`(start of the next tile, visit(tile, start, *args))`, with the size `tile` that `_cover` chooses."""
+    index = _slice(_cover(tile_sizes), jnp.minimum(end - start, tile_sizes[-1]), 1)[0]
+    out = lax.switch(index, [partial(visit, tile) for tile in tile_sizes], start, *args)
+    return start + _slice(np.asarray(tile_sizes, np.int32), index, 1)[0], out
 
 
 def _padding(extent: Any, tile_sizes: tuple[int, ...]) -> int:
@@ -681,7 +700,7 @@ _put = partial(lax.dynamic_update_slice_in_dim, axis=0, allow_negative_indices=F
 
 
 def _for_each(chosen: Array, columns: tuple[Array, ...], body: Callable[..., Array], out: Array) -> Array:
-    """Loops over the chosen rows of a table of `columns`: `out = body(*row, out)`, in place."""
+    """Loops over the chosen rows of a table of `columns`: `out = body(number, *row, out)`, in place."""
     count = jnp.asarray(chosen.shape[0], jnp.int32)
     # For each row, the first chosen row from it on; `count` if there is none.
     following = lax.cummin(jnp.where(chosen, jnp.arange(chosen.shape[0], dtype=jnp.int32), count), reverse=True)
@@ -692,7 +711,7 @@ def _for_each(chosen: Array, columns: tuple[Array, ...], body: Callable[..., Arr
 
     def visit(carry: tuple[Array, Array]) -> tuple[Array, Array]:
         number, out = carry
-        out = body(*(_slice(column, number, 1)[0] for column in columns), out)
+        out = body(number, *(_slice(column, number, 1)[0] for column in columns), out)
         return _slice(following, number + 1, 1)[0], out
 
     return lax.while_loop(lambda carry: carry[0] < count, visit, (following[0], out))[1]
