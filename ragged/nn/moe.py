@@ -67,8 +67,8 @@ class Experts(eqx.Module):
         - `activation`: as in `ragged.gated_matmul`, or without a gate as in `ragged.matmul`: a name or an elementwise
           function, computed in float32 before the hidden rows are rounded.
         - `save`: the arrays that are saved for the derivative, besides `x`. `"pre"`: pre-activations, and with a recipe
-          or an `axis` also hidden rows. `"out"`: hidden rows. `"nothing"`: none, they are recomputed. With a recipe, a
-          bias of `down` or an `axis`, all three also save the experts' results.
+          or in an `MoE` with an `axis` also hidden rows. `"out"`: hidden rows. `"nothing"`: none, they are recomputed.
+          With a recipe, a bias of `down` or an `axis`, all three also save the experts' results.
         - `use_bias`, `recipe`, `dtype`: as for `GroupedLinear`, in all three layers.
 
         **Raises:** `ValueError` or `TypeError` for an invalid activation or an unknown `save`, and as `GroupedLinear`.
@@ -194,8 +194,8 @@ def _summed(
     hidden: GroupedTensor,
     routed: Route,
 ) -> Array:
-    """`routed.combine(hidden @ down, weights)`, where `hidden` is `function(*saved)`, rounded, or `saved` without a
-    function.
+    """`routed.combine(hidden @ down, weights)`. `hidden` is the rounded `function(*saved)`; without a function, `saved`
+    has only its buffer.
 
     With `is_part`, the result is a summand of a sum over devices and isn't rounded; its derivative is computed as if it
     were.
@@ -219,7 +219,7 @@ def _(function: Function | None, is_part: bool, primals: Any, tangents: Any) -> 
     def weighted_before(down: Array, weights: Array, *saved: Array) -> Array:
         z, first_dims = tuple(each.astype(accumulator) for each in saved), hidden.first_dims
         rows = GroupedTensor(z[0], first_dims) if function is None else activated(function, z, first_dims)
-        # The cotangents of the rows' weights are summed over devices here: one number per row, not for each element.
+        # The transpose of this sums cotangents of weights over devices: one number per row, instead of one per element.
         of_rows, *_ = vary_together([weights_of_rows(routed, weights.astype(accumulator)), *z])
         rows = rows * per_row(of_rows)
         return routed.combine(matmul(rows.astype(dtype), down))

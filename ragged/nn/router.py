@@ -38,7 +38,7 @@ class Router(eqx.Module):
         logits = x @ weight + bias                                         (float32)
         scores = score(logits)
         experts = top_k(scores + selection_bias)
-        weights = scale * scores[experts] / (sum(scores[experts]) + epsilon)
+        weights = scale * scores[experts] / (sum(scores[experts]) + epsilon)    (not divided without `normalize`)
 
     If the scores of all chosen experts are 0 in float32, their weights are 0, also with the default `epsilon=0`.
     A softmax over the chosen logits is the same as `score="softmax"` with `normalize=True`.
@@ -48,8 +48,8 @@ class Router(eqx.Module):
     - `weight`: `[d, num_experts]`.
     - `bias`: `(num_experts,)`, or None.
     - `selection_bias`: `(num_experts,)` float32, or None. It affects only the choice of experts, so it has no gradient,
-      and no optimiser changes it: see `with_selection_bias`. In the pytree it is sealed, which NumPy and checkpoints
-      don't support: save `router.unsealed()`.
+      and no optimiser changes it: see `with_selection_bias`. In the pytree it is *sealed*: in a dtype that rejects
+      arithmetic, and that NumPy and checkpoints don't support. So save `router.unsealed()`.
 
     The numbers of experts, groups and choices, and the options of `__init__`, are static.
     """
@@ -176,7 +176,7 @@ class Router(eqx.Module):
         experts = lax.top_k(lax.stop_gradient(self._ranks(logits, scores)), self.top_k)[1]
         weights = jnp.take_along_axis(scores, experts, axis=1)
         if self.normalize and self.score == "softmax" and self.selection_bias is None and self.groups is None:
-            weights /= jnp.sum(weights, axis=1, keepdims=True) + self.epsilon  # The largest one is far from 0.
+            weights /= jnp.sum(weights, axis=1, keepdims=True) + self.epsilon  # The largest weight is far from 0.
         elif self.normalize:
             weights = _normalized(weights, self.epsilon)
         return Routing(weights * self.scale if self.scale != 1 else weights, experts, probabilities, logits)

@@ -41,8 +41,8 @@ class Estimate:
       doesn't depend on the routing. With `"ragged"`, a token's row is sent twice if two of its experts are on one
       device.
     - `sent_at_most`: the maximum of `sent` over all routings. In dispatch, all rows of the device go to other devices;
-      in combine, its buffer is full. With `"ragged"` and no `wire`, the bytes that a device receives are at most the
-      entry of the opposite direction: in dispatch, `sent_at_most["combine"]`. With the other transports, a device
+      in combine, its buffer is full. With `"ragged"` and no `wire`, a device receives at most
+      what this dict has for the other direction: in dispatch, the entry of `"combine"`. With the other transports, it
       receives as many bytes as it sends.
 
     For each chunk:
@@ -53,7 +53,7 @@ class Estimate:
 
     For the layer:
 
-    - `experts`: bytes of the matrices on a device.
+    - `experts`: bytes of the experts' matrices on a device.
 
     Dicts keyed by `"forward"`, `"gradient"`:
 
@@ -186,8 +186,8 @@ def estimate(
     even = sum(min(x, buffer) / n for x, buffer in zip(rows, buffers, strict=True))  # rows to each device
     products = {"forward": n * even * 2 * d * hidden * (3 if gated else 2)}
     products["gradient"] = 2 * products["forward"]
-    # Rows that a device sends to others in dispatch: the expected number, and at most. Rows that it sends back in
-    # combine, at most. `"dense"` always sends all slots.
+    # Number of rows that leave a device: expected in each phase, at most in dispatch, at most in combine. `"dense"`
+    # always sends all slots.
     leaving = max_leaving = max_returning = sum(buffers) // n * (n - 1)
     larger = buffers
     if transport == "ragged":

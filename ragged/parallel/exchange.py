@@ -9,9 +9,9 @@ With two devices, four groups and a route on each device:
 
 Within a group, rows are sorted by the device that sent them, then by token.
 
-All devices know how many rows each device has of each group. So every transport computes the same ranges. For each
-sender and group, these are: where its rows begin among all rows of the sender, where they begin in the buffer of the
-group's device, and how many of them the capacity admits. Those that it admits are always the first ones.
+All devices know how many rows each device has of each group. So every transport computes the same ranges, one for each
+sender and group: where the sender's rows of the group begin among all its rows, where they begin in the buffer of the
+group's device, and how many of them the capacity admits. The admitted rows are always the first ones.
 """
 
 import itertools
@@ -57,9 +57,9 @@ class Exchange(eqx.Module):
     sizes: Int[Array, " local"]
     dropped: Int[Array, ""]
     capacity: int = eqx.field(static=True)
-    # `_rows[i]` is the row, `token * top_k + j`, that is sent as row `i`; `_places` is the inverse. `"ragged"`: `i`
-    # counts the route's rows. `"dense"`: `i` counts slots. `"ring"`: `i` counts rows of this device's buffer, and
-    # `token` counts the tokens of all devices. Indices out of range mean "none".
+    # The gather from tokens to sent rows: row `i` is for place `j` of `token`, where `_rows[i] = token * top_k + j`.
+    # `_places[token, j]` is `i`. `i` counts the route's rows (`"ragged"`), slots (`"dense"`), or rows of this device's
+    # buffer (`"ring"`; tokens are then those of all devices). Indices out of range mean "none".
     _rows: Int[Array, " sent"]
     _places: Int[Array, "tokens top_k"]
     # `"dense"`: the received slot of each row of the buffer, and the row of each slot. `"ragged"`: three arrays for the
@@ -253,11 +253,11 @@ def exchange(
 
     - `route`: a route from this device's tokens to all `g` groups. `n` must divide `g`.
     - `axis`: the name of the mesh axis.
-    - `transport`: the collective that sends rows. It changes results only by the order in which a token's rows are
-      summed, and `"dense"` by the rows that a capacity drops. `"dense"`: `lax.all_to_all` of slots, the same number for
-      each device; empty slots are sent too. `"ragged"`: `lax.ragged_all_to_all` of the route's rows, on TPUs and GPUs.
-      `"ring"`: an all-gather of all devices' tokens, `n * tokens` rows, from which each device selects its rows; back,
-      a reduce-scatter in float32. None: `"dense"` on CPUs, else `"ragged"`.
+    - `transport`: the collective that sends rows. Results differ only in the order in which a token's rows are
+      summed and, with `"dense"`, in the rows that a capacity drops. `"dense"`: `lax.all_to_all` of slots, the same
+      number for each device; empty slots are sent too. `"ragged"`: `lax.ragged_all_to_all` of the route's rows, on TPUs
+      and GPUs. `"ring"`: an all-gather of all devices' tokens, `n * tokens` rows, from which each device selects its
+      rows; back, a reduce-scatter in float32. None: `"dense"` on CPUs, else `"ragged"`.
     - `capacity`: the number of rows in each device's buffer, a static int. The buffer is filled in rounds: first the
       first row of each group from each device, then the second row of each, and so on until it is full. The last round
       goes by group, then by device. The first rows of a group are those of the first tokens. Other rows aren't sent:

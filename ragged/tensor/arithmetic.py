@@ -235,7 +235,7 @@ class Arithmetic(GroupedBase, Operators):
         return x._mapped(fn(*(_aligned(x, each, "map") for each in (self, *others))), zero_tail)
 
     def _mapped(self: Tensor, out: Any, zero_tail: bool = True) -> Tensor:
-        """The tensor with `out`, the result of a function of its buffer, as its buffer. Raises if the shape doesn't
+        """The tensor with the buffer `out`, the result of a function of its own buffer. Raises if the shape doesn't
         fit."""
         x, out = self, jnp.asarray(out)
         columns = x.ragged[1] or x.is_cotangent
@@ -637,7 +637,7 @@ def _may_be_equal(sizes: Any, others: Any) -> bool:
 def _spread(x: Arithmetic, wrapped: Wrapped) -> Array:
     """Wrapped values as an array that broadcasts to the buffer of `x`, with ones outside of the groups."""
     value = _broadcast(x, wrapped)
-    # Without `filled`, rows without columns, and columns beyond the last dims, would add to the gradient of `v`.
+    # `filled` excludes all elements outside of the groups from the gradient of the wrapped values.
     return value if x.packed_axis is None else filled(x.with_data(value), 1)
 
 
@@ -714,7 +714,7 @@ def _hint(x: Arithmetic, shape: tuple[int, ...], symbol: str, reflected: bool) -
     data = f"v {symbol} data" if reflected else f"data {symbol} v"
     data = "fn(data, v)" if symbol == "map" else data
     axis = None if x.is_cotangent else x.packed_axis
-    of: dict[tuple[int, ...], str] = {}  # what the array has one of per group, keyed by its shape
+    of: dict[tuple[int, ...], str] = {}  # keyed by shape: what such an array has for each group
     if not x.is_cotangent:
         of[x.num_groups,] = "value"
     if axis is not None:
@@ -855,8 +855,7 @@ def _ahead(x: Arithmetic) -> Int[Array, "..."]:
         n = jnp.diff(x.offsets)
         m = jnp.full_like(n, x.shape[-1])
     else:
-        # Dims aren't clipped: truncating a group, as in `s @ s.mT`, drops its last rows and columns, but doesn't move
-        # the others.
+        # Dims aren't clipped: if the buffer cuts off a group's last rows or columns, the others keep their positions.
         n, m = (jnp.maximum(as_int32(dims), 0) for dims in (x.first_dims, x.last_dims))
     position = take(m - n, x.group_ids, 0) + x.positions  # each row's position, a column of its group
     return last - position.reshape(-1, *(1,) * (x.ndim - 1))

@@ -391,7 +391,7 @@ def buffer_scales(x: GroupedBase) -> Scales:
     scaling, scales = x.scaling, jnp.asarray(x.scales)
     tensor_scale = None if x.tensor_scale is None else jnp.asarray(x.tensor_scale)
     if tensor_scale is not None and tensor_scale.ndim and (x.packed_axis is not None or scales.ndim < 2):
-        # Kernels support a scale for each group only as the second level of a uniform operand.
+        # Kernels support a tensor scale for each group only in a uniform operand that also has scales of blocks.
         block = scaling.block or (None, None)
         scaling, scales, tensor_scale = Scaling(block), float_scales(x), None
     return stored_scales(scaling, scales, tensor_scale, x.packed_axis, x.num_groups, is_read_transposed(x))
@@ -400,9 +400,9 @@ def buffer_scales(x: GroupedBase) -> Scales:
 def element_scales(x: GroupedBase) -> Array:
     """Each element's scale, in a shape that broadcasts to the buffer."""
     inner = 2 if x.packed_axis is None else 1  # the first axis between a group's first and last dim, if any
-    if x.ndim > inner + 1:  # Blocks have extent 1 along such axes, so map over them.
-        is_whole = x.scaling is None or x.scaling.block in (None, (None, None))  # Scales of whole groups lack the axes.
-        axes = inner, None if is_whole else inner
+    if x.ndim > inner + 1:  # Blocks have extent 1 along axis `inner`, so map over it.
+        is_whole = x.scaling is None or x.scaling.block in (None, (None, None))
+        axes = inner, None if is_whole else inner  # Scales of whole groups lack this axis.
         mapped = jax.vmap(lambda data, scales: element_scales(with_fields(x, data=data, scales=scales)), axes, inner)
         return mapped(jnp.asarray(x.data), jnp.asarray(x.scales))
     scales = kernel_scales(x)

@@ -55,7 +55,7 @@ def validated[T: GroupedBase](x: T, like: Any) -> T:
         problems, like_dims = _Differences(name, x.num_groups), getattr(like, name)
         if not is_concrete(dims, like_dims):
             differ = as_int32(dims) != as_int32(like_dims)
-            checked[name] = _failing(checked[name], differ, jnp.argmax(differ).astype(jnp.int32), problems)
+            checked[name] = _with_run_time_error(checked[name], differ, jnp.argmax(differ).astype(jnp.int32), problems)
         elif not np.array_equal(dims, like_dims):
             group = int(np.argmax(np.asarray(dims) != np.asarray(like_dims)))
             site.fail(ValueError, problems.problem(group), _LIKE_HINT)
@@ -124,10 +124,10 @@ def _checked_at_run_time(dims: Array, problems: _Problems) -> Array:
     left = extent - (jnp.cumsum(sizes) - sizes) if problems.packed else jnp.full_like(sizes, extent)
     bad = (sizes < 0) | (sizes > left)
     group = jnp.argmax(bad).astype(jnp.int32)
-    return _failing(dims, bad, problems.code(group, sizes[group]), problems)
+    return _with_run_time_error(dims, bad, problems.code(group, sizes[group]), problems)
 
 
-def _failing(dims: Array, bad: Bool[Array, " g"], code: Array, problems: Any) -> Array:
+def _with_run_time_error(dims: Array, bad: Bool[Array, " g"], code: Array, problems: Any) -> Array:
     """`dims`, with the run-time error `problems[code]` if any group is bad."""
     check_not_explicit(_SITE.call, **{problems.name: dims})
     mesh = jax.sharding.get_abstract_mesh()

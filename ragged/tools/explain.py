@@ -43,9 +43,8 @@ def explain(
 ) -> Explanation:
     """Describes `matmul(lhs, rhs, **options)` and its derivatives: layout, cost, and the kernels on each platform.
 
-    Nothing is computed. With a `spec`, it describes `einsum(spec, lhs, rhs, **options)`: the single product that the
-    einsum's merged and mapped letters form. The `lhs` of this product is the operand that has the first unmapped letter
-    of the result.
+    Nothing is computed. With a `spec`, it describes the single product that `einsum(spec, lhs, rhs, **options)`
+    computes. Its `lhs` is the operand that has the first unmapped letter of the result.
 
     Arrays may be `jax.ShapeDtypeStruct`s. Tile counts are exact for concrete group sizes, else upper bounds.
 

@@ -32,7 +32,7 @@ class ProductPlan:
     - `platform`: `"cpu"`, `"cuda"` or `"tpu"`.
     - `device`: the device kind that kernels are compiled for; `""` if unknown.
     - `backend`, `kernel`: names of the backend and kernel that run; `""` if lowering raises.
-    - `runs`: `backend` and `kernel` as text, with the reason if the platform's own backend doesn't run.
+    - `runs`: what runs, as text: `backend` and `kernel`, with the reason if the platform's own backend doesn't run.
     - `config`: the backend's configuration.
     - `source`: origin of `config`: the call's `"tiling"` or `"backend"`, `"using"`, the `"cache"` or the `"model"`.
     - `passed_over`: `(backend, reason)` of each backend that would be preferred but can't run, or can't apply the

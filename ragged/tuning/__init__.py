@@ -1,6 +1,6 @@
 """Configurations of products: list them, choose one, and measure which is fastest on this device.
 
-ragged.tuning.candidates(x, w)                     # configurations to try, the model's choice first
+ragged.tuning.candidates(x, w)                     # configurations to try, the default first
 ragged.matmul(x, w, backend=GpuConfig(...))        # the configuration of one product
 with ragged.tuning.using(GpuConfig(...)): ...      # the configuration of all products in the block
 ragged.tuning.autotune(x, w)                       # measures configurations and caches the fastest

@@ -135,7 +135,7 @@ def platform() -> str:
 class BoundProduct:
     """A product's primitive with its parameters and the shapes of its operands, without a configuration.
 
-    Equal products have equal hashes. In its methods, a `config` of None is the model's choice.
+    Equal products have equal hashes. In its methods, a `config` of None is the default.
     """
 
     def __init__(self, equation: Any) -> None:
@@ -191,19 +191,19 @@ class BoundProduct:
         configs = Configs((config,), (config,), (config,))
         return self.call._replace(options=self.call.options._replace(configs=configs, source="backend"))
 
-    def taken(self, config: Config | None, backend: str) -> Config | None:
+    def fitted(self, config: Config | None, backend: str) -> Config | None:
         """`config` with tiles that are at most as large as the extents; None if it isn't a legal one of `backend`."""
         launch = self.launch(config) if config is not None and config.backend == backend else None
         return None if launch is None else launch.config
 
     def candidates(self, limit: int) -> list[Config]:
-        """At most `limit` legal configurations, the model's choice first."""
+        """At most `limit` legal configurations, the default first."""
         launch, configs = self.launch(), []
         if launch is None:
             return []
         backend = lowering.BACKENDS[launch.backend].load()
         for config in (launch.config, *backend.candidates(launch, self.operands)):
-            config = self.taken(config, launch.backend)
+            config = self.fitted(config, launch.backend)
             if config is not None and config not in configs:
                 configs.append(config)
             if len(configs) >= limit:

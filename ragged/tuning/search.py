@@ -81,7 +81,7 @@ class Tuning:
 
 
 def candidates(lhs: Any, rhs: Any, *, most: int = 32, **options: Any) -> list[Config]:
-    """Configurations that `matmul(lhs, rhs, **options)` can run with, the default first: the best one by a model.
+    """Configurations that `matmul(lhs, rhs, **options)` can run with, the default first.
 
     They are for the device of the mesh in context, or else for this device. The operands' arrays may be
     `jax.ShapeDtypeStruct`s. For a derivative, pass the derivative's operands.
@@ -261,7 +261,7 @@ def _tuned(
             continue
         key = product.key(launch)
         found = None if again else known.get(key)
-        if found is not None and product.taken(found.config, launch.backend) is not None:
+        if found is not None and product.fitted(found.config, launch.backend) is not None:
             times = found.default_seconds, found.seconds
             tuned.append(Tuned(key, found.sizes, launch.config, found.config, *times, {}, {}, from_cache=True))
             continue
