@@ -198,21 +198,23 @@ def refuse(
 
     - `formats`: support for each dtype, keyed by its name.
     - `takes`: supported features: kernels, "... with an epilogue" for kernels that apply an `EpilogueSpec`, "scales",
-      "offset", "batch", and fields of `Epilogue`.
+      "zero points", "offset", "batch", and fields of `Epilogue`.
     - `precisions`: names of supported precisions.
     - `primitives`: names of JAX primitives that an activation may use.
     """
     arrays = {"lhs": x.lhs.data, "rhs": x.rhs.data, "the result": jax.ShapeDtypeStruct(call.shape, call.dtype)}
-    scaled = x.lhs.scales is not None or x.rhs.scales is not None
+    operands = [x.lhs, x.rhs, *([] if x.epilogue.up is None else [x.epilogue.up])]
+    scales = [operand.scales for operand in operands if operand.scales is not None]
     if not all(isinstance(n, int) for array in (*jax.tree.leaves(x), *arrays.values()) for n in array.shape):
         return Refusal(f"{backend} has no kernels for symbolic extents")
     if is_empty(call, x):
         return Refusal("an extent is 0")
-    if not x.sizes and call.shape[0] == 1 and not scaled and call.options.backend is None:
+    if not x.sizes and call.shape[0] == 1 and not scales and call.options.backend is None:
         return Refusal("one group: a dense product")
     # The product needs the features that aren't None.
-    features = {call.product.kernel: True, "scales": scaled or None, "offset": x.offset, "batch": call.batch(x)}
+    features = {call.product.kernel: True, "scales": scales or None, "offset": x.offset, "batch": call.batch(x)}
     features |= {f"{call.product.kernel} with an epilogue": call.epilogue}
+    features |= {"zero points": next((each.zeros for each in scales if each.zeros is not None), None)}
     for name, value in (features | x.epilogue._asdict()).items():
         if value is not None and name not in takes:
             return Refusal(f"{backend} has no kernels for {name}")

@@ -37,7 +37,8 @@ class Support(NamedTuple):
 class Format(NamedTuple):
     """Properties of a number format."""
 
-    largest: float | None = None  # `quantize` scales a block's largest element to this value; None: not supported
+    # `quantize` scales a block's largest element to this value; None: only with zero points, or not at all
+    largest: float | None = None
     tpu: Support = Support(None, False)
     gpu: Support = Support(None, False)
     has_nan: bool = True
@@ -54,11 +55,16 @@ FORMATS = {
     "float4_e2m1fn": Format(6.0, tpu=Support(5, result=False), gpu=Support(result=False), has_nan=False),
     "int8": Format(127.0, tpu=Support(5), gpu=Support(), has_nan=False),
     "int4": Format(7.0, tpu=Support(5, result=False), gpu=Support(result=False), has_nan=False),
+    "uint8": Format(has_nan=False),
+    "uint4": Format(has_nan=False),
 }
 """Products of formats that a platform's kernels don't support run on XLA.
 
-Quantisation to integers is symmetric: -128 and -8 aren't used.
+Symmetric quantisation to integers doesn't use -128 and -8.
 """
+
+ASYMMETRIC = {"int8": (-128, 127), "uint8": (0, 255), "int4": (-8, 7), "uint4": (0, 15)}
+"""The formats that `quantize` supports with zero points, each with its smallest and its largest value."""
 
 LARGEST = {name: known.largest for name, known in FORMATS.items() if known.largest is not None}
 """The formats that `quantize` supports, each with its largest value."""

@@ -1,5 +1,6 @@
 """`Scales`, one per block, and their expansion to one per element for products on XLA."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,11 +13,11 @@ from jaxtyping import Int, Shaped
 from ragged.core.offsets import IN_BOUNDS, aligned_to_blocks, group_ids, group_offsets
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["values", "tensor"], meta_fields=["block", "e8m0"])
+@partial(jax.tree_util.register_dataclass, data_fields=["values", "tensor", "zeros"], meta_fields=["block", "e8m0"])
 @dataclass(frozen=True)
 class Scales:
     """Scales of a quantised operand: value = data × scale, with one scale per block. If there are two levels, the value
-    is also multiplied by `tensor`.
+    is also multiplied by `tensor`. With zero points, value = (data - zero) × scale.
 
     - `values`: float32, or float8_e4m3fn with two levels. It has the operand's axes, with one entry per block. Scales
       that are saved for a derivative may be float8_e8m0fnu, until `for_kernels` converts them.
@@ -25,16 +26,23 @@ class Scales:
     - `e8m0`: whether float8_e8m0fnu can represent all values: powers of two, or NaN.
     - `tensor`: float32, with as many axes as `values`. All axes have extent 1, except a batch axis, and the group axis
       of a uniform operand if each of its groups has its own `tensor` scale.
+    - `zeros`: like `values`, the zero points of the blocks: integers of 8 bits or more, or float32. None: all are 0.
     """
 
     values: Any
     block: tuple[int | None, int | None]
     e8m0: bool = False
     tensor: Any = None
+    zeros: Any = None
+
+    def map(self, function: Callable[[Any], Any], block: tuple[int | None, int | None] | None = None) -> "Scales":
+        """The scales with `function` of `values`, and of `zeros` if given. `block` replaces the extents of a block."""
+        zeros = None if self.zeros is None else function(self.zeros)
+        return replace(self, values=function(self.values), zeros=zeros, block=block or self.block)
 
     @property
     def mT(self) -> "Scales":
-        return replace(self, values=self.values.mT, block=(self.block[1], self.block[0]))
+        return self.map(lambda each: each.mT, (self.block[1], self.block[0]))
 
     @property
     def is_by_group(self) -> bool:
@@ -53,26 +61,33 @@ class Scales:
         return replace(self, values=values if self.tensor is None else values * self.tensor, tensor=None)
 
 
+def zeros_of(operand: Any) -> Any:
+    """The zero points of an operand; None without them."""
+    return None if operand.scales is None else operand.scales.zeros
+
+
 def dequantized(x: Array, scales: Scales, packed_sizes: Array | None = None, dtype: Any = jnp.float32) -> Array:
-    """An operand multiplied by its scales, which have one level, as a copy in memory."""
-    values = spread(scales, x.shape, packed_sizes).astype(dtype)
-    x = x if x.ndim == values.ndim else x[None]  # Batched sizes give the scales a batch axis that the operand lacks.
-    return x.astype(dtype) * values
+    """An operand minus its zero points, multiplied by its scales, which have one level, as a copy in memory."""
+    each = scales.map(lambda values: spread(values, scales.block, x.shape, packed_sizes).astype(dtype))
+    # Batched sizes give the scales a batch axis that the operand lacks.
+    x = (x if x.ndim == each.values.ndim else x[None]).astype(dtype)
+    return (x if each.zeros is None else x - each.zeros) * each.values
 
 
-def spread(scales: Scales, shape: tuple[int, ...], packed_sizes: Array | None = None) -> Array:
-    """Each element's entry of `values`, for an operand of this shape. Along an axis with a single block, the result may
-    have extent 1.
+def spread(
+    values: Array, block: tuple[int | None, int | None], shape: tuple[int, ...], packed_sizes: Array | None = None
+) -> Array:
+    """Each element's entry of `values`, scales or zero points with these blocks, for an operand of this shape. Along an
+    axis with a single block, the result may have extent 1.
 
     `packed_sizes`: the group sizes if groups are packed along the operand's rows. The scales have the operand's leading
     batch axis, if any; the sizes may have one.
     """
-    values = scales.values
-    for axis, block in zip((-2, -1), scales.block, strict=True):
-        if axis == -2 and block != 1 and packed_sizes is not None:
-            values = by_row(values, packed_sizes, shape[-2], block)
-        elif block is not None and block > 1:
-            values = lax.slice_in_dim(jnp.repeat(values, block, axis), 0, shape[axis], axis=values.ndim + axis)
+    for axis, extent in zip((-2, -1), block, strict=True):
+        if axis == -2 and extent != 1 and packed_sizes is not None:
+            values = by_row(values, packed_sizes, shape[-2], extent)
+        elif extent is not None and extent > 1:
+            values = lax.slice_in_dim(jnp.repeat(values, extent, axis), 0, shape[axis], axis=values.ndim + axis)
     return values
 
 
@@ -80,8 +95,7 @@ def of_rows(scales: Scales, packed_sizes: Array, rows: int) -> Scales:
     """`scales` with one entry per packed row instead of one per group or block of rows."""
     if scales.block[0] == 1:
         return scales
-    values = by_row(scales.values, packed_sizes, rows, scales.block[0])
-    return replace(scales, values=values, block=(1, scales.block[1]))
+    return scales.map(lambda values: by_row(values, packed_sizes, rows, scales.block[0]), (1, scales.block[1]))
 
 
 def by_row(

@@ -1,6 +1,6 @@
 """`Scaling`: which elements of a quantised tensor share a scale, and the shape of the scales.
 
-    value = data × scale
+    value = data × scale, or (data - zero point) × scale
 
 Each block of elements has one scale. Blocks tile each group from its first element on. So, except with "tensor", all
 elements of a block belong to one group:
@@ -24,7 +24,7 @@ contain these dims: with "row", the scales of `[m, heads, k]` are `(m, heads, 1)
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -176,21 +176,32 @@ def stored_scales(
     scaling: Scaling,
     scales: Array,
     tensor_scale: Array | None,
+    zero_points: Array | None,
     packed_axis: int | None,
     num_groups: int,
     is_read_transposed: bool,
 ) -> Scales:
-    """The `Scales` of a tensor's stored buffer, in the dtype of `scales`.
+    """The `Scales` of a tensor's stored buffer, in the dtype of `scales`. Zero points of 4 bits become int8.
 
     One scale per group, or one for all groups, becomes `[g, 1]`, or `[g, 1, 1]` for a uniform tensor. If
     `is_read_transposed`, the buffer is stored transposed, and so are the scales.
     """
-    values, block = scales, scaling.block or (None, None)
-    if block == (None, None):
+    block = scaling.block or (None, None)
+
+    def with_axes(values: Array) -> Array:
+        if block != (None, None):
+            return values
         last = (1, 1) if packed_axis is None else (1,)
         column = values if values.ndim else jnp.broadcast_to(values, (num_groups,))
         values = column.reshape(num_groups, *last)
-        values = values.mT if packed_axis == -1 else values
-    tensor = None if tensor_scale is None else tensor_scale.reshape(-1, *[1] * (values.ndim - 1))
-    out = Scales(values, block, scaling.dtype == jnp.float8_e8m0fnu, tensor)
+        return values.mT if packed_axis == -1 else values
+
+    zeros = zero_points
+    if zeros is not None and jnp.issubdtype(zeros.dtype, jnp.floating):
+        zeros = zeros.astype(jnp.float32)
+    elif zeros is not None and jnp.iinfo(zeros.dtype).bits < 8:
+        zeros = zeros.astype(jnp.int8)
+    out = Scales(scales, block, scaling.dtype == jnp.float8_e8m0fnu, zeros=zeros).map(with_axes)
+    tensor = None if tensor_scale is None else tensor_scale.reshape(-1, *[1] * (out.values.ndim - 1))
+    out = replace(out, tensor=tensor)
     return out.mT if is_read_transposed else out

@@ -522,7 +522,7 @@ def _weight_specs(weight: Any, axes: tuple[str | None, ...]) -> Any:
             Site("ragged.nn.MoE", {"weight": weight}).fail(ValueError, problem, hint)
     # One scale for a whole dim is replicated over all devices.
     of_scales = tuple(name if extent else None for name, extent in zip(axes, block, strict=True))
-    of = {"scales": of_scales, "tensor_scale": axes}
+    of = {"scales": of_scales, "zero_points": of_scales, "tensor_scale": axes}
     return jax.tree_util.tree_map_with_path(lambda path, leaf: P(*of.get(path[-1].name, axes)[: leaf.ndim]), weight)
 
 

@@ -218,7 +218,9 @@ def _mapped(x: Any) -> Any:
     if not isinstance(x, GroupedTensor):
         return 0
     by_block = x.scaling is not None and x.scaling.block not in (None, (None, None))
-    return with_fields(x, data=0, first_dims=None, last_dims=None, scales=0 if by_block else None, tensor_scale=None)
+    axis = 0 if by_block else None
+    zeros = None if x.zero_points is None else axis
+    return with_fields(x, data=0, first_dims=None, last_dims=None, scales=axis, tensor_scale=None, zero_points=zeros)
 
 
 def _arranged(site: Site, e: Einsum, operand: EinsumOperand) -> Any:
@@ -246,28 +248,33 @@ def _arranged(site: Site, e: Einsum, operand: EinsumOperand) -> Any:
     if is_as_given:
         return x
     first, last = (e.sizes(role) if set(role) & set(operand.ragged) else None for role in roles)
-    scales, scaling = (x.scales, x.scaling) if not x.is_quantized else _scales(site, e, operand, parts)
+    scales, scaling, zeros = x.scales, x.scaling, x.zero_points
+    if x.is_quantized:
+        scales, scaling = _scales(site, e, operand, parts, x.scales)
+        zeros = None if zeros is None else _scales(site, e, operand, parts, zeros)[0]
     data = _merged(jnp.asarray(x.data), operand.letters, parts)
     # Batch letters that aren't mapped become groups, and each group needs a scale.
     scale, repeats = x.tensor_scale, 1 if e.is_mapped else prod(e.extents[z] for z in e.batch)
     if scale is not None and scale.ndim:
         scale = jnp.repeat(jnp.asarray(scale), repeats)
-    more = {"scales": scales, "scaling": scaling, "tensor_scale": scale}
+    more = {"scales": scales, "scaling": scaling, "tensor_scale": scale, "zero_points": zeros}
     return with_fields(x, data=data, first_dims=first, last_dims=last, **more, transposed=False)
 
 
-def _scales(site: Site, e: Einsum, operand: EinsumOperand, parts: tuple[Names, ...]) -> tuple[Array, Scaling]:
-    """`(scales, scaling)` of a quantised operand whose axes are merged to `parts`. Raises if the merged axes would
-    split a block."""
+def _scales(
+    site: Site, e: Einsum, operand: EinsumOperand, parts: tuple[Names, ...], scales: Any
+) -> tuple[Array, Scaling]:
+    """`(scales, scaling)` of a quantised operand whose axes are merged to `parts`; `scales` may be zero points. Raises
+    if the merged axes would split a block."""
     x, letters = operand.x, operand.letters
     if x.scaling.block in (None, (None, None)):
         # Unmapped batch letters become groups, and each needs a scale.
         repeats = 1 if e.is_mapped or x.scaling.block is None else prod(e.extents[z] for z in e.batch)
-        return (x.scales if repeats == 1 else jnp.repeat(jnp.asarray(x.scales), repeats)), x.scaling
+        return (scales if repeats == 1 else jnp.repeat(jnp.asarray(scales), repeats)), x.scaling
     rest = len(letters) - len(operand.group) - 2
     first, last = x.scaling.block
     blocks = dict(zip(letters, [*[1] * len(operand.group), first, *[1] * rest, last], strict=True))
-    scales, leading = jnp.asarray(x.scales), sum(parts[:-2], ())
+    scales, leading = jnp.asarray(scales), sum(parts[:-2], ())
     for axis, z in enumerate(letters):
         if z in leading and blocks[z] is None:  # One scale for the whole axis: each mapped element gets a copy.
             blocks[z] = 1

@@ -16,6 +16,7 @@ aren't moved.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from math import gcd, prod
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ from ragged.core.errors import Site
 from ragged.core.formats import accumulator_dtype
 from ragged.core.mesh import resharded
 from ragged.core.offsets import as_int32, group_offsets
-from ragged.core.scales import by_row
+from ragged.core.scales import of_rows
 from ragged.primitive import lowering
 from ragged.primitive.shared import merged
 from ragged.product.operands import Call, Epilogue, Operand, Operands
@@ -160,7 +161,7 @@ def specs_of(x: Operands, sharding: Sharding, mesh: Mapping[str, int]) -> tuple[
             batch = [letters.get("b", ())] * (scales.values.ndim - len(term.removeprefix("b")))
             groups = [letters.get("g", ())] * ("g" in term)
             tensor = None if scales.tensor is None else spec_of([*batch, *groups * scales.is_by_group])
-            scales = replace(scales, values=spec_of([*batch, *groups, *last]), tensor=tensor)
+            scales = replace(scales.map(lambda _: spec_of([*batch, *groups, *last])), tensor=tensor)
         return Operand(spec_of(axes), scales)
 
     def batched(array: Any, rank: int) -> PartitionSpec:
@@ -374,20 +375,20 @@ def _with_scales(operand: Operand, term: str, letters: Mapping[str, Axes], sizes
     data, scales, _ = operand
     if scales is None:
         return operand
-    values, blocks = scales.values, list(scales.block)
     for i in (0, 1):
-        names, block, extent = letters.get(term[i - 2], ()), blocks[i], data.shape[i - 2]
+        names, block, extent = letters.get(term[i - 2], ()), scales.block[i], data.shape[i - 2]
         packed = sizes.get(term[-2]) if i == 0 else None
         if names and block is not None and not _is_sharded(block, extent, packed is not None):
-            smaller = 1 if packed is not None else gcd(block, extent)
-            axis = values.ndim + i - 2
             if packed is not None:
-                values = by_row(values, packed, extent * _size(names), block)
+                scales = of_rows(scales, packed, extent * _size(names))
             else:
-                values = jnp.repeat(values, block // smaller, axis)
-            blocks[i], num_blocks = smaller, extent // smaller
-            values = lax.dynamic_slice_in_dim(values, lax.axis_index(names) * num_blocks, num_blocks, axis)
-    return Operand(data, replace(scales, values=values, block=(blocks[0], blocks[1])))
+                smaller = gcd(block, extent)
+                each = partial(jnp.repeat, repeats=block // smaller, axis=i - 2)
+                scales = scales.map(each, (smaller, scales.block[1]) if i == 0 else (scales.block[0], smaller))
+            num_blocks = extent // (scales.block[i] or 1)
+            start = lax.axis_index(names) * num_blocks
+            scales = scales.map(partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=num_blocks, axis=i - 2))
+    return Operand(data, scales)
 
 
 def rule(x: Operands, call: Call) -> tuple[str, dict[str, tuple[str, ...]]]:

@@ -1,6 +1,5 @@
 """Products with one matrix that all groups share: the other operand's groups are merged into one."""
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -81,8 +80,11 @@ def _one_uniform_group(groups: Operand) -> Operand:
     if scales is not None:
         scales = scales.whole if scales.is_by_group else scales
         # A block of rows could span two merged groups. So each row gets its own scales: [g, rows or 1, blocks].
-        by_row = spread(replace(scales, block=(scales.block[0], None)), data.shape)
-        blocks = by_row.shape[-1]
-        values = jnp.broadcast_to(by_row, (g, rows, blocks)).reshape(1, g * rows, blocks)
-        scales = replace(scales, values=values, block=(1, scales.block[1]))
+        first, last = scales.block
+
+        def by_row(values: Array) -> Array:
+            values = spread(values, (first, None), data.shape)
+            return jnp.broadcast_to(values, (g, rows, values.shape[-1])).reshape(1, g * rows, -1)
+
+        scales = scales.map(by_row, (1, last))
     return groups._replace(data=_reshaped(data, (1, g * rows, contracted)), scales=scales)

@@ -4,6 +4,12 @@ For each block, `amax` is its largest absolute value, and `largest` the largest 
 
     scale = amax / largest        data = round(value / scale)        value ≈ data × scale
 
+With zero points, `lowest` and `highest` are the smallest and the largest element, or 0, and `first` and `last` those
+values of the dtype:
+
+    scale = (highest - lowest) / (last - first)        zero = round(first - lowest / scale)
+    data = round(value / scale) + zero                 value ≈ (data - zero) × scale
+
 Scales in float8_e4m3fn are quantised too: with `tensor_scale = amax of all / (largest × 448)`, the stored scales are
 `scale / tensor_scale`.
 
@@ -12,6 +18,7 @@ differently. The functions here always multiply by float32 reciprocals: on the C
 without `jit`.
 """
 
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -23,12 +30,19 @@ from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from ragged.core.errors import Site, is_arraylike, is_concrete
-from ragged.core.formats import FORMATS, LARGEST, AnyArray
+from ragged.core.formats import ASYMMETRIC, FORMATS, LARGEST, AnyArray
 from ragged.core.mesh import over_explicit_axes
 from ragged.core.offsets import aligned_to_blocks
 from ragged.core.rows import spread_rows
 from ragged.core.scaling import Scaling, not_differentiable
-from ragged.tensor.base import check_has_groups, element_scales, float_scales, is_read_transposed, with_fields
+from ragged.tensor.base import (
+    check_has_groups,
+    element_scales,
+    element_zeros,
+    float_scales,
+    is_read_transposed,
+    with_fields,
+)
 from ragged.tensor.tensor import GroupedTensor
 
 
@@ -40,6 +54,7 @@ def quantize(
     *,
     power_of_two: bool = False,
     scale: Float[AnyArray, "..."] | float | None = None,
+    symmetric: bool = True,
 ) -> GroupedTensor:
     """Quantises a tensor to `dtype`, with one scale per block of elements.
 
@@ -49,7 +64,7 @@ def quantize(
     **Arguments:**
 
     - `x`: a `GroupedTensor`, or a uniform array `[g, first, *more, last]`, of floats of 16 bits or more.
-    - `dtype`: float8_e4m3fn, float8_e5m2, float4_e2m1fn, int8 or int4.
+    - `dtype`: float8_e4m3fn, float8_e5m2, float4_e2m1fn, int8 or int4; uint8 or uint4 if not `symmetric`.
     - `scaling`: which elements share a scale: `"tensor"`, `"group"`, `"row"`, `"column"`, a block such as `(1, 128)`,
       `"mx"` (blocks of 32 with 8-bit power-of-two scales), `"nvfp4"` (blocks of 16 with float8_e4m3fn scales, and a
       float32 scale for the tensor) or a `Scaling`. Blocks of `"mx"` and `"nvfp4"` are along the last dim: if `matmul`
@@ -62,6 +77,10 @@ def quantize(
       For a known largest absolute value `amax`, pass `amax / largest`, or with float8_e4m3fn scales
       `amax / (largest * 448)`: here `largest` is 448 for float8_e4m3fn, 57344 for float8_e5m2, 6 for float4_e2m1fn,
       127 for int8 and 7 for int4.
+
+    - `symmetric`: if False, each block has a zero point, `GroupedTensor.zero_points`, in `dtype`. The range from the
+      smallest to the largest element of a block, extended to 0, is then mapped to all values of `dtype`, an integer
+      dtype, and 0 stays exact. The scales must be float32 or powers of two in float32, and can't be given.
 
     If `dtype` or `scaling` is None, `x` is returned unquantised, as a `GroupedTensor`.
 
@@ -94,19 +113,37 @@ def quantize(
     tensor = _operand(site, x)
     if dtype is None or scaling is None:
         return tensor
-    name = dtype_name(dtype, "ragged.quantize")
+    if not isinstance(symmetric, bool):
+        site.fail(TypeError, f"`symmetric` is {symmetric!r}.", "Pass True or False.")
+    name = dtype_name(dtype, "ragged.quantize", LARGEST if symmetric else ASYMMETRIC)
     scaling = Scaling.of(scaling)
     if tensor.is_quantized:
         site.fail(TypeError, "`x` is already quantised.", "Pass `x.dequantize()` to quantise it again.")
     check_floats(site, "x", tensor.data)
     if not isinstance(power_of_two, bool):
         site.fail(TypeError, f"`power_of_two` is {power_of_two!r}.", "Pass True or False.")
+    if not symmetric and (scale is not None or scaling.dtype != jnp.float32):
+        given = "`scale` is given" if scale is not None else f"the scales are {scaling.dtype.name}"
+        hint = "Quantise with a scaling of float32. If scales and zero points are known, pass them to `GroupedTensor`."
+        site.fail(ValueError, f"{given}, but `symmetric` is False.", hint)
     scale = None if scale is None else checked_scale(site, scale, tensor, scaling)
     if is_read_transposed(tensor):
         scale = scale.mT if scale is not None and scale.ndim > 1 else scale
-        return quantize(tensor.mT, name, scaling.mT, power_of_two=power_of_two, scale=scale).mT
+        return quantize(tensor.mT, name, scaling.mT, power_of_two=power_of_two, scale=scale, symmetric=symmetric).mT
     tensor = tensor.with_data(not_differentiable("ragged.quantize", jnp.asarray(tensor.data)))
+    if not symmetric:
+        return _with_zero_points(tensor, name, scaling, power_of_two)
     return _rounded(tensor, scale, name, scaling, power_of_two)
+
+
+@jax.jit(static_argnums=(1, 2, 3), inline=True)
+def _with_zero_points(x: GroupedTensor, name: str, scaling: Scaling, power_of_two: bool) -> GroupedTensor:
+    data, (first, last) = jnp.asarray(x.data), ASYMMETRIC[name]
+    below, above = (amax(x.with_data(bound(data, 0)), scaling) for bound in (jnp.minimum, jnp.maximum))
+    # Half of the range: the whole may overflow.
+    scales = scale_of(below / 2 + above / 2, (last - first) / 2, power_of_two)
+    zeros = jnp.clip(jnp.round(first + below * (1 / scales)), first, last)
+    return divided(x, name, scaling, scales, zeros=zeros)
 
 
 @jax.jit(static_argnums=(2, 3, 4), inline=True)  # Outside of `jit`, XLA compiles one program instead of forty.
@@ -178,14 +215,15 @@ def _operand(site: Site, x: GroupedTensor | AnyArray) -> GroupedTensor:
     return GroupedTensor(jnp.asarray(x))
 
 
-def dtype_name(dtype: Any, call: str) -> str:
-    """The name of `dtype`; raises a `TypeError` if `quantize` doesn't support it."""
+def dtype_name(dtype: Any, call: str, names: Collection[str] = tuple(LARGEST)) -> str:
+    """The name of `dtype`; raises a `TypeError` unless it is one of `names`."""
     try:
         name = jnp.dtype(dtype).name
     except TypeError:
         name = repr(dtype)
-    if name not in LARGEST:
-        Site(call).fail(TypeError, f"can't quantise to {name}.", f"Pass one of {', '.join(LARGEST)}.")
+    if name not in names:
+        hint = f"Pass one of {', '.join(names)}." + " Or `symmetric=False`." * (name in ASYMMETRIC)
+        Site(call).fail(TypeError, f"can't quantise to {name}.", hint)
     return name
 
 
@@ -276,21 +314,30 @@ def scale_of(largest: Array, target: float, power_of_two: bool, smallest_scale: 
 
 
 def divided(
-    x: GroupedTensor, name: str, scaling: Scaling, scales: Array, tensor_scale: Array | None = None
+    x: GroupedTensor,
+    name: str,
+    scaling: Scaling,
+    scales: Array,
+    tensor_scale: Array | None = None,
+    zeros: Array | None = None,
 ) -> GroupedTensor:
-    """`x / scales` in the dtype `name`. Finite values out of its range become its largest value."""
+    """`x / scales + zeros` in the dtype `name`. Finite values out of its range become its largest or smallest value."""
     data = jnp.asarray(x.data)
     if not FORMATS[name].has_nan:  # The dtype can't hold NaN, so the block's scale becomes NaN.
         has_nonfinite = amax(x.with_data((~jnp.isfinite(data)).astype(jnp.float32)), scaling)
         scales = jnp.where(has_nonfinite > 0, jnp.nan, scales)
     quantized = with_fields(x, scales=scales.astype(scaling.dtype), scaling=scaling, tensor_scale=tensor_scale)
+    quantized = with_fields(quantized, zero_points=None if zeros is None else zeros.astype(name))
     dtype = jnp.float64 if data.dtype == jnp.float64 else jnp.float32
     # `element_scales` repeats the reciprocals for each element.
     inverse = with_fields(x, scales=1 / float_scales(quantized), scaling=Scaling(scaling.block))
     data = data.astype(dtype) * element_scales(inverse).astype(dtype)
-    if name.startswith("int"):
+    if name in ASYMMETRIC:
         data = jnp.round(data)
-    data = jnp.where(jnp.isfinite(data), jnp.clip(data, -LARGEST[name], LARGEST[name]), data)
+    first, last = (-LARGEST[name], LARGEST[name]) if zeros is None else ASYMMETRIC[name]
+    if zeros is not None:
+        data = data + element_zeros(quantized).astype(dtype)
+    data = jnp.where(jnp.isfinite(data), jnp.clip(data, first, last), data)
     if x.packed_axis is not None:
         data = jnp.where(x.mask, data, 0)
     return quantized.with_data(data.astype(name))

@@ -1,5 +1,6 @@
 """`GroupedBase`: the fields of a `GroupedTensor`, their invariants, and properties."""
 
+import dataclasses
 from functools import partial
 from typing import Any, TypeVar
 
@@ -31,6 +32,7 @@ class GroupedBase(eqx.Module):
     scales: Array | None = eqx.field(converter=optional_array_field, default=None)
     scaling: Scaling | None = eqx.field(static=True, default=None)
     tensor_scale: Float[Array, "*g"] | None = eqx.field(converter=optional_array_field, default=None, kw_only=True)
+    zero_points: Array | None = eqx.field(converter=optional_array_field, default=None, kw_only=True)
     transposed: bool = eqx.field(static=True, default=False, kw_only=True)
 
     def __check_init__(self) -> None:
@@ -72,13 +74,13 @@ class GroupedBase(eqx.Module):
         if self.scaling is not None and not isinstance(self.scaling, Scaling):
             hint = f"Pass `ragged.Scaling.of({self.scaling!r})`, or let `ragged.quantize` make the tensor."
             Site("GroupedTensor").fail(TypeError, f"`scaling` is {self.scaling!r}, not a `Scaling`.", hint)
-        if is_arraylike(self.scales) or is_arraylike(self.tensor_scale):
+        if any(is_arraylike(each) for each in (self.scales, self.tensor_scale, self.zero_points)):
             self._check_scales()
 
     def _check_scales(self) -> None:
         site = Site("GroupedTensor", {"x": self})
         if not is_arraylike(self.scales):
-            name = "tensor_scale" if self.scaling is None else "scaling"
+            name = "scaling" if self.scaling else "tensor_scale" if is_arraylike(self.tensor_scale) else "zero_points"
             site.fail(TypeError, f"`{name}` is given without an array of scales.", "Pass both, or neither.")
         if self.scaling is None:
             hint = "Pass `scaling` too: it defines which elements share a scale."
@@ -110,11 +112,24 @@ class GroupedBase(eqx.Module):
                 shape = () if scale.size == 1 else (self.num_groups,)
                 hint = f"Convert it: `tensor_scale.reshape({shape}).astype(jnp.float32)`."
             site.also(tensor_scale=scale).fail(ValueError, problem, hint)
+        if is_arraylike(self.zero_points):
+            self._check_zero_points(site.also(zero_points=self.zero_points))
+
+    def _check_zero_points(self, site: Site) -> None:
+        zeros: Any = self.zero_points
+        scales: Any = self.scales
+        if zeros.shape != scales.shape or not jnp.issubdtype(zeros.dtype, jnp.number):
+            problem = f"`zero_points` has shape {zeros.shape} and dtype {zeros.dtype.name}."
+            hint = f"Each scale has a zero point, an integer or a float. Pass them in the shape {scales.shape}."
+            site.fail(ValueError, problem, hint)
+        if not jnp.issubdtype(self.data.dtype, jnp.integer):
+            hint = "Only integers have zero points. Leave them out."
+            site.fail(TypeError, f"`zero_points` is given, but `data` is {self.data.dtype.name}.", hint)
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the values are `data × scales`."""
-        return any(each is not None for each in (self.scaling, self.scales, self.tensor_scale))
+        """Whether the values are `data × scales`, or `(data - zero_points) × scales`."""
+        return any(each is not None for each in (self.scaling, self.scales, self.tensor_scale, self.zero_points))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -260,6 +275,7 @@ class GroupedBase(eqx.Module):
         return with_fields(
             self,
             scales=_mT(self.scales) if by_block else self.scales,
+            zero_points=_mT(self.zero_points) if by_block and self.zero_points is not None else self.zero_points,
             scaling=self.scaling and self.scaling.mT,
             data=_mT(self.data),
             first_dims=self.last_dims,
@@ -348,8 +364,8 @@ def require_packed(x: GroupedBase, attribute: str) -> int:
 def with_fields[T: GroupedBase](x: T, **fields: Any) -> T:
     """A copy of `x` with some fields replaced, unchecked, so that it works for stacks too."""
     new = object.__new__(type(x))
-    for name in ("data", "first_dims", "last_dims", "scales", "scaling", "tensor_scale", "transposed"):
-        object.__setattr__(new, name, fields.get(name, getattr(x, name)))
+    for field in dataclasses.fields(x):
+        object.__setattr__(new, field.name, fields.get(field.name, getattr(x, field.name)))
     return new
 
 
@@ -394,11 +410,20 @@ def buffer_scales(x: GroupedBase) -> Scales:
         # Kernels support a tensor scale for each group only in a uniform operand that also has scales of blocks.
         block = scaling.block or (None, None)
         scaling, scales, tensor_scale = Scaling(block), float_scales(x), None
-    return stored_scales(scaling, scales, tensor_scale, x.packed_axis, x.num_groups, is_read_transposed(x))
+    zeros = None if x.zero_points is None else jnp.asarray(x.zero_points)
+    return stored_scales(scaling, scales, tensor_scale, zeros, x.packed_axis, x.num_groups, is_read_transposed(x))
+
+
+def element_zeros(x: GroupedBase) -> Array:
+    """Each element's zero point in float32, in a shape that broadcasts to the buffer."""
+    assert x.scaling is not None
+    zeros = jnp.asarray(x.zero_points).astype(jnp.float32)
+    return element_scales(with_fields(x, scales=zeros, scaling=Scaling(x.scaling.block), tensor_scale=None))
 
 
 def element_scales(x: GroupedBase) -> Array:
     """Each element's scale, in a shape that broadcasts to the buffer."""
+    x = with_fields(x, zero_points=None)
     inner = 2 if x.packed_axis is None else 1  # the first axis between a group's first and last dim, if any
     if x.ndim > inner + 1:  # Blocks have extent 1 along axis `inner`, so map over it.
         is_whole = x.scaling is None or x.scaling.block in (None, (None, None))
@@ -408,7 +433,7 @@ def element_scales(x: GroupedBase) -> Array:
     scales = kernel_scales(x)
     assert scales is not None
     shape = (*x.shape[:-2], x.shape[-1], x.shape[-2]) if is_read_transposed(x) else x.shape
-    values = spread(scales.whole, shape, None if x.packed_axis is None else x.packed_dims)
+    values = spread(scales.whole.values, scales.block, shape, None if x.packed_axis is None else x.packed_dims)
     return values.mT if is_read_transposed(x) else values
 
 

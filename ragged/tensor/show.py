@@ -32,6 +32,8 @@ def parts(x: GroupedBase) -> list[str]:
         shown.append(f"scales={describe(x.scales)} by {x.scaling}")
     if x.tensor_scale is not None:
         shown.append(f"tensor_scale={describe(x.tensor_scale)}")
+    if x.zero_points is not None:
+        shown.append(f"zero_points={describe(x.zero_points)}")
     return shown + ["transposed"] * x.transposed
 
 

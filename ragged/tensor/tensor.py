@@ -28,7 +28,15 @@ from ragged.core.scaling import not_differentiable, not_differentiable_8_bits
 from ragged.tensor import convert, show, slices
 from ragged.tensor.arithmetic import Arithmetic
 from ragged.tensor.base import KINDS as KINDS
-from ragged.tensor.base import check_has_groups, check_not_quantized, element_scales, filled, packs_columns, with_fields
+from ragged.tensor.base import (
+    check_has_groups,
+    check_not_quantized,
+    element_scales,
+    element_zeros,
+    filled,
+    packs_columns,
+    with_fields,
+)
 from ragged.tensor.validate import validated
 
 
@@ -58,6 +66,8 @@ class GroupedTensor(Arithmetic):
       block, in float32 or 8 bits; `scaling` is the static `Scaling` that defines the blocks.
     - `tensor_scale`: float32, `()` or `(g,)`, one for each group; only with scales in float8_e4m3fn: the values are
       `data × scales × tensor_scale`.
+    - `zero_points`: only for integers: an integer or a float for each scale, in the shape of `scales`. The values are
+      `(data - zero_points) × scales`.
     - `transposed`: static. Whether memory holds `data.mT`. `mT` flips it. In a ragged-both tensor it also sets the
       packed axis: if True, `data` is `[max_first, cols]`, and group `i` is `data[:first_dims[i], o[i]:o[i+1]]`.
 
@@ -115,7 +125,8 @@ class GroupedTensor(Arithmetic):
 
     @over_explicit_axes
     def dequantize(self) -> "GroupedTensor":
-        """`data × scales` in float32, with zeros in the tail. An unquantised tensor is returned unchanged."""
+        """The values, `data × scales` or `(data - zero_points) × scales`, in float32, with zeros in the tail. An
+        unquantised tensor is returned unchanged."""
         if not self.is_quantized:
             return self
         return _dequantized(self.with_data(not_differentiable_8_bits("GroupedTensor.dequantize", self.data)))
@@ -252,6 +263,7 @@ class GroupedTensor(Arithmetic):
 @jax.jit(inline=True)
 def _dequantized(x: GroupedTensor) -> GroupedTensor:
     scales = not_differentiable("GroupedTensor.dequantize", element_scales(x))
-    values = jnp.asarray(x.data).astype(jnp.float32) * scales
-    out = with_fields(x, data=values, scales=None, scaling=None, tensor_scale=None)
+    values = jnp.asarray(x.data).astype(jnp.float32)
+    values = (values if x.zero_points is None else values - element_zeros(x)) * scales
+    out = with_fields(x, data=values, scales=None, scaling=None, tensor_scale=None, zero_points=None)
     return out.with_data(filled(out, 0))

@@ -2,6 +2,7 @@
 
 import math
 import re
+from functools import partial
 from typing import Any
 
 import jax
@@ -78,22 +79,25 @@ def trained_avals(shape: Shape) -> tuple[Any, ...]:
     return *(Aval(each, jnp.bfloat16) for each in dims), Aval((groups,), jnp.int32)
 
 
-def with_weights(dtype: str, scaling: Any, shape: Shape) -> tuple[Any, tuple[Any, ...]]:
-    """A forward and a dgrad of weights in few bits, stored as `[groups, out, in]`, and its arguments."""
+def with_weights(dtype: str, scaling: Any, shape: Shape, symmetric: bool = True) -> tuple[Any, tuple[Any, ...]]:
+    """A forward and a dgrad of weights in few bits, stored as `[groups, out, in]`, and its arguments. With zero points
+    unless `symmetric`."""
     rows, k, n, groups = shape
 
     def run(x: Array, w: GroupedTensor, dy: Array, sizes: Array) -> Any:
         out, pull = jax.vjp(lambda x: ragged.matmul(GroupedTensor(x, sizes), w.mT).data, x)
         return out, pull(dy)
 
-    w = jax.eval_shape(lambda w: ragged.quantize(w, dtype, scaling), Aval((groups, n, k), jnp.float32))
+    quantize = partial(ragged.quantize, dtype=dtype, scaling=scaling, symmetric=symmetric)
+    w = jax.eval_shape(quantize, Aval((groups, n, k), jnp.float32))
     x, dy = (Aval(dims, jnp.bfloat16) for dims in ((rows, k), (rows, n)))
     return run, (x, w, dy, Aval((groups,), jnp.int32))
 
 
 def dequantized(text: str, size: int) -> list[str]:
     """What a lowered program converts from 8 bits or 4 outside of kernels, in arrays as large as an operand."""
-    wide = r"stablehlo\.convert [^\n]*: \(tensor<([\dx]+)x(?:f8\w+|f4\w+|i8|i4)>\) -> tensor<[\dx]+x(?:bf16|f16|f32)>"
+    narrow, wide = r"f8\w+|f4\w+|u?i8|u?i4", r"bf16|f16|f32"
+    wide = rf"stablehlo\.convert [^\n]*: \(tensor<([\dx]+)x(?:{narrow})>\) -> tensor<[\dx]+x(?:{wide})>"
     return [dims for dims in re.findall(wide, text) if math.prod(map(int, dims.split("x"))) >= size]
 
 

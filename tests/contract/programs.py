@@ -71,7 +71,7 @@ class Program:
     dtype: str = "float32"  # of the operands
     rhs_dtype: str = ""  # of `rhs`, if it is another one
     out_dtype: str = ""  # `preferred_element_type`
-    lhs_cast: Any = None  # the dtype and the scaling that `lhs` is quantised with
+    lhs_cast: Any = None  # the dtype and the scaling that `lhs` is quantised with, and "zeros" with zero points
     rhs_cast: Any = None
     backend: str = "xla"
     tiles: tuple[int, int, int] | None = None  # of m, k and n, instead of the library's choice
@@ -182,12 +182,14 @@ class Program:
         for name in ("lhs", "rhs"):
             first, last = map(sizes.get, TERMS[name])
             found[name] = GroupedTensor(arrays[name], first, last, transposed=name in self.packed_last)
-        for name, (dtype, scaling) in self.casts.items():
-            found[name] = _with_nan_scales(found[name], partial(ragged.quantize, dtype=dtype, scaling=scaling))
+        for name, (dtype, scaling, *zeros) in self.casts.items():
+            cast = partial(ragged.quantize, dtype=dtype, scaling=scaling, symmetric=not zeros)
+            found[name] = _with_nan_scales(found[name], cast)
         return found
 
     def values(self, arrays: dict[str, Array], sizes: dict[str, Array], first: Any) -> dict[str, Array]:
         """What the quantised operands stand for."""
+        arrays |= {self.shared: arrays[self.shared][None]} if self.shared else {}
         return {name: x.dequantize().data for name, x in self.operands(arrays, sizes).items() if name in self.casts}
 
     def sides(self, arrays: dict[str, Array], sizes: dict[str, Array]) -> tuple[Any, Any]:
@@ -390,7 +392,7 @@ def _with_nan_scales(x: GroupedTensor, quantize: Callable[[GroupedTensor], Group
     if q.tensor_scale is not None:  # it takes the whole factor
         return q
     scales: Any = jnp.where(q.scales == larger.scales, jnp.asarray(jnp.nan, q.scales.dtype), q.scales)
-    more: dict[str, Any] = {"tensor_scale": q.tensor_scale, "transposed": q.transposed}
+    more: dict[str, Any] = {"zero_points": q.zero_points, "transposed": q.transposed}
     return GroupedTensor(q.data, q.first_dims, q.last_dims, scales, q.scaling, **more)
 
 

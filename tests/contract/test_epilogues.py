@@ -120,6 +120,8 @@ def long_of_kernels() -> Iterator[Case]:
         for activation in SMOOTH[1:3]:
             yield count, Epilogue("forward", order=2, backend=backend, activation=activation, bias="each")
         yield count, Epilogue("forward", backend=backend, existing=True, activation="tanh", bias="each")
+        its = {"gate": True, "activation": "silu", "bias": "each one", "k": 64, "n": 40, "out_dtype": "float32"}
+        yield count, Epilogue("forward", "bfloat16", backend=backend, rhs_cast=("uint4", (32, 1), "zeros"), **its)
         for i, (lhs, rhs) in enumerate(scalings):
             casts: dict[str, Any] = {"lhs_cast": (FP8, lhs), "rhs_cast": (FP8, rhs), "k": 256, "n": 136}
             casts |= {"out_dtype": "float32", "activation": "gelu", "chip": gpu.FIRST_WITH_FP8 if is_gpu else ""}

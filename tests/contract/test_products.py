@@ -30,10 +30,12 @@ SUBSETS = [" ".join(some) for n in (1, 2, 3) for some in itertools.combinations(
 MX, NVFP4 = Scaling((32, 1), "float8_e8m0fnu"), Scaling((16, 1), "float8_e4m3fn")
 
 
-def four_bits(layout: str, dtype: str, scaling: Scaling, of: str = "float4_e2m1fn", **options: Any) -> Program:
-    """Matrices in 4 bits, whose blocks are along the dim that the product contracts; a derivative doesn't."""
+def four_bits(
+    layout: str, dtype: str, scaling: Scaling, of: str = "float4_e2m1fn", *zeros: str, **options: Any
+) -> Program:
+    """Matrices in 4 bits, or 8, whose blocks are along the dim that the product contracts; a derivative doesn't."""
     name, turned = ("lhs", scaling.mT) if layout == "forward_left" else ("rhs", scaling)
-    given: dict[str, Any] = {"m": 40, "k": 72, "n": 40, f"{name}_cast": (of, turned)}
+    given: dict[str, Any] = {"m": 40, "k": 72, "n": 40, f"{name}_cast": (of, turned, *zeros)}
     return Program(layout, dtype, out_dtype="float32", **given | options)
 
 
@@ -77,6 +79,14 @@ def by_default() -> Iterator[Case]:
         for layout, dtype, scaling in (("forward", "bfloat16", MX), ("forward_left", "float32", NVFP4)):
             yield count, four_bits(layout, dtype, scaling, backend=backend)
     yield 3, four_bits("forward", "bfloat16", Scaling((32, 1)), "int4", backend="triton_gpu")
+
+    yield 20, Program("forward", "bfloat16", rhs_cast=("uint4", (4, 1), "zeros"))
+    yield 20, Program("forward_left", lhs_cast=("int8", "row", "zeros"), rhs_cast=("uint8", (4, 1), "zeros"))
+    yield 9, Program("wgrad", lhs_cast=("int8", (4, 2), "zeros"), rhs_cast=("int4", "tensor", "zeros"))
+    yield 9, Program("batched", shared="rhs", lhs_cast=("int8", (3, 4), "zeros"))
+    for backend, count in (("pallas_tpu", 20), ("triton_gpu", 3)):
+        yield count, four_bits("forward", "bfloat16", Scaling((24, 1)), "uint4", "zeros", backend=backend)
+        yield count, four_bits("forward_left", "float32", Scaling.of("row"), "uint8", "zeros", backend=backend)
 
     extents: dict[str, Any] = {"m": 48, "k": 64, "n": 48, "groups": 3, "capacity": 96, "tiles": (32, 32, 32)}
     for layout, dtypes in (("forward", ("bfloat16", "", "")), ("wgrad", (FP8, "", "float32"))):  # loads by TMA
@@ -227,6 +237,28 @@ def long_of_scales() -> Iterator[Case]:
             yield 5, four_bits(layout, dtype, scaling, backend="pallas_tpu", mapped="lhs")
     for backend, count in (("pallas_tpu", 5), ("triton_gpu", 3)):
         yield count, four_bits("forward", "bfloat16", MX.mT, backend=backend, held=3, existing=True)
+    # Zero points, where scales multiply the sum, a step's product and the tile.
+    scalings: list[tuple[str, Any]] = [
+        ("uint4", (128, 1)),
+        ("int8", (None, None)),
+        ("uint8", (8, 8)),
+        ("int4", (40, 1)),
+    ]
+    dtypes = itertools.cycle(("bfloat16", "int8", "float32"))
+    for layout, (of, block) in itertools.product(("forward", "batched", "forward_left"), scalings):
+        for backend, tiles, count in (("pallas_tpu", (128, 128, 128), 4), ("triton_gpu", (32, 64, 64), 2)):
+            chip = "NVIDIA H200" * (backend == "triton_gpu")
+            its: dict[str, Any] = {**wide, "k": 256, "backend": backend, "tiles": tiles, "chip": chip}
+            if (dtype := next(dtypes)) == "int8":
+                dtype, its["rhs_dtype"] = ("float32", "int8") if layout == "forward_left" else ("int8", "float32")
+            yield count, four_bits(layout, dtype, Scaling(block), of, "zeros", **its)
+    for backend, count in (("pallas_tpu", 5), ("triton_gpu", 2)):
+        turned = Scaling((1, 16))
+        yield count, four_bits("forward", "bfloat16", turned, "uint4", "zeros", backend=backend, held=3, existing=True)
+        yield count, four_bits("forward", "bfloat16", turned, "uint8", "zeros", backend=backend, mapped="lhs rhs")
+        for scaling, of in ((turned.mT, "uint4"), (Scaling.of("column"), "uint8")):
+            yield count, four_bits("forward", "float32", scaling, of, "zeros", backend=backend, packed_last="rhs")
+    yield 2, four_bits("forward", "float16", turned.mT, "uint4", "zeros", backend="triton_gpu", packed_last="rhs")
     # Loads by TMA, and the rest without.
     for scaling, of in ((MX, "float4_e2m1fn"), (NVFP4, "float4_e2m1fn"), (Scaling((64, 1)), "int4")):
         given: dict[str, Any] = wide | {"k": 320, "tiles": (32, 64, 64 if of == "int4" else 128)}

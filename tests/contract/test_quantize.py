@@ -173,18 +173,8 @@ def check(way: Cast, packed: int | None, x: np.ndarray, at: list[Place], got: li
     if two_levels:
         close(level, scale_of(top, largest * (256 if way.power_of_two else 448), is_power), is_power, told)
     for group, (place, amax, bad) in enumerate(zip(at, maxima, spoiled, strict=True)):
-        # The scales of this group's blocks: those of one group follow those of the group before it.
-        index = [np.arange(n) for n in amax.shape]
-        if packed is not None:
-            count = amax.shape[packed]
-            index[packed] += group if block[packed] is None else begin
-            begin += count
-        if way.block is None:
-            stored = scales.reshape(1, 1)
-        elif way.block == (None, None):
-            stored = scales[group].reshape(1, 1)
-        else:
-            stored = (scales if packed is not None else scales[group])[np.ix_(*index)]
+        stored = of_group(scales, way.block, packed, group, begin, amax.shape)
+        begin += 0 if packed is None else amax.shape[packed]
         lost = bad & (way.dtype in ("int8", "int4", "float4_e2m1fn"))  # these hold no NaN
         assert np.array_equal(np.isnan(stored), lost), told
         if not two_levels:
@@ -212,6 +202,93 @@ def check(way: Cast, packed: int | None, x: np.ndarray, at: list[Place], got: li
         with np.errstate(invalid="ignore"):
             want = np.where(spread(lost, block, x[place].shape), np.nan, held * every)
         np.testing.assert_allclose(dequantised[place], want, rtol=2.0**-22, err_msg=told)
+
+
+def of_group(
+    values: np.ndarray, block: Block | None, packed: int | None, group: int, begin: int, counts: tuple[int, ...]
+) -> np.ndarray:
+    """The scales, or zero points, of a group's blocks, of which there are `counts`. Along a packed axis, those of one
+    group follow those of the group before it: `begin` is their number."""
+    if block is None:
+        return values.reshape(1, 1)
+    if block == (None, None):
+        return values[group].reshape(1, 1)
+    index = [np.arange(n) for n in counts]
+    if packed is None:
+        return values[group][np.ix_(*index)]
+    index[packed] += group if block[packed] is None else begin
+    return values[np.ix_(*index)]
+
+
+INTEGERS = {"uint4": (0, 15), "int8": (-128, 127), "uint8": (0, 255), "int4": (-8, 7)}
+
+
+@pytest.mark.parametrize(
+    "kind, transposed",
+    [
+        ("rows", False),
+        ("uniform", True),
+        *(pytest.param(kind, flag, marks=pytest.mark.long) for kind in list(KINDS)[:5] for flag in (False, True)),
+    ],
+)
+def test_zero_points(kind: str, transposed: bool) -> None:
+    """Each block's range, extended to 0, is mapped to all integers of the dtype, and 0 to an integer."""
+    ragged, packed, shape = KINDS[kind]
+    transposed = packed == "n" if len(ragged) == 2 else transposed  # which says what a ragged-both tensor packs
+    axis, rng = "mn".index(packed) if packed else None, np.random.default_rng(0)
+    rows = {z: rng.permutation(size_table(GROUPS, CAPACITY, 16, rng))[:40] for z in ragged}
+    ways = [(*each, i % 3 == 2) for i, each in enumerate(s for s in SCALINGS if s[2] == F32)]
+    every = [(dtype, *way) for dtype, way in zip(itertools.cycle(INTEGERS), ways, strict=False)]
+
+    @jax.jit
+    def run(data: Any, sizes: Arrays) -> list[Any]:
+        x = GroupedTensor(data, sizes.get("m"), sizes.get("n"), transposed=transposed)
+        found = [quantize(x, dtype, way, power_of_two=power, symmetric=False) for dtype, way, *_, power in every]
+        assert [q.zero_points.dtype for q in found] == [dtype for dtype, *_ in every]  # pyright: ignore
+        return [(q.data, q.scales, q.zero_points, q.dequantize().data) for q in found]
+
+    for number in range(40 if ragged else 12):
+        x = contents(rng, shape, "float32", number) + np.float32(number % 5 - 2)
+        sizes = {z: table[number] for z, table in rows.items()}
+        if number % 4 == 3:
+            x = np.where(rng.random(shape) < 0.01, rng.choice([np.nan, np.inf, -np.inf], shape), x).astype(x.dtype)
+        at: list[Any] = places({"": Term("mn", ragged, packed, shape)}, sizes, GROUPS)[""]
+        outside = np.ones(shape, bool)
+        for place in at:
+            outside[place] = False
+        x[outside] = np.nan
+        for (dtype, _, block, _, power), arrays in zip(every, run(x, sizes), strict=True):
+            told, (first, last) = f"{dtype}, {block}, {sizes}", INTEGERS[dtype]
+            data, scales, zeros, values = (np.asarray(each).astype(np.float64) for each in arrays)
+            assert zeros.shape == scales.shape and not data[outside].any() and not values[outside].any(), told
+            wide, begin, blocks = x.astype(np.float64), 0, block or (None, None)
+            parts = np.maximum(wide, 0), np.maximum(-wide, 0), wide
+            found = [
+                [maxima_of(part[place], blocks)[i] for place in at] for part, i in zip(parts, (0, 0, 1), strict=True)
+            ]
+            if block is None:
+                found = [[np.full((1, 1), max(each.max() for each in side))] * len(at) for side in found]
+            for group, (place, high, low, bad) in enumerate(zip(at, *found, strict=True)):
+                counts = high.shape
+                scale, zero = (of_group(z, block, axis, group, begin, counts) for z in (scales, zeros))
+                begin += 0 if axis is None else counts[axis]
+                assert np.array_equal(np.isnan(scale), np.broadcast_to(bad, counts)), told
+                good = ~np.isnan(scale)
+                np.testing.assert_allclose(
+                    scale[good],
+                    scale_of(high + low, last - first, power)[good],
+                    rtol=0 if power else 2e-6,
+                    err_msg=told,
+                )
+                # Rounding may go either way next to a tie.
+                assert (np.abs(zero - (first + low / scale))[~bad] <= 0.5 + 1e-3).all(), told
+                each, none = spread(scale, blocks, x[place].shape), spread(zero, blocks, x[place].shape)
+                fine = np.isfinite(each) & np.isfinite(x[place])
+                assert (data[place] >= first).all() and (data[place] <= last).all(), told
+                with np.errstate(invalid="ignore"):
+                    error = np.abs(data[place] - none - wide[place] / each)
+                    assert (error[fine] <= 0.5 + 1e-3).all(), told
+                    np.testing.assert_allclose(values[place], (data[place] - none) * each, rtol=1e-6, err_msg=told)
 
 
 def maxima_of(x: np.ndarray, block: tuple[int | None, int | None]) -> tuple[np.ndarray, np.ndarray]:

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import struct
 import sys
 from functools import partial
@@ -313,10 +314,11 @@ def test_what_would_be_wrong_silently(tmp_path: Path) -> None:
         np.testing.assert_array_equal(x, swapped[name])
 
 
-def page() -> dict[str, Any]:
-    """The functions of the page on quantisation: `fp8`, `mxfp4`, `int4`."""
+def page(name: str) -> dict[str, Any]:
+    """The functions in the block of the page on quantisation that defines `name`."""
     text = (EXAMPLES.parent / "docs" / "quantisation.md").read_text()
-    code = next(block for block in text.split("```python\n")[1:] if "def mxfp4" in block).split("\n\n\nblocks")[0]
+    code = next(block for block in text.split("```python\n")[1:] if f"def {name}" in block)
+    code = re.split(r"\n\n\n(?=blocks|packed)", code)[0]
     names: dict[str, Any] = {"jnp": jnp, "GroupedTensor": GroupedTensor, "Scaling": Scaling}
     exec(code, names)
     return names
@@ -327,12 +329,33 @@ def halves(packed: np.ndarray) -> np.ndarray:
     return np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:-1], -1)
 
 
+@pytest.mark.parametrize("format", ["awq", "gptq"])
+def test_awq_and_gptq(format: str) -> None:
+    """Random weights, packed as these formats say: their values, exactly."""
+    rng, (g, into, out, block) = np.random.default_rng(0), (2, 64, 48, 16)
+    codes, zeros = (rng.integers(0, 16, (g, n, out)) for n in (into, into // block))
+    scales = rng.uniform(0.5, 2, (g, into // block, out)).astype(np.float16)
+    shifts = 4 * np.arange(8)
+    if format == "awq":
+        order = [0, 2, 4, 6, 1, 3, 5, 7]  # the column, of eight, that is stored in each four bits
+        stored = [z.reshape(g, -1, out // 8, 8)[..., order] << shifts for z in (codes, zeros)]
+    else:
+        along = codes.reshape(g, into // 8, 8, out) << shifts[:, None]
+        stored = [np.moveaxis(along, 2, 3), (np.maximum(zeros, 1) - 1).reshape(g, -1, out // 8, 8) << shifts]
+        zeros = np.maximum(zeros, 1)
+    qweight, qzeros = (jnp.asarray(z.sum(-1).astype(np.uint32).view(np.int32)) for z in stored)
+    w = page(format)[format](qweight, qzeros, jnp.asarray(scales))
+    values = (codes - zeros.repeat(block, 1)) * scales.astype(np.float32).repeat(block, 1)
+    assert w.dtype == "uint4" and w.shape == (g, into, out)
+    np.testing.assert_array_equal(w.dequantize().data, values)
+
+
 def test_number_formats() -> None:
     """Weights of random bits: their values and products, no copy of the weights, and the bits come back.
 
     Gate and up of one tensor too: its halves, or alternating rows.
     """
-    rng, of, (g, out, into) = np.random.default_rng(0), page(), (3, 256, 96)
+    rng, of, (g, out, into) = np.random.default_rng(0), page("mxfp4"), (3, 256, 96)
     codes = np.concatenate([E2M1_VALUES, -E2M1_VALUES])
     blocks, packed = (rng.integers(0, 256, (g, out, *shape), np.uint8) for shape in ((3, 16), (48,)))
     powers = rng.integers(120, 130, (g, out, 3), np.uint8)

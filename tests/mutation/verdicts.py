@@ -3,7 +3,7 @@
 # ruff: noqa: E501
 
 VERDICTS: dict[str, str] = {
-    "ragged/backends/tpu/launch.py: base.apply_epilogue(self.launch.call, self.rescale(total, x_scales, scales), existing) -> self.rescale(base.apply_epilogue(self.launch.call, total, existing), x_scales, scales)": "killed by `test_existing_values_are_not_scaled`",
+    "ragged/backends/tpu/launch.py: base.apply_epilogue(self.launch.call, self.rescale(total, x_scales, scales.values), existing) -> self.rescale(base.apply_epilogue(self.launch.call, total, existing), x_scales, scales.values)": "killed by `test_existing_values_are_not_scaled`",
     "ragged/backends/tpu/launch.py: each.extent, begin, width, axis, dtype -> each.extent, 0, width, axis, dtype": "killed by `test_scales_of_later_blocks`",
     "ragged/backends/tpu/scales.py: _pick(ref, (start + at) // scales.extent, axis) -> _pick(ref, start // scales.extent, axis)": "killed by `test_scales_of_later_blocks`",
     "ragged/backends/tpu/scales.py: (lane == first // blocks[0].extent) -> (lane == at // blocks[0].extent)": "killed by `test_scales_of_a_group_that_begins_in_a_tile`",

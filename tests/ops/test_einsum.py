@@ -255,7 +255,7 @@ def test_options() -> None:
 
 @pytest.mark.parametrize(
     "scaling", [("group", "group"), *(pytest.param(s, marks=pytest.mark.long) for s in (
-        ("row", "column"), ("tensor", "tensor"), ((1, 5), (None, 1))
+        ("row", "column"), ("tensor", "tensor"), ((1, 5), (None, 1)), ("row", "zeros")
     ))],
     ids=str,
 )  # fmt: skip
@@ -263,11 +263,11 @@ def test_quantised(scaling: Any) -> None:
     """As of the values that the operands stand for; of batch letters that are more groups, each has a scale."""
     x = ragged.quantize(rows(2, 5), jnp.float8_e4m3fn, scaling[0])
     for spec, shape in (("t h d, g d e h -> t h e", (3, 5, 4, 2)), ("t h d, g d e -> t h e", (3, 5, 4))):
-        w = ragged.quantize(
-            floats(*shape),
-            jnp.float8_e4m3fn,
-            "row" if len(shape) == 4 and scaling[0] == "row" else scaling[1],
-        )
+        by = "row" if len(shape) == 4 and scaling[0] == "row" else scaling[1]
+        if scaling[1] == "zeros":
+            w = ragged.quantize(1 + floats(*shape), "uint8", "row", symmetric=False)
+        else:
+            w = ragged.quantize(floats(*shape), jnp.float8_e4m3fn, by)
         got = ragged.einsum(spec, x, w, preferred_element_type=jnp.float32).data
         stands_for = np.asarray(w.dequantize().data)
         heads = np.swapaxes(stands_for, -1, -2) if len(shape) == 4 else np.repeat(stands_for[:, :, None], 2, axis=2)

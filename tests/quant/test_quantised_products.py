@@ -208,7 +208,7 @@ def test_tiles_are_counted_as_they_run(backend: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("way", ["tokens", "nvfp4"])
+@pytest.mark.parametrize("way", ["tokens", "nvfp4", "zeros"])
 def test_over_devices(way: str, kind: AxisType) -> None:
     """A device has its part of a block, scaled as the whole, and the tensor's scale, whatever it has of the blocks'."""
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind, kind))
@@ -217,6 +217,7 @@ def test_over_devices(way: str, kind: AxisType) -> None:
         lhs, rhs, specs = tokens(0).mT, tokens(1), [(P(None, "b"), P("b"))]  # 125 rows each
     else:
         lhs, rhs = quantize(x, F4, "nvfp4"), quantize(W[:, :192].mT, F4, "nvfp4").mT
+        rhs = quantize(1 + W[:, :192], "uint4", (16, 2), symmetric=False) if way == "zeros" else rhs
         specs = [(P("a"), P()), (P(None, "b"), P(None, "b")), (P(None, ("a", "b")), P(None, ("a", "b")))]
 
     def product(x: Array, y: Array) -> Array:

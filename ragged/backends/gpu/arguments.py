@@ -38,7 +38,7 @@ class Buffer(NamedTuple):
     tile_k: int
     tma: bool  # whether TMA loads whole tiles
     numbers: int = 1  # per element: 2 if an element is a byte of two 4-bit numbers along `k`, which the kernel converts
-    pairs: str = ""  # the dtype of these numbers: "float4_e2m1fn" or "int4"
+    pairs: str = ""  # the dtype of these numbers: "float4_e2m1fn", "int4" or "uint4"
     source_stride: int = 0  # batch stride of the index of gathered rows
     source_rows: int = 0  # rows of the buffer that the index refers to
 
@@ -59,6 +59,7 @@ class Scaling(NamedTuple):
     tensor_stride: int = 0  # batch stride of the second level of scales
     tensor_matrix_stride: int = 0  # 1 if each matrix has its own, else 0
     packs_k: bool = False  # whether groups are packed along `k`
+    has_zeros: bool = False  # whether each block has a zero point, stored like its scale
     # In the mode "tile": elements of a tile along both axes for which one scale is loaded.
     outer_each: int = 1
     k_each: int = 1
@@ -165,6 +166,7 @@ def scaling(operand: KernelOperand, applied_to: str, outer: str, product: Produc
         tensor_stride=(values.shape[-3] if by_matrix else 1) if batch_stride else 0,
         tensor_matrix_stride=int(by_matrix),
         packs_k=k == packed,
+        has_zeros=operand.scales.zeros is not None,
         # Tiles along an axis that isn't packed begin at multiples of their extent.
         outer_each=1 if outer == packed else math.gcd(block[outer] or tile[0], tile[0]),
         k_each=1 if k == packed else math.gcd(block[k] or tile[1], tile[1]),

@@ -36,8 +36,8 @@ from ragged.backends.gpu.arguments import Dot, Sizes, buffer, result, scaling
 from ragged.backends.gpu.call import Tiles
 from ragged.backends.gpu.functions import FORMULAS
 from ragged.backends.gpu.tiles import Chip, Problem
-from ragged.core.formats import FORMATS, accumulator_dtype, bits, compute_dtype
-from ragged.core.scales import Scales
+from ragged.core.formats import FORMATS, Support, accumulator_dtype, bits, compute_dtype
+from ragged.core.scales import Scales, zeros_of
 from ragged.product.config import GpuConfig
 from ragged.product.function import Function, elementwise
 from ragged.product.layout import Product
@@ -55,7 +55,9 @@ _PRECISIONS = {
 """Triton's precision for float32, keyed by JAX's. "tf32" is XLA's default on a GPU, too."""
 
 _UNITS = {name: known.gpu for name, known in FORMATS.items()}
-_TAKES = (*KERNELS, "scales", "offset", "batch", "existing", "bias", "up", "up_bias")
+_UNSIGNED = dict.fromkeys(("uint8", "uint4"), Support(result=False))
+"""Formats of a second operand with zero points: minus these, its numbers are cast to floats."""
+_TAKES = (*KERNELS, "scales", "zero points", "offset", "batch", "existing", "bias", "up", "up_bias")
 _TAKES += ("grouped_matmul with an epilogue", "batched_matmul with an epilogue")
 
 _MAX_GROUPS = 4096
@@ -145,7 +147,7 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
         products=call.num_products,
         results=call.num_stored,
         instructions=call.epilogue.instructions if call.epilogue else 0,
-        unpacks=any(each.pairs for each in (a, b)) and (dot.dtype.itemsize == 4 or "step" in modes),
+        unpacks=(any(each.pairs for each in (a, b)) and dot.dtype.itemsize == 4) or ("step" in modes and dot.cast),
     )
     details = _Details(tiled, chip, dot, jnp.dtype(stored), matrices, elements, summed, transposes)
     # In the mode "step", a step must not cross the end of a block of scales. In other modes, `block` is 0.
@@ -235,18 +237,24 @@ def _refuse(call: Call, x: Operands, target: Target) -> Refusal | None:
         return Refusal("an export rejects Triton's custom calls, unless `backend='triton_gpu'` requests them")
     if not target.interpret and (missing := triton_call.missing()):
         return Refusal(missing)
-    if refusal := refuse("triton_gpu", _UNITS, _TAKES, _PRECISIONS, call, x, target, FORMULAS):
+    a, b = call.kernel_operands(x)
+    units = _UNITS | ({} if zeros_of(b) is None else _UNSIGNED)
+    if refusal := refuse("triton_gpu", units, _TAKES, _PRECISIONS, call, x, target, FORMULAS):
         return refusal
     capability = tiles.chip(target.device).capability
     if capability < 80:
         return Refusal(f"triton_gpu has no kernels for compute capability {capability / 10}, below 8.0")
-    if name := too_old(_UNITS, x, capability):
+    if name := too_old(units, x, capability):
         unnamed = "" if target.device else " (the default if the GPU isn't known)"
-        oldest = (_UNITS[name].operand or 0) / 10
+        oldest = (units[name].operand or 0) / 10
         return Refusal(
             f"GPUs of compute capability {capability / 10}{unnamed} can't convert {name}; {oldest} and later can"
         )
-    if any(map(_is_fp4, call.kernel_operands(x))) and call.product.contracted in call.product.ragged:
+    if zeros_of(a) is not None:
+        return Refusal("triton_gpu has kernels for zero points of weights only: not of rows, nor of both operands")
+    if (zeros := zeros_of(b)) is not None and not _is_byte(zeros.dtype):
+        return Refusal(f"triton_gpu has no kernels for zero points in {zeros.dtype.name}, but in 8 bits or 4")
+    if any(map(_is_fp4, (a, b))) and call.product.contracted in call.product.ragged:
         return Refusal(f"triton_gpu multiplies {_FP4} only if the contracted dim isn't ragged: two share a byte")
     if x.sizes and x.num_groups > _MAX_GROUPS:
         return Refusal(f"triton_gpu has no kernels for {x.num_groups} groups, more than {_MAX_GROUPS}")
@@ -328,7 +336,7 @@ def _loaded(operand: KernelOperand, contracted: str, is_ragged: bool) -> KernelO
     bits. This is XLA's layout of 4-bit numbers in a GPU's memory. If the contracted dim is ragged, int4 becomes int8.
     """
     name = jnp.dtype(operand.data.dtype).name
-    if name not in (_FP4, "int4"):
+    if name not in (_FP4, "int4", "uint4"):
         return operand
     pairs = None if is_ragged else name
     transposed = pairs is not None and operand.letters[0] == contracted
@@ -413,7 +421,9 @@ def _with_scales(operand: KernelOperand, mode: str, contracted: str) -> KernelOp
     if mode == "tile" and operand.pairs == _FP4:  # the sum is multiplied by the second level
         return operand._replace(scales=replace(operand.scales, values=operand.scales.values.astype(jnp.float32)))
     if mode != "unit":
-        return operand._replace(scales=operand.scales.whole)
+        scales = operand.scales.whole
+        zeros = None if scales.zeros is None else scales.zeros.astype(jnp.int16)
+        return operand._replace(scales=replace(scales, zeros=zeros))
     scales, first = operand.scales, operand.letters[0] == contracted
     values = scales.values.mT if first else scales.values
     if values.dtype == jnp.float32:  # the exponent: 0 for the subnormal 2**-127, 255 for NaN
@@ -437,8 +447,10 @@ def _dot(operands: tuple[KernelOperand, KernelOperand], modes: tuple[str, str], 
         return _Dot(jnp.dtype(jnp.uint8), False, triton_precision, modes, per_element=2)
     is_decoded = _FP4 in pairs
     few_bits = jnp.float16 if jnp.float16 in stored and "tile" not in modes else jnp.bfloat16
-    tile_dtypes = {None: None, _FP4: few_bits, "int4": jnp.int8}
+    tile_dtypes = {None: None, _FP4: few_bits, "int4": jnp.int8, "uint4": jnp.int8}
     a, b = (jnp.dtype(tile_dtypes[pair] or dtype) for pair, dtype in zip(pairs, stored, strict=True))
+    # Integers of 8 bits minus zero points of 8 bits are exact in it.
+    b, subtracts = (jnp.dtype(few_bits), True) if zeros_of(operands[1]) is not None else (b, False)
     if "tile" in modes and not (is_decoded and all(map(_is_exact, operands, modes))):
         # Scaled tiles are float32, and "tf32" would lose bits of them.
         return _Dot(jnp.dtype(jnp.float32), True, "tf32x3" if triton_precision == "tf32" else triton_precision, modes)
@@ -447,7 +459,11 @@ def _dot(operands: tuple[KernelOperand, KernelOperand], modes: tuple[str, str], 
     common = jnp.dtype(compute_dtype(a, b))
     if jnp.float16 in (a, b) and (a == b or 1 in (a.itemsize, b.itemsize)):
         common = jnp.dtype(jnp.float16)  # float16 has all values of int8 and fp8
-    return _Dot(common, is_decoded or (a, b) != (common, common), triton_precision, modes)
+    return _Dot(common, is_decoded or subtracts or (a, b) != (common, common), triton_precision, modes)
+
+
+def _is_byte(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.integer) and jnp.dtype(dtype).itemsize == 1
 
 
 def _is_exact(operand: KernelOperand, mode: str) -> bool:
@@ -591,6 +607,8 @@ def _arrays(x: Operands, p: Product, operands: list[_Operand], static: dict[str,
         "a_source": operands[0].given.source,
         "bias": bias,
         "up_bias": up_bias,
+        "b_zeros": zeros_of(operands[1].given),
+        "up_zeros": zeros_of(operands[-1].given),
         **dict.fromkeys(("up", "up_scales", "up_tensor", "up_tiles")),
     }
     for name, side, (stored, given) in zip(("a", "b", "up"), "ABB", operands, strict=False):

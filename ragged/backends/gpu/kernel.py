@@ -51,11 +51,13 @@ def grouped_product(
     offset,  # () int32, or None: the first local group
     a_scales,  # float32; uint32 of four scales each, if tensor cores apply them; or None
     b_scales,
+    b_zeros,  # int16, stored like `b_scales`: zero points; or None
     a_tensor,  # float32, one for each batch element, or None: scale of the whole operand
     b_tensor,
     a_source,  # int32, or None: for each packed row of `a`, its row in the buffer
     up,  # stored like `b`, or None
     up_scales,
+    up_zeros,
     up_tensor,
     bias,  # float32: `(columns,)`, or `[matrices, columns]`; or None
     up_bias,
@@ -175,9 +177,11 @@ def grouped_product(
             y_at, y_inside = _pointers(b, None, e, matrix, b_first, b_k, B)
             x_scales = _scale_pointers(a_scales, e, group, matrix, a_first, A_SCALES, A)
             y_scales = _scale_pointers(b_scales, e, group, matrix, b_first, B_SCALES, B)
+            y_zeros = _zero_pointers(b_zeros, e, group, matrix, b_first, B_SCALES, B)
             if GATED:
                 u_at, u_inside = _pointers(up, None, e, matrix, b_first + OUT.up_column, b_k, B)
                 u_scales = _scale_pointers(up_scales, e, group, matrix, b_first, B_SCALES, B)
+                u_zeros = _zero_pointers(up_zeros, e, group, matrix, b_first, B_SCALES, B)
             begin, ahead = 0, 0
             # TMA requires tiles that begin at multiples of 16 bytes. Elements are bytes here, so the first tile has up
             # to 15 elements ahead of the group, which are masked below.
@@ -195,12 +199,12 @@ def grouped_product(
                 else:
                     x, x_at = _next(a_tiles, x_at, x_inside, e, matrix, a_first, x_k, A)
                 y, y_at = _next(b_tiles, y_at, y_inside, e, matrix, b_first, y_k, B)
-                x = _scaled(x, x_scales, x_k, None, A_SCALES, A)
-                y = _scaled(y, y_scales, y_k, None, B_SCALES, B)
+                x = _scaled(x, x_scales, 0, x_k, None, A_SCALES, A)
+                y = _scaled(y, y_scales, y_zeros, y_k, None, B_SCALES, B)
                 total = _add(total, x, y, (x_scales, x_k), (y_scales, y_k), None, A_SCALES, B_SCALES, DOT)
                 if GATED:
                     u, u_at = _next(up_tiles, u_at, u_inside, e, matrix, b_first + OUT.up_column, y_k, B)
-                    u = _scaled(u, u_scales, y_k, None, B_SCALES, B)
+                    u = _scaled(u, u_scales, u_zeros, y_k, None, B_SCALES, B)
                     up_total = _add(up_total, x, u, (x_scales, x_k), (u_scales, y_k), None, A_SCALES, B_SCALES, DOT)
             if TRANSPOSED:
                 # The first and the last tile, if they have elements outside of the group.
@@ -220,11 +224,11 @@ def grouped_product(
                     x_k, y_k = a_k + k, b_k + k
                     if SCATTERED:
                         x_at += rows[None, :] * A.k_stride
-                    x = _scaled(_load_rest(x_at, x_inside, k, rest, A), x_scales, x_k, rest, A_SCALES, A)
-                    y = _scaled(_load_rest(y_at, y_inside, k, rest, B), y_scales, y_k, rest, B_SCALES, B)
+                    x = _scaled(_load_rest(x_at, x_inside, k, rest, A), x_scales, 0, x_k, rest, A_SCALES, A)
+                    y = _scaled(_load_rest(y_at, y_inside, k, rest, B), y_scales, y_zeros, y_k, rest, B_SCALES, B)
                     total = _add(total, x, y, (x_scales, x_k), (y_scales, y_k), rest, A_SCALES, B_SCALES, DOT)
                     if GATED:
-                        u = _scaled(_load_rest(u_at, u_inside, k, rest, B), u_scales, y_k, rest, B_SCALES, B)
+                        u = _scaled(_load_rest(u_at, u_inside, k, rest, B), u_scales, u_zeros, y_k, rest, B_SCALES, B)
                         up_total = _add(up_total, x, u, (x_scales, x_k), (u_scales, y_k), rest, A_SCALES, B_SCALES, DOT)
 
         # 4. The result.
@@ -424,33 +428,56 @@ def _scale_pointers(scales, e, group, matrix, first, S: tl.constexpr, A: tl.cons
 
 
 @_jit
-def _scaled(x, scales, k, rest, S: tl.constexpr, A: tl.constexpr):
-    """`x`, unpacked if it has 4 bits, and multiplied by its scales in float32 if their mode is "tile".
+def _zero_pointers(zeros, e, group, matrix, first, S: tl.constexpr, A: tl.constexpr):
+    """`_scale_pointers` of the zero points; 0 without zero points."""
+    if S.has_zeros:
+        return _scale_pointers(zeros, e, group, matrix, first, S, A)
+    else:
+        return 0
 
-    Scales past `rest` are undefined, so the result is zero there.
+
+@_jit
+def _scaled(x, scales, zeros, k, rest, S: tl.constexpr, A: tl.constexpr):
+    """`x`, unpacked if it has 4 bits, minus its zero points, and multiplied by its scales in float32 if their mode is
+    "tile".
+
+    With zero points, the result isn't zero past `rest`, but finite: the other operand is zero there. Scales past `rest`
+    are undefined, so scaled numbers are zero there.
     """
     if A.numbers == 2:
         x = _decoded(x, A)
+    if S.has_zeros:
+        x = x.to(tl.int16) - _of_tile(zeros, k, S, A)
+    if S.applied_to == "tile":
+        x = x.to(tl.float32) * _of_tile(scales, k, S, A)
+        return x if rest is None else tl.where((tl.arange(0, x.shape[1]) < rest)[None, :], x, 0.0)
+    else:
+        return x
+
+
+@_jit
+def _of_tile(pointers, k, S: tl.constexpr, A: tl.constexpr):
+    """The scales, or zero points, of a tile's elements: `[tile, k]`; an extent is 1 if all along it share one."""
     if S.applied_to == "tile":
         TILE_K: tl.constexpr = A.tile_k * A.numbers
         EACH: tl.constexpr = S.outer_each
         K_EACH: tl.constexpr = S.k_each
         BLOCKS: tl.constexpr = TILE_K // K_EACH
         block = tl.minimum((k + tl.arange(0, BLOCKS) * K_EACH) // S.k_block, S.k_blocks - 1)
-        each = tl.load(scales[:, None] + block[None, :] * S.k_stride)
+        each = tl.load(pointers[:, None] + block[None, :] * S.k_stride)
         if K_EACH > 1:
             each = tl.broadcast_to(each[:, :, None], (A.tile // EACH, BLOCKS, K_EACH)).reshape(A.tile // EACH, TILE_K)
         if EACH > 1:
             each = tl.broadcast_to(each[:, None, :], (A.tile // EACH, EACH, TILE_K)).reshape(A.tile, TILE_K)
-        x = x.to(tl.float32) * each
-        return x if rest is None else tl.where((tl.arange(0, TILE_K) < rest)[None, :], x, 0.0)
+        return each
     else:
-        return x
+        return tl.load(pointers + k // S.k_block * S.k_stride)[:, None]
 
 
 @_jit
 def _decoded(x, A: tl.constexpr):
-    """`[tile, 2 * bytes]`, the two numbers of each byte, the lower bits first: int4 in int8, float4_e2m1fn in float32.
+    """`[tile, 2 * bytes]`, the two numbers of each byte, the lower bits first: int4 and uint4 in int8, float4_e2m1fn in
+    float32.
 
     A float's sign, exponent and mantissa are moved to their places in a float16. Its exponent has a larger bias, so the
     float16 is the value divided by 2**14.
@@ -458,6 +485,8 @@ def _decoded(x, A: tl.constexpr):
     if A.pairs == "int4":
         both = tl.join(x << 4, x).reshape(x.shape[0], 2 * x.shape[1]).to(tl.int8, bitcast=True)
         return both >> 4  # keeps the sign
+    elif A.pairs == "uint4":
+        return tl.join(x & 15, x >> 4).reshape(x.shape[0], 2 * x.shape[1]).to(tl.int8)
     else:
         both = tl.join(x & 15, x >> 4).reshape(x.shape[0], 2 * x.shape[1]).to(tl.uint16)
         return (((both & 8) << 12) | ((both & 7) << 9)).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0

@@ -103,7 +103,7 @@ class Problem(NamedTuple):
     products: int = 1  # number of matrices that the rows are multiplied with
     results: int = 1  # number of stored arrays
     instructions: int = 0  # of the epilogue, per element of the result
-    unpacks: bool = False  # whether 4-bit numbers are unpacked in registers beside float32 tiles or two accumulators
+    unpacks: bool = False  # whether few bits are converted in registers beside float32 tiles or two accumulators
 
     @property
     def sums(self) -> int:

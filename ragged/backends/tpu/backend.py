@@ -14,6 +14,7 @@ with rows of the group (`tiles.chunk`), where rows of other groups are masked.
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -40,16 +41,28 @@ from ragged.backends.base import (
 from ragged.backends.schedule import Visits
 from ragged.backends.tpu import scales as tpu_scales
 from ragged.backends.tpu import tiled, tiles, units
-from ragged.backends.tpu.launch import PRIMITIVES, Details, Grid, Kernel, accumulate, in_chunks, with_batch
+from ragged.backends.tpu.launch import (
+    PRIMITIVES,
+    Details,
+    Grid,
+    Kernel,
+    MatrixScales,
+    accumulate,
+    in_chunks,
+    with_batch,
+)
 from ragged.backends.tpu.pipeline import Input
 from ragged.backends.tpu.tiles import Problem
-from ragged.core.formats import FORMATS
+from ragged.core.formats import FORMATS, Support
 from ragged.core.offsets import segments
+from ragged.core.scales import zeros_of
 from ragged.product.config import TpuConfig
 from ragged.product.operands import Call, KernelOperand, Operand, Operands
 
 _UNITS = {name: known.tpu for name, known in FORMATS.items()}
-_TAKES = (*KERNELS, "scales", "offset", "batch", "existing", "bias", "up", "up_bias")
+_UNSIGNED = dict.fromkeys(("uint8", "uint4"), Support(5, result=False))
+"""Formats of a second operand with zero points: minus these, its numbers are cast to floats."""
+_TAKES = (*KERNELS, "scales", "zero points", "offset", "batch", "existing", "bias", "up", "up_bias")
 _TAKES += ("grouped_matmul with an epilogue", "batched_matmul with an epilogue")
 _PRECISIONS = ("none", "default", "high", "highest", "bfloat16", "float32", "fastest")
 
@@ -181,10 +194,15 @@ def _refuse(call: Call, x: Operands, target: Target) -> Refusal | None:
     """`Refusal` if no kernel supports the product or its tiling, else None."""
     if len(x.sizes) > 1 and any(call.batched(x).sizes.values()):
         return Refusal("pallas_tpu has no kernels for tiled_matmul if sizes differ between batch elements")
-    if refusal := refuse("pallas_tpu", _UNITS, _TAKES, _PRECISIONS, call, x, target, PRIMITIVES):
+    a, b = call.kernel_operands(x)
+    units = _UNITS | ({} if zeros_of(b) is None else _UNSIGNED)
+    if refusal := refuse("pallas_tpu", units, _TAKES, _PRECISIONS, call, x, target, PRIMITIVES):
         return refusal
     generation = tiles.chip(target.device).generation
-    if name := too_old(_UNITS, x, generation):
+    subtracts = call.product.kernel in ("grouped_matmul", "batched_matmul")
+    if zeros_of(a) is not None or (zeros_of(b) is not None and not subtracts):
+        return Refusal("pallas_tpu has kernels for zero points of weights only: not of rows, nor of both operands")
+    if name := too_old(units, x, generation):
         return Refusal(f"TPUs of generation {generation} have no matrix units for {name}")
     columns = call.columns
     if columns and not x.sizes:
@@ -244,7 +262,9 @@ def _details(call: Call, x: Operands, chip: tiles.Chip) -> Details:
     if scaled_dtype == jnp.bfloat16:  # scaling tiles in bfloat16 is faster than scaling each step's product
         modes = scale_modes(call, x, None)
     blocks = [] if kind == "groups" or "tile" in modes else [operand.block(k) or 0 for operand in (a, b)]
-    multiplied = (scaled_dtype, scaled_dtype) if "tile" in modes else (a.data.dtype, b.data.dtype)
+    # Integers of 8 bits minus zero points of 8 bits are exact in bfloat16.
+    b_dtype = b.data.dtype if zeros_of(b) is None else jnp.dtype(jnp.bfloat16)
+    multiplied = (scaled_dtype, scaled_dtype) if "tile" in modes else (a.data.dtype, b_dtype)
     num_local = b.data.shape[-3] if kind == "rows" else call.shape[0]
     # Visits list batch elements if their sizes or offsets differ, or a wgrad is summed over them.
     is_listed = any(batched.sizes.values()) or bool(batched.offset) or (kind == "groups" and not call.out_batch)
@@ -295,7 +315,8 @@ def _grouped(launch: Launch, x: Operands) -> Any:
         tpu_scales.arrange(a_scales, 0, m, first=True, ndim=3 if by_row else 4),
         *(tpu_scales.arrange(each.scales, 1 - b.axis(contracted), n, first=False, ndim=4) for each in matrices),
     )
-    kernel = Kernel(launch, scales)
+    zeros = tuple(_zeros(each, 1 - b.axis(contracted), n) for each in matrices)
+    kernel = Kernel(launch, scales, zeros[0])
     out = multiply_rows(
         with_batch(a.data, 2),
         tuple(with_batch(each.data, 3) for each in matrices),
@@ -303,6 +324,7 @@ def _grouped(launch: Launch, x: Operands) -> Any:
         None if x.epilogue.existing is None else with_batch(x.epilogue.existing, 2),
         _biases(x, len(matrices)),
         _levels(a, matrices, 3),
+        zeros,
         kernel=kernel,
         batch=batch or 1,
         by_visit=starts.ndim == 2,
@@ -329,13 +351,18 @@ def _levels(operand: KernelOperand, matrices: list[Operand], ndim: int) -> tuple
     return tuple(each if first is None else first if each is None else first * each for each in others)
 
 
-def _fetched_levels(levels: tuple[Array | None, ...], index: Any) -> tuple[Input | None, ...]:
-    """Second levels of scales as inputs of a kernel. `index(values, *ids)`: a block's index along the leading axes."""
+def _fetched_level(level: Array | None, index: Any) -> Input | None:
+    """A second level of scales as an input. `index(level, *ids)`: a block's index along the leading axes."""
+    if level is None:
+        return None
+    return Input(level, pl.BlockSpec((None, None, 1, 1), lambda *ids: (*index(level, *ids), 0, 0)))
 
-    def fetched(values: Array) -> Input:
-        return Input(values, pl.BlockSpec((None, None, 1, 1), lambda *ids: (*index(values, *ids), 0, 0)))
 
-    return tuple(None if each is None else fetched(each) for each in levels)
+def _zeros(matrix: Operand, outer_axis: int, outer: int) -> tpu_scales.Blocks | None:
+    """Zero points of matrices, arranged as `arrange` does scales."""
+    scales = matrix.scales
+    zeros = None if scales is None or scales.zeros is None else replace(scales, values=scales.zeros)
+    return tpu_scales.arrange(zeros, outer_axis, outer, first=False, ndim=4)
 
 
 def _biases(x: Operands, count: int) -> tuple[Array | None, ...]:
@@ -353,6 +380,7 @@ def multiply_rows(
     existing: Array | None,
     biases: tuple[Array | None, ...],
     levels: tuple[Array | None, ...],
+    zeros: tuple[tpu_scales.Blocks | None, ...],
     *,
     kernel: Kernel,
     batch: int,
@@ -360,8 +388,8 @@ def multiply_rows(
 ) -> Any:
     """Builds and runs a kernel: `[e, m, k] × [e, h, k, n] -> [e, m, n]`, where an operand's `e` is `batch` or 1.
 
-    `rhs`, `biases` and `levels` have one entry, or two for a gated product. `by_visit`: whether each visit is for one
-    batch element; else all batch elements have the same visits.
+    `rhs`, `biases`, `levels` and `zeros` have one entry, or two for a gated product. `by_visit`: whether each visit is
+    for one batch element; else all batch elements have the same visits.
     """
     (m, n), (tm, tk, tn) = (kernel.problem.rows, kernel.problem.b), kernel.tile
     is_transposed = kernel.contracted[1] == 1
@@ -415,9 +443,15 @@ def multiply_rows(
         existing,
         (
             tpu_scales.fetched(lhs_scales, -2, tm, scale_index),
-            tuple(tpu_scales.fetched(each, -1, tn, scale_index) for each in rhs_scales),
+            tuple(
+                MatrixScales(
+                    tpu_scales.fetched(values, -1, tn, scale_index),
+                    tpu_scales.fetched(zero, -1, tn, scale_index),
+                    _fetched_level(level, level_index),
+                )
+                for values, zero, level in zip(rhs_scales, zeros, levels, strict=True)
+            ),
             _fetched_biases(biases, tn, bias_index),
-            _fetched_levels(levels, level_index),
         ),
     )
 
@@ -441,7 +475,6 @@ def _rows_body(kernel: Kernel, by_visit: bool) -> Any:
         lhs_scales: Any,
         rhs_scales: Any,
         biases: Any,
-        levels: Any,
         *refs: Any,
     ) -> None:
         outs, scratch = refs[: kernel.problem.results], refs[kernel.problem.results :]
@@ -464,7 +497,7 @@ def _rows_body(kernel: Kernel, by_visit: bool) -> Any:
         def store(rows: Any, masked: bool, totals: list[Array]) -> None:
             # A partial tile of the result already has `existing`, and rows of other groups.
             old = None if existing is None else (outs[0] if masked else existing)[rows, :]
-            stored = kernel.with_epilogue(totals, row_scales(rows), rhs_scales, levels, old, biases)
+            stored = kernel.with_epilogue(totals, row_scales(rows), rhs_scales, old, biases)
             for out, total in zip(outs, stored, strict=True):
                 if masked:
                     row = rows.start + lax.broadcasted_iota(jnp.int32, total.shape, 0)
@@ -675,7 +708,8 @@ def _batched(launch: Launch, operands: Operands) -> Any:
         tpu_scales.arrange(x_operand.scales, x_operand.axis(row), problem.rows, first=True, ndim=4),
         *(tpu_scales.arrange(y.scales, y_operand.axis(column), problem.b, first=False, ndim=4) for y in matrices),
     )
-    kernel = Kernel(launch, scales)
+    zeros = tuple(_zeros(each, y_operand.axis(column), problem.b) for each in matrices)
+    kernel = Kernel(launch, scales, zeros[0])
     tile, shape = dict(zip(problem.letters, kernel.tile, strict=True)), (leading or 1, *call.shape)
 
     def lead(z: Array, g: Any, e: Any) -> list[Any]:
@@ -712,9 +746,15 @@ def _batched(launch: Launch, operands: Operands) -> Any:
         None if existing is None else existing.reshape(shape),
         (
             tpu_scales.fetched(scales[0], -2, tile[row], x_scale_index),
-            tuple(tpu_scales.fetched(each, -1, tile[column], y_scale_index) for each in scales[1:]),
+            tuple(
+                MatrixScales(
+                    tpu_scales.fetched(values, -1, tile[column], y_scale_index),
+                    tpu_scales.fetched(zero, -1, tile[column], y_scale_index),
+                    _fetched_level(level, lambda values, g, e, *_: lead(values, g, e)),
+                )
+                for values, zero, level in zip(scales[1:], zeros, _levels(x_operand, matrices, 4), strict=True)
+            ),
             _fetched_biases(_biases(operands, len(matrices)), tile[column], lambda g, e, i, j, step, _: (g, 0, j)),
-            _fetched_levels(_levels(x_operand, matrices, 4), lambda values, g, e, *_: lead(values, g, e)),
         ),
     )
     return out if leading is not None else jax.tree.map(lambda each: each[0], out)
@@ -736,7 +776,6 @@ def _batched_body(kernel: Kernel) -> Any:
         x_scales: Any,
         y_scales: Any,
         biases: Any,
-        levels: Any,
         *refs: Any,
     ) -> None:
         outs, scratch = refs[: kernel.problem.results], refs[kernel.problem.results :]
@@ -746,7 +785,7 @@ def _batched_body(kernel: Kernel) -> Any:
 
         def store(totals: list[Array]) -> None:
             old = None if existing is None else existing[...]
-            stored = kernel.with_epilogue(totals, x_scales, y_scales, levels, old, biases)
+            stored = kernel.with_epilogue(totals, x_scales, y_scales, old, biases)
             for out, total in zip(outs, stored, strict=True):
                 out[...] = total.astype(out.dtype)
 

@@ -19,7 +19,7 @@ from ragged.backends.schedule import Visits
 from ragged.backends.tpu import scales as tpu_scales
 from ragged.backends.tpu import tiles, units
 from ragged.backends.tpu.pipeline import Input, Pipeline, buffered_pallas_call, in_place
-from ragged.backends.tpu.scales import RowBlocks
+from ragged.backends.tpu.scales import Blocks, RowBlocks
 from ragged.backends.tpu.tiles import Problem
 from ragged.product.config import TpuConfig
 from ragged.product.function import names
@@ -51,12 +51,21 @@ class Grid(NamedTuple):
     accumulators: int  # number of accumulators, each like a block of the result
 
 
+class MatrixScales(NamedTuple):
+    """What a kernel fetches beside a tile of a second operand: inputs, then refs."""
+
+    values: Any  # scales of blocks, or None
+    zeros: Any  # their zero points, or None
+    level: Any  # the second level of both operands' scales, or None
+
+
 @dataclass(frozen=True)
 class Kernel:
     """A kernel with one ragged letter or none."""
 
     launch: Launch  # with `Details`
     scales: tuple[Any, ...]  # `Blocks`, `RowBlocks` or None, of both operands and of a second matrix
+    zeros: Blocks | None = None  # zero points of the second operand; those of a second matrix have the same form
 
     @property
     def problem(self) -> Problem:
@@ -135,13 +144,16 @@ class Kernel:
         x: Array,
         ys: Sequence[Any],
         x_scales: Any,
-        y_scales: Sequence[Any],
+        y_scales: Sequence[MatrixScales],
         column: Any,
         step: Any,
         is_last: bool,
     ) -> Iterator[Array]:
         """Products of the tile `x` with the tiles in the refs `ys`. `column` and `step`: indices of the tiles of the
-        result's columns and of the contracted letter."""
+        result's columns and of the contracted letter.
+
+        The last tile of `x` has zeros past the extent; that of `y` also, but minus its zero points.
+        """
         begin, rest = 0 if self.steps == 1 else step * self.tile[1], self.problem.a % self.tile[1]
 
         def inside(tile: Array, axis: int) -> Array:
@@ -149,7 +161,30 @@ class Kernel:
 
         x = inside(units.loaded(x), self.contracted[0])
         for y, scales in zip(ys, y_scales, strict=True):
-            yield self.multiply(x, inside(units.loaded(y[...]), self.contracted[1]), x_scales, scales, column, begin)
+            tile = inside(units.loaded(y[...]), self.contracted[1])
+            if self.zeros is not None:
+                dtype = self.problem.dot.rhs
+                tile = tile.astype(dtype) - self.of_tile(scales.zeros, 1, self.zeros, column, begin, tile, dtype)
+            yield self.multiply(x, tile, x_scales, scales.values, column, begin)
+
+    def of_tile(
+        self, ref: Any, operand: int, blocks: Blocks, column: Any, begin: Any, tile: Array, dtype: Any
+    ) -> Array:
+        """The scales, or zero points, in `ref` for the elements of an operand's tile, in `dtype`. `operand`: 0 or 1."""
+        axis = self.contracted[operand]
+        if (
+            blocks.width > 1 and blocks.extent
+        ):  # of the second operand: [blocks, blocks of columns] -> [blocks, columns]
+            columns, count = self.tile[2], tile.shape[axis] // blocks.extent
+            is_whole = count * blocks.extent == tile.shape[axis] and count % 8 == ref.shape[0] % count == 0
+            if is_whole and self.steps > 1:  # `repeated` returns an array, which has no parts: read this tile's blocks.
+                ref, begin = ref.at[pl.ds(pl.multiple_of(begin // blocks.extent, count), count), :], 0
+            ref = tpu_scales.repeated(ref, False, blocks.width, column * columns, columns, 1, jnp.float32)
+        # The axis of blocks is 1 for the first operand, 0 for the second: see `tpu_scales.Blocks`.
+        is_transposed = axis != 1 - operand
+        if blocks.extent is None:
+            return (ref[...].T if is_transposed else ref[...]).astype(dtype)
+        return tpu_scales.repeated(ref, is_transposed, blocks.extent, begin, tile.shape[axis], axis, dtype)
 
     def multiply(self, x: Array, y: Array, x_scales: Any, y_scales: Any, column: Any, begin: Any) -> Array:
         """The product of two tiles, with the scales that change along the contracted axis.
@@ -159,16 +194,10 @@ class Kernel:
         refs, axes, blocks = (x_scales, y_scales), self.contracted, (self.scales[0], self.scales[1])
         if self.lanes is not None:
             return tpu_scales.block_products(self.dot, (x, y), axes, refs, blocks, self.lanes, begin)
-        scaled = []
-        # `blocks_axis`: the axis of blocks of the scales, see `tpu_scales.Blocks`.
-        for tile, axis, ref, each, blocks_axis in zip((x, y), axes, refs, blocks, (1, 0), strict=True):
+        scaled, dtype = [], self.problem.dot.lhs
+        for operand, (tile, ref, each) in enumerate(zip((x, y), refs, blocks, strict=True)):
             if each is not None and each.extent is not None:
-                dtype, width = self.problem.dot.lhs, tile.shape[axis]
-                if each.width > 1:  # of the second operand: [blocks, blocks of columns] -> [blocks, columns]
-                    columns = self.tile[2]
-                    ref = tpu_scales.repeated(ref, False, each.width, column * columns, columns, 1, jnp.float32)
-                scales = tpu_scales.repeated(ref, axis != blocks_axis, each.extent, begin, width, axis, dtype)
-                tile = tile.astype(dtype) * scales
+                tile = tile.astype(dtype) * self.of_tile(ref, operand, each, column, begin, tile, dtype)
             scaled.append(tile)
         return self.dot(*scaled)
 
@@ -213,14 +242,14 @@ class Kernel:
         return total
 
     def with_epilogue(
-        self, totals: list[Array], x_scales: Any, y_scales: Any, levels: Any, existing: Any, biases: Any
+        self, totals: list[Array], x_scales: Any, y_scales: Sequence[MatrixScales], existing: Any, biases: Any
     ) -> list[Array]:
         """Arrays to store, unrounded: `totals` after scales and epilogue."""
         totals = split_interleaved(*totals) if self.problem.columns == "interleaved" else totals
         z = []
-        for total, scales, level, bias in zip(totals, y_scales, levels, biases, strict=True):
-            total = total if level is None else total * level[...]
-            total = base.apply_epilogue(self.launch.call, self.rescale(total, x_scales, scales), existing)
+        for total, scales, bias in zip(totals, y_scales, biases, strict=True):
+            total = total if scales.level is None else total * scales.level[...]
+            total = base.apply_epilogue(self.launch.call, self.rescale(total, x_scales, scales.values), existing)
             z.append(total if bias is None else total.astype(jnp.float32) + bias[...])
         return _activated(z, self.launch.call)
 

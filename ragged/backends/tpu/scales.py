@@ -38,18 +38,14 @@ def arrange(scales: Scales | None, outer_axis: int, outer: int, first: bool, ndi
     """
     if scales is None:
         return None
-    values, width, extent = (
-        scales.values.astype(jnp.float32),
-        scales.block[outer_axis] or 1,
-        scales.block[1 - outer_axis],
-    )
+    values, width, extent = scales.values, scales.block[outer_axis] or 1, scales.block[1 - outer_axis]
     values = values if outer_axis == 0 else values.mT  # [..., outer, blocks]
     # Scales of other wide blocks, which are short along the contracted axis, are repeated in the kernel: repeated in
     # memory, they would take as many bytes as the operand, or more.
     if width > 1 and (first or extent is None or extent >= 32):
         values, width = jnp.repeat(values, width, axis=-2)[..., :outer, :], 1
     values = values if values.ndim == ndim else values[None]
-    return Blocks(values if first else values.mT, extent, width)
+    return Blocks((values if first else values.mT).astype(jnp.float32), extent, width)
 
 
 def fetched(blocks: Blocks | None, axis: int, width: int, index: Callable[..., Any]) -> Input | None:
@@ -77,10 +73,11 @@ def repeated(ref: Any, transposed: bool, extent: int, start: Any, width: int, ax
 
     `ref`, which may be `transposed`, has one scale for each block of `extent` elements. `start` is a multiple of 128.
     Along lanes, scales are gathered from one register; along sublanes, they are repeated; otherwise, for example if
-    tiles don't end with blocks, `spread` is used.
+    tiles don't end with blocks, `spread` is used. `ref` may also be an array, of which a kernel can't read a part
+    that begins at a run-time index.
     """
     blocks, outer = ref.shape if axis == int(transposed) else ref.shape[::-1]
-    count = -(-width // extent)
+    count, has_parts = -(-width // extent), isinstance(start, int) or not isinstance(ref, Array)
 
     def load(first: Any, count: int) -> Array:
         """Scales of `count` blocks: `[outer, count]` along lanes, `[count, outer]` along sublanes."""
@@ -88,19 +85,26 @@ def repeated(ref: Any, transposed: bool, extent: int, start: Any, width: int, ax
         values = ref[...] if count == blocks else ref[place, :] if axis == int(transposed) else ref[:, place]
         return values.T if transposed else values
 
-    if extent == 1 and blocks % width == 0:
+    if extent == 1 and blocks % width == 0 and has_parts:
         return load(start, width).astype(dtype)
-    if axis == 1 and LANES % extent == 0 and outer % 8 == 0 and (blocks <= LANES or blocks % LANES == 0):
+    if (
+        axis == 1
+        and LANES % extent == 0
+        and outer % 8 == 0
+        and (blocks <= LANES or (blocks % LANES == 0 and has_parts))
+    ):
         lane, parts = lax.broadcasted_iota(jnp.int32, (outer, LANES), 1), []
         for at in range(0, width, LANES):  # the scales of these elements are in one register
             first = (start + at) // extent
-            register = 0 if blocks <= LANES else jnp.minimum(first // LANES, blocks // LANES - 1)
+            last = max(blocks // LANES - 1, 0)
+            register = min(first // LANES, last) if isinstance(first, int) else jnp.minimum(first // LANES, last)
             values = load(register * LANES, min(blocks, LANES))
             values = jnp.pad(values, ((0, 0), (0, LANES - values.shape[1])))
             index = jnp.minimum(first - register * LANES + lane // extent, LANES - 1)
             parts.append(jnp.take_along_axis(values, index, axis=1, mode="promise_in_bounds"))
         return jnp.concatenate(parts, axis=1)[:, :width].astype(dtype)
-    if axis == 0 and extent % 16 == 0 and (count == blocks or (width % (8 * extent) == 0 and blocks % count == 0)):
+    reads_part = width % (8 * extent) == 0 and blocks % count == 0 and has_parts
+    if axis == 0 and extent % 16 == 0 and (count == blocks or reads_part):
         values = load(start // extent, count)
         values = jnp.broadcast_to(values[:, None, :], (count, extent, outer))
         return values.reshape(count * extent, outer)[:width].astype(dtype)

@@ -453,9 +453,12 @@ def _matrix(matrices: Array, scales: Scales | None, index: Array, dtype: Any) ->
     """Matrix `index` of `[h, k, n]`, dequantised to `dtype` if it has scales."""
     matrix = _slice(matrices, index, 1)
     if scales is not None:
-        values = scales.values.reshape(-1, *scales.values.shape[-2:])
-        matrix_scales = replace(scales, values=values if values.shape[0] == 1 else _slice(values, index, 1))
-        matrix = dequantized(matrix, matrix_scales, dtype=dtype)
+
+        def of_matrix(values: Array) -> Array:
+            values = values.reshape(-1, *values.shape[-2:])
+            return values if values.shape[0] == 1 else _slice(values, index, 1)
+
+        matrix = dequantized(matrix, scales.map(of_matrix), dtype=dtype)
     return matrix[0]
 
 

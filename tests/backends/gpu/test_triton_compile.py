@@ -140,6 +140,23 @@ def test_what_is_measured(chip: str, shape: Shape) -> None:
 
 
 @pytest.mark.parametrize(
+    "chip, dtype, scaling, shape",
+    split(
+        [(A100, "uint4", (1, 128), LARGE)],
+        itertools.product((A100, H200, B200), ("uint4", "uint8"), ((1, 128), "row"), (LARGE, TINY)),
+    ),
+)
+def test_zero_points(chip: str, dtype: str, scaling: Any, shape: Shape) -> None:
+    """They are subtracted in registers; no spills, and nothing is dequantised in memory."""
+    run, avals = with_weights(dtype, scaling, shape, symmetric=False)
+    found = gpu.compile_for(chip, run, *avals)
+    assert len(found) == 2 and not dequantized(gpu.lower_for(chip, run, *avals).as_text(), math.prod(shape[1:]))
+    for kernel in found:
+        assert kernel.spill_bytes == 0
+        assert any(kernel.sass_counts[name] for name in (*TENSOR_CORES[chip], "HMMA"))
+
+
+@pytest.mark.parametrize(
     "chip, scaling, shape",
     split(
         [(H200, "mx", LARGE)],

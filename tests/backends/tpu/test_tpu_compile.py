@@ -178,6 +178,20 @@ def test_weights_of_4_bits(generation: str, scaling: str) -> None:
     assert compiled.memory.temp_size_in_bytes < 2 * 8 * 1024 * 2048  # the weights in bfloat16
 
 
+@pytest.mark.parametrize(
+    "generation, dtype, scaling",
+    split(
+        [("v5e", "uint4", (1, 128))],
+        itertools.product(("v5e", "v6e", "tpu7x"), ("uint4", "int8"), ("row", "group", (1, 32), (8, 8))),
+    ),
+)
+def test_zero_points(generation: str, dtype: str, scaling: Any) -> None:
+    """Forward and dgrad; nothing is dequantised in memory."""
+    run, avals = with_weights(dtype, scaling, (2048, 1024, 2048, 8), symmetric=False)
+    assert len(tpu.compile_for(generation, run, *avals).kernels) == 2
+    assert not dequantized(lowered(run, *avals), 8 * 1024 * 2048)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("generation", ["v5e", "v6e", "tpu7x"])
 def test_quantised_operands(generation: str) -> None:
