@@ -64,9 +64,10 @@ def quantised(dtype: str, scaling: str) -> Format:
     return Format(lambda lhs, rhs: (quantize(lhs), quantize(rhs.mT).mT))
 
 
-def weights_in(dtype: str, scaling: str) -> Format:
+def weights_in(dtype: str, scaling: Any, *, symmetric: bool = True) -> Format:
     """`rhs` alone, along what is contracted."""
-    return Format(lambda lhs, rhs: (lhs.astype("bfloat16"), ragged.quantize(rhs.mT, jnp.dtype(dtype), scaling).mT))
+    quantize = partial(ragged.quantize, dtype=dtype, scaling=scaling, symmetric=symmetric)
+    return Format(lambda lhs, rhs: (lhs.astype("bfloat16"), quantize(rhs.mT).mT))
 
 
 def by_recipe(recipe: str) -> Format:
@@ -81,6 +82,7 @@ FORMATS: dict[str, Format] = {
     "`float8_e4m3fn`, `mx` scales": quantised("float8_e4m3fn", "mx"),
     "`float4_e2m1fn`, `nvfp4` scales": quantised("float4_e2m1fn", "nvfp4"),
     "`bfloat16` × `float4_e2m1fn`, `mx` scales": weights_in("float4_e2m1fn", "mx"),
+    "`bfloat16` × `uint4`, zero points": weights_in("uint4", (1, 128), symmetric=False),
     "`int8`, `row` scales": quantised("int8", "row"),
     **{f"`bfloat16`, recipe `{name}`": by_recipe(name) for name in RECIPES},
 }
@@ -205,7 +207,7 @@ def found() -> dict[tuple[str, str], Cell]:
             lhs, rhs = jax.eval_shape(format.operands, *shapes(layout))
             args = lhs, rhs, like(format, lhs, rhs)
             for what, transform in TRANSFORMATIONS.items():
-                if what not in DIFFERENTIATES or jnp.issubdtype(lhs.dtype, jnp.floating):
+                if what not in DIFFERENTIATES or all(jnp.issubdtype(x.dtype, jnp.floating) for x in (lhs, rhs)):
                     cell = cells.setdefault((name, what), {})
                     cell[layout] = planned(partial(transform, format.product), args, devices)
     return cells

@@ -54,6 +54,7 @@ from jax._src.lax.lax import canonicalize_precision  # no public name
 from ragged.backends import cache
 from ragged.core.formats import Support, accumulator_dtype
 from ragged.core.offsets import known_offsets
+from ragged.core.scales import zeros_of
 from ragged.product.operands import Call, KernelOperand, Operands, precision_name
 
 
@@ -198,7 +199,7 @@ def refuse(
 
     - `formats`: support for each dtype, keyed by its name.
     - `takes`: supported features: kernels, "... with an epilogue" for kernels that apply an `EpilogueSpec`, "scales",
-      "zero points", "offset", "batch", and fields of `Epilogue`.
+      "offset", "batch", and fields of `Epilogue`.
     - `precisions`: names of supported precisions.
     - `primitives`: names of JAX primitives that an activation may use.
     """
@@ -214,7 +215,6 @@ def refuse(
     # The product needs the features that aren't None.
     features = {call.product.kernel: True, "scales": scales or None, "offset": x.offset, "batch": call.batch(x)}
     features |= {f"{call.product.kernel} with an epilogue": call.epilogue}
-    features |= {"zero points": next((each.zeros for each in scales if each.zeros is not None), None)}
     for name, value in (features | x.epilogue._asdict()).items():
         if value is not None and name not in takes:
             return Refusal(f"{backend} has no kernels for {name}")
@@ -231,11 +231,30 @@ def refuse(
         is_supported = support.result if name == "the result" else support.operand is not None
         if not is_supported:
             return Refusal(f"{backend} has no kernels for {name} in {dtype}")
+    if reason := _without_zeros(call, x):
+        return Refusal(f"{backend} has no kernels for zero points {reason}")
     precision = call.options.precision
     if precision_name(precision) not in precisions:
         precision = jax.config.jax_default_matmul_precision if precision is None else precision
         return Refusal(f"{backend} has no kernels for precision {precision}")
     return None
+
+
+def _without_zeros(call: Call, x: Operands) -> str:
+    """Which zero points of the operands kernels can't subtract, or ""."""
+    (a, b), up = call.kernel_operands(x), x.epilogue.up
+    pairs = [(each.data, zeros_of(each)) for each in (b, up) if each is not None and zeros_of(each) is not None]
+    if zeros_of(b) is not None and b.letters[0] in x.sizes:
+        return "of a ragged operand"
+    if zeros_of(a) is not None:
+        return "of a ragged operand" if x.sizes else f"of {'lhs' if call.product.lhs == a.letters else 'rhs'}"
+    for data, each in pairs:
+        if not jnp.issubdtype(each.dtype, jnp.integer):
+            return f"in {each.dtype.name}"
+        of_data, of_zeros = jnp.iinfo(data.dtype), jnp.iinfo(each.dtype)
+        if max(of_data.max - of_zeros.min, of_zeros.max - of_data.min) > 256:
+            return f"in {each.dtype.name} of {data.dtype.name}: bfloat16 can't hold the differences"
+    return ""
 
 
 def too_old(formats: dict[str, Support], x: Operands, generation: int) -> str:

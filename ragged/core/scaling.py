@@ -181,7 +181,7 @@ def stored_scales(
     num_groups: int,
     is_read_transposed: bool,
 ) -> Scales:
-    """The `Scales` of a tensor's stored buffer, in the dtype of `scales`. Zero points of 4 bits become int8.
+    """The `Scales` of a tensor's stored buffer, in the dtype of `scales`. Zero points of 4 bits become 8 bits.
 
     One scale per group, or one for all groups, becomes `[g, 1]`, or `[g, 1, 1]` for a uniform tensor. If
     `is_read_transposed`, the buffer is stored transposed, and so are the scales.
@@ -200,7 +200,7 @@ def stored_scales(
     if zeros is not None and jnp.issubdtype(zeros.dtype, jnp.floating):
         zeros = zeros.astype(jnp.float32)
     elif zeros is not None and jnp.iinfo(zeros.dtype).bits < 8:
-        zeros = zeros.astype(jnp.int8)
+        zeros = zeros.astype(jnp.int8 if jnp.issubdtype(zeros.dtype, jnp.signedinteger) else jnp.uint8)
     out = Scales(scales, block, scaling.dtype == jnp.float8_e8m0fnu, zeros=zeros).map(with_axes)
     tensor = None if tensor_scale is None else tensor_scale.reshape(-1, *[1] * (out.values.ndim - 1))
     out = replace(out, tensor=tensor)

@@ -183,7 +183,7 @@ def _padded(product: Request, axes: list[tuple[Axes, ...]], out: tuple[Axes, ...
     def operand(name: str, letters: str) -> Any:
         data, scales, _ = getattr(x, name)
         if scales is not None and scales.block[0] == 1 and letters[0] in shards:
-            scales = replace(scales, values=longer(scales.values, letters))
+            scales = scales.map(lambda each: longer(each, letters))
         return getattr(x, name)._replace(data=longer(data, letters), scales=scales)
 
     x = x._replace(lhs=operand("lhs", p.lhs), rhs=operand("rhs", p.rhs))

@@ -330,8 +330,10 @@ def _name(letters: str) -> str:
 
 
 def _scales(operand: Operand, letters: str) -> str:
-    """The elements that share a scale, such as `"1 m × 128 k"`; `""` without scales."""
+    """The elements that share a scale, such as `"1 m × 128 k"`, or `"1 m × 128 k, with zero points"`; `""` without
+    scales."""
     if operand.scales is None:
         return ""
     extents = sorted(zip(letters, operand.scales.block, strict=True), key=lambda each: "mkn".index(each[0]))
-    return " × ".join(f"{'all' if extent is None else extent} {letter}" for letter, extent in extents)
+    zeros = "" if operand.scales.zeros is None else ", with zero points"
+    return " × ".join(f"{'all' if extent is None else extent} {letter}" for letter, extent in extents) + zeros

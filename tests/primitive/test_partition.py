@@ -38,13 +38,15 @@ def by_default() -> Iterator[Program]:
     yield over("forward", "explicit 2x2 m=a g=b", groups=6, held=4, existing=True)
     yield over("ragged", "auto 2x2 m=b k=a")
     # Three devices have four columns each: half a block of scales.
-    casts: dict[str, Any] = {"lhs_cast": (FP8, (1, 8)), "rhs_cast": (FP8, (8, 1)), "out_dtype": "float32"}
+    casts: dict[str, Any] = {"lhs_cast": (FP8, (1, 8)), "rhs_cast": ("uint8", (8, 1), "zeros"), "out_dtype": "float32"}
     yield over("forward", "explicit 3x2 k=a n=b", **casts, n=8, groups=3)
     # Blocks of rows begin with each group.
     yield over("inner_columns", "explicit 2x2 m=a k=b", lhs_cast=(FP8, (1, 8)), rhs_cast=(FP8, (4, 1)))
     # Rows that devices don't divide: they stay whole, or are padded together with their scales.
     yield over("forward", "auto 8 m=a")
-    yield over("forward", "sharded_matmul 4x2 m=a n=b", capacity=61, lhs_cast=(FP8, "row"), out_dtype="float32")
+    yield over(
+        "forward", "sharded_matmul 4x2 m=a n=b", capacity=61, lhs_cast=("int8", "row", "zeros"), out_dtype="float32"
+    )
     # Each device has part of a sum, or no sum is made yet.
     yield over("forward", "explicit 2x2 m=b k=a -> m=ba", "bfloat16")
     yield over("forward", "auto 2x2 b=a m=b", mapped="lhs sizes")

@@ -248,3 +248,42 @@ def test_experts_over_a_mesh() -> None:
 
     got = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(P(), specs), out_specs=P()))(x, w)
     np.testing.assert_allclose(got, matmul(x, w, preferred_element_type=jnp.float32).data, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["pallas_tpu", "triton_gpu"])
+def test_zero_points_without_a_kernel(backend: Any) -> None:
+    """Those of rows, of the first of two uniform operands, and those that bfloat16 can't hold: XLA subtracts them."""
+    if backend == "triton_gpu":
+        gpu.needs_triton()
+    rows, w = quantize(X, jnp.int8, (4, 2), symmetric=False), quantize(1 + W, jnp.uint8, "column", symmetric=False)
+    assert w.zero_points is not None
+
+    def with_zeros(zeros: Array) -> GroupedTensor:
+        return GroupedTensor(w.data, scales=w.scales, scaling=w.scaling, zero_points=zeros)
+
+    def ran_in(lhs: Any, rhs: Any) -> Any:
+        with launches() as ran:
+            jax.jit(partial(matmul, backend=INTERPRETED[backend])).lower(lhs, rhs)
+        return ran
+
+    fractions = w.zero_points.astype(jnp.float32) + 0.3
+    pairs: list[tuple[Any, Any]] = [
+        (X.mT, rows),
+        (rows.mT, X),
+        (rows, W),
+        (w.mT, W),
+        (X, with_zeros(fractions)),
+        (X, with_zeros(w.zero_points.astype(jnp.int32))),
+        (X, with_zeros(-w.zero_points.astype(jnp.int8))),
+    ]
+    for lhs, rhs in pairs:
+        assert {name for name, _ in ran_in(lhs, rhs)} == {"xla"}, (lhs, rhs)
+        got = matmul(lhs, rhs, preferred_element_type=jnp.float32, backend=INTERPRETED[backend]).data
+        values = [x.dequantize() if isinstance(x, GroupedTensor) else x for x in (lhs, rhs)]
+        np.testing.assert_allclose(got, matmul(*values, precision="highest").data, rtol=1e-4, atol=1e-2)
+    assert {name for name, _ in ran_in(X, w)} == {backend}
+    few = quantize(1 + W, jnp.uint4, "column", symmetric=False)
+    for dtype in ("uint4", "int4", "int8", "uint8"):
+        zeros: Any = few.zero_points
+        few = GroupedTensor(few.data, scales=few.scales, scaling=few.scaling, zero_points=zeros.astype(dtype))
+        assert {name for name, _ in ran_in(X, few)} == {backend}

@@ -57,7 +57,7 @@ _PRECISIONS = {
 _UNITS = {name: known.gpu for name, known in FORMATS.items()}
 _UNSIGNED = dict.fromkeys(("uint8", "uint4"), Support(result=False))
 """Formats of a second operand with zero points: minus these, its numbers are cast to floats."""
-_TAKES = (*KERNELS, "scales", "zero points", "offset", "batch", "existing", "bias", "up", "up_bias")
+_TAKES = (*KERNELS, "scales", "offset", "batch", "existing", "bias", "up", "up_bias")
 _TAKES += ("grouped_matmul with an epilogue", "batched_matmul with an epilogue")
 
 _MAX_GROUPS = 4096
@@ -250,10 +250,6 @@ def _refuse(call: Call, x: Operands, target: Target) -> Refusal | None:
         return Refusal(
             f"GPUs of compute capability {capability / 10}{unnamed} can't convert {name}; {oldest} and later can"
         )
-    if zeros_of(a) is not None:
-        return Refusal("triton_gpu has kernels for zero points of weights only: not of rows, nor of both operands")
-    if (zeros := zeros_of(b)) is not None and not _is_byte(zeros.dtype):
-        return Refusal(f"triton_gpu has no kernels for zero points in {zeros.dtype.name}, but in 8 bits or 4")
     if any(map(_is_fp4, (a, b))) and call.product.contracted in call.product.ragged:
         return Refusal(f"triton_gpu multiplies {_FP4} only if the contracted dim isn't ragged: two share a byte")
     if x.sizes and x.num_groups > _MAX_GROUPS:
@@ -460,10 +456,6 @@ def _dot(operands: tuple[KernelOperand, KernelOperand], modes: tuple[str, str], 
     if jnp.float16 in (a, b) and (a == b or 1 in (a.itemsize, b.itemsize)):
         common = jnp.dtype(jnp.float16)  # float16 has all values of int8 and fp8
     return _Dot(common, is_decoded or subtracts or (a, b) != (common, common), triton_precision, modes)
-
-
-def _is_byte(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.integer) and jnp.dtype(dtype).itemsize == 1
 
 
 def _is_exact(operand: KernelOperand, mode: str) -> bool:

@@ -62,7 +62,7 @@ from ragged.product.operands import Call, KernelOperand, Operand, Operands
 _UNITS = {name: known.tpu for name, known in FORMATS.items()}
 _UNSIGNED = dict.fromkeys(("uint8", "uint4"), Support(5, result=False))
 """Formats of a second operand with zero points: minus these, its numbers are cast to floats."""
-_TAKES = (*KERNELS, "scales", "zero points", "offset", "batch", "existing", "bias", "up", "up_bias")
+_TAKES = (*KERNELS, "scales", "offset", "batch", "existing", "bias", "up", "up_bias")
 _TAKES += ("grouped_matmul with an epilogue", "batched_matmul with an epilogue")
 _PRECISIONS = ("none", "default", "high", "highest", "bfloat16", "float32", "fastest")
 
@@ -194,14 +194,10 @@ def _refuse(call: Call, x: Operands, target: Target) -> Refusal | None:
     """`Refusal` if no kernel supports the product or its tiling, else None."""
     if len(x.sizes) > 1 and any(call.batched(x).sizes.values()):
         return Refusal("pallas_tpu has no kernels for tiled_matmul if sizes differ between batch elements")
-    a, b = call.kernel_operands(x)
-    units = _UNITS | ({} if zeros_of(b) is None else _UNSIGNED)
+    units = _UNITS | ({} if zeros_of(call.kernel_operands(x)[1]) is None else _UNSIGNED)
     if refusal := refuse("pallas_tpu", units, _TAKES, _PRECISIONS, call, x, target, PRIMITIVES):
         return refusal
     generation = tiles.chip(target.device).generation
-    subtracts = call.product.kernel in ("grouped_matmul", "batched_matmul")
-    if zeros_of(a) is not None or (zeros_of(b) is not None and not subtracts):
-        return Refusal("pallas_tpu has kernels for zero points of weights only: not of rows, nor of both operands")
     if name := too_old(units, x, generation):
         return Refusal(f"TPUs of generation {generation} have no matrix units for {name}")
     columns = call.columns
