@@ -1,6 +1,7 @@
-"""Writes `docs/support.md`: which backend computes each layout, dtype and transformation, on each device.
+"""Writes `docs/support.md`: which backend computes each layout, dtype and transformation, on each device; and the table
+of weights in few bits in `docs/quantisation.md`.
 
-    python -m tests.support          writes the page, or the file that is named
+    python -m tests.support          writes both pages, or the two files that are named
 
 Each combination is traced, and each of its products is planned for each device, as its lowering does.
 `tests/docs/test_support.py` compares the page with a new one, and some of the combinations with the oracle.
@@ -21,13 +22,14 @@ from jax.sharding import AbstractDevice
 
 import ragged
 from ragged import GroupedTensor
-from ragged.backends.base import Target
+from ragged.backends.base import Launch, Target
 from ragged.primitive import lowering
 from ragged.product.operands import Call, Operands
 from ragged.tensor.base import with_fields
 from tests.cases import LETTERS, NAMES
 
 PAGE = Path(__file__).parent.parent / "docs" / "support.md"
+WEIGHTS_PAGE = PAGE.with_name("quantisation.md")
 GROUPS, CAPACITY, EXTENT = 4, 1024, 256
 
 PLATFORMS = {
@@ -164,16 +166,22 @@ def like(format: Format, lhs: GroupedTensor, rhs: GroupedTensor) -> Like:
 
 
 @cache
-def backend_of(avals: tuple[Any, ...], tree: Any, call: Call, device: str) -> str:
-    """What computes a product on a device."""
+def launch_on(avals: tuple[Any, ...], tree: Any, call: Call, device: str) -> Launch:
+    """How a product is computed on a device."""
     on = DEVICES[device]
     platform = "cpu" if on is None else lowering.platform_name(on.platform)
     with lowering.target_of(platform, call.options, on) as target:
-        return lowering.launch_of(platform, tree.unflatten(avals), call, target).backend
+        return lowering.launch_of(platform, tree.unflatten(avals), call, target)
 
 
-def planned(fn: Callable[..., Any], args: Any, devices: Iterable[str]) -> dict[str, str]:
-    """Which backends compute the products of `fn(*args)` on each device; or the error, of which it says the first line.
+def planned(
+    fn: Callable[..., Any],
+    args: Any,
+    devices: Iterable[str],
+    told: Callable[[Launch], str] = lambda launch: launch.backend,
+) -> dict[str, str]:
+    """What is `told` of the products of `fn(*args)` on each device, by default the backends that compute them; or the
+    error, of which it says the first line.
 
     It is lowered with zeros in place of the products.
     """
@@ -192,7 +200,9 @@ def planned(fn: Callable[..., Any], args: Any, devices: Iterable[str]) -> dict[s
         except (TypeError, ValueError, NotImplementedError) as error:
             return dict.fromkeys(devices, f"{type(error).__name__}: {str(error).partition('\n')[0]}")
     assert found
-    return {device: " and ".join(sorted({backend_of(*product, device) for product in found})) for device in devices}
+    return {
+        device: " and ".join(sorted({told(launch_on(*product, device)) for product in found})) for device in devices
+    }
 
 
 Cell = dict[str, dict[str, str]]  # by layout and device
@@ -298,5 +308,49 @@ def page(cells: dict[tuple[str, str], Cell]) -> str:
     return "\n".join(lines) + "\n"
 
 
+WEIGHTS: dict[str, tuple[str, Any, bool]] = {  # stored as `[g, out, in]`: the dtype, the scaling, whether symmetric
+    "`float8_e4m3fn`, blocks of 128 × 128": ("float8_e4m3fn", (128, 128), True),
+    "`int8`, a scale per output": ("int8", "row", True),
+    "`uint8`, a scale and a zero point per output": ("uint8", "row", False),
+    "`int4`, blocks of 128": ("int4", (1, 128), True),
+    "`uint4`, blocks of 128 with zero points": ("uint4", (1, 128), False),
+    "`float4_e2m1fn`, `mx`": ("float4_e2m1fn", "mx", True),
+    "`float4_e2m1fn`, `nvfp4`": ("float4_e2m1fn", "nvfp4", True),
+}
+
+
+def weights() -> str:
+    """A table of weights in few bits, multiplied by bfloat16 in a forward product: their size, and what kernels do."""
+
+    def told(launch: Launch) -> str:
+        details: Any = launch.details
+        if launch.backend == "xla":
+            return "XLA"
+        is_tpu = launch.backend == "pallas_tpu"
+        mode = (details.modes if is_tpu else details.dot.modes)[1]
+        dtype = jnp.dtype(details.tiled.dot.rhs if is_tpu else details.dot.dtype).name
+        return f"{dtype}, {({'total': 'sum', 'step': 'product', 'tile': 'weight'})[mode]}"
+
+    lines = ["| weights | bits | TPUs | A100 | H200, B200 |", "|---|---|---|---|---|"]
+    x = GroupedTensor(jax.ShapeDtypeStruct((CAPACITY, 2048), jnp.bfloat16), jax.ShapeDtypeStruct((8,), jnp.int32))
+    for name, (dtype, scaling, symmetric) in WEIGHTS.items():
+        quantize = partial(ragged.quantize, dtype=dtype, scaling=scaling, symmetric=symmetric)
+        w = jax.eval_shape(quantize, jax.ShapeDtypeStruct((8, 2048, 2048), jnp.float32))
+        total = sum(leaf.size * jax.dtypes.itemsize_bits(leaf.dtype) for leaf in jax.tree.leaves(w))
+        on = planned(lambda x, w: ragged.matmul(x, w.mT).data, (x, w), DEVICES, told)
+        cells = [{on[device] for device in devices} for devices in (_TPUS, ("A100",), ("L4", "H200", "B200"))]
+        assert all(len(cell) == 1 for cell in cells), (name, on)
+        lines += [f"| {name} | {total / w.data.size:.2f} | {' | '.join(cell for (cell,) in cells)} |"]
+    return "\n".join(lines)
+
+
+def with_weights(text: str) -> str:
+    """The page on quantisation with a new table of weights."""
+    before, _, rest = text.partition("<!-- weights -->\n")
+    return f"{before}<!-- weights -->\n\n{weights()}\n\n<!-- /weights -->{rest.partition('<!-- /weights -->')[2]}"
+
+
 if __name__ == "__main__":
-    Path(*sys.argv[1:] or [PAGE]).write_text(page(found()))
+    support, quantisation = map(Path, sys.argv[1:] or [PAGE, WEIGHTS_PAGE])
+    support.write_text(page(found()))
+    quantisation.write_text(with_weights(WEIGHTS_PAGE.read_text()))

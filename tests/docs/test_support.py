@@ -28,10 +28,11 @@ RECIPES = dict.fromkeys(support.RECIPES, 0.1) | {"nvfp4": 0.4}
 
 def test_the_page_is_what_is_planned(tmp_path: Path) -> None:
     """What runs on which device; written anew and compared. Mend it with `python -m tests.support`."""
-    written = tmp_path / "support.md"
+    pages = support.PAGE, support.WEIGHTS_PAGE
+    written = [tmp_path / page.name for page in pages]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    subprocess.run([sys.executable, "-m", "tests.support", str(written)], env=environment, check=True)
-    assert written.read_text() == support.PAGE.read_text()
+    subprocess.run([sys.executable, "-m", "tests.support", *map(str, written)], env=environment, check=True)
+    assert [each.read_text() for each in written] == [page.read_text() for page in pages]
 
 
 def formats(what: str, backend: str) -> list[str]:
