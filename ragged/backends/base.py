@@ -166,7 +166,7 @@ def choice(
 ) -> tuple[Any, str] | Refusal:
     """`(configuration, source)` of a product on a backend: from the call, `tuning.using`, the cache or the model.
 
-    `Refusal` if the call or `tuning.using` requests an illegal configuration. The cache's is ignored if it is illegal.
+    `Refusal` if the call or `tuning.using` requests an illegal configuration. An illegal one in the cache is ignored.
 
     - `illegal(config)`: `Refusal` if the backend can't use the configuration, else None.
     - `tiled(tiles)`: the configuration with these tiles, keyed by letter.
@@ -241,7 +241,7 @@ def refuse(
 
 
 def _without_zeros(call: Call, x: Operands) -> str:
-    """Which zero points of the operands kernels can't subtract, or ""."""
+    """The operands' zero points that kernels can't subtract, as text; "" if there are none."""
     (a, b), up = call.kernel_operands(x), x.epilogue.up
     pairs = [(each.data, zeros_of(each)) for each in (b, up) if each is not None and zeros_of(each) is not None]
     if zeros_of(b) is not None and b.letters[0] in x.sizes:

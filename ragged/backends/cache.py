@@ -318,7 +318,7 @@ def save_cache(file: str | os.PathLike[str]) -> None:
 
 
 def load_cache(file: str | os.PathLike[str]) -> int:
-    """Adds the entries of a file, in memory and to the cache's file. Returns the number of entries in the file.
+    """Adds the entries of a file to memory and to the cache's file. Returns the number of entries in the file.
 
     Memory and the file each keep the later of two entries with the same device and product. Products use memory first.
 

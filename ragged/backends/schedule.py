@@ -89,7 +89,7 @@ class Visits(NamedTuple):
     end: Any  # (p,) the row after its last one
     batch: Any  # (p,) batch element
     matrix: Any  # (p,) index of the matrix of the uniform operand or result; for a gap, its neighbour's
-    rest: Any  # (p,) for a gap, the tile of rows that its visits load: its neighbour's first; else -1
+    rest: Any  # (p,) where a gap rests: the tile of rows that its visits load, its neighbour's first; else -1
 
 
 def row_visits(starts: Int[Array, "e s"], ends: Int[Array, "e s"], rows: int, tile: int) -> Visits:

@@ -37,7 +37,8 @@ class Support(NamedTuple):
 class Format(NamedTuple):
     """Properties of a number format."""
 
-    # `quantize` scales a block's largest element to this value; None: only with zero points, or not at all
+    # `quantize` scales a block's largest element to this value. None: it supports the format only with zero points, or
+    # not at all.
     largest: float | None = None
     tpu: Support = Support(None, False)
     gpu: Support = Support(None, False)
@@ -67,7 +68,7 @@ ASYMMETRIC = {"int8": (-128, 127), "uint8": (0, 255), "int4": (-8, 7), "uint4": 
 """The formats that `quantize` supports with zero points, each with its smallest and its largest value."""
 
 LARGEST = {name: known.largest for name, known in FORMATS.items() if known.largest is not None}
-"""The formats that `quantize` supports, each with its largest value."""
+"""The formats that `quantize` supports without zero points, each with its largest value."""
 
 
 def float_dtype(site: Site, dtype: Any) -> Any:

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Int, Integer, Shaped
 from ragged.core.errors import Site, describe
 
 IN_BOUNDS = "promise_in_bounds"
-"""Mode of gathers and scatters whose indices are in range. Others fail under `checkify.index_checks`."""
+"""Mode of gathers and scatters whose indices are in range. Other modes fail under `checkify.index_checks`."""
 
 
 def take(values: Shaped[Array, "n *each"], index: Int[Array, "*p"], fill: Any) -> Shaped[Array, "..."]:

@@ -67,7 +67,7 @@ def zeros_of(operand: Any) -> Any:
 
 
 def dequantized(x: Array, scales: Scales, packed_sizes: Array | None = None, dtype: Any = jnp.float32) -> Array:
-    """An operand minus its zero points, multiplied by its scales, which have one level, as a copy in memory."""
+    """`(x - zero points) × scales` in memory, for scales of one level."""
     each = scales.map(lambda values: spread(values, scales.block, x.shape, packed_sizes).astype(dtype))
     # Batched sizes give the scales a batch axis that the operand lacks.
     x = (x if x.ndim == each.values.ndim else x[None]).astype(dtype)
@@ -77,8 +77,8 @@ def dequantized(x: Array, scales: Scales, packed_sizes: Array | None = None, dty
 def spread(
     values: Array, block: tuple[int | None, int | None], shape: tuple[int, ...], packed_sizes: Array | None = None
 ) -> Array:
-    """Each element's entry of `values`, scales or zero points with these blocks, for an operand of this shape. Along an
-    axis with a single block, the result may have extent 1.
+    """`values` (scales or zero points) repeated for each element of an operand of this shape. Along an axis with a
+    single block, the result may have extent 1.
 
     `packed_sizes`: the group sizes if groups are packed along the operand's rows. The scales have the operand's leading
     batch axis, if any; the sizes may have one.

@@ -17,7 +17,7 @@ elements of a block belong to one group:
 
 None is a group's whole extent. Along a ragged dim, the last block of a group ends with the group, and the number of
 scales is the maximum number of blocks that `m` rows can form in `g` groups. For ragged columns, blocks and shapes are
-transposed. If both dims are ragged, shapes are as for the packed dim, and the other extent is the buffer's.
+transposed. If both dims are ragged, shapes are as if only the packed dim were.
 
 Along dims between a group's first and last dim, blocks have extent 1, except with "group" and "tensor", whose blocks
 contain these dims: with "row", the scales of `[m, heads, k]` are `(m, heads, 1)`.
@@ -97,7 +97,7 @@ class Scaling:
 
     @classmethod
     def of(cls, scaling: "str | Sequence[int | None] | Scaling") -> "Scaling":
-        """The `Scaling` with this name or block; a `Scaling` itself."""
+        """The `Scaling` with this name or block; a `Scaling` unchanged."""
         if isinstance(scaling, Scaling):
             return scaling
         if isinstance(scaling, str) and scaling in NAMED:

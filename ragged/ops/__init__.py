@@ -1,1 +1,1 @@
-"""The public products and their checks: `matmul`, `einsum`, `gated_matmul`, `sharded_matmul`, and plain arrays."""
+"""Public products and their checks: `matmul`, `einsum`, `gated_matmul`, `sharded_matmul`, products of arrays."""

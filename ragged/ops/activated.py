@@ -55,7 +55,7 @@ def _with_one_lhs(requests: Requests) -> Requests:
     """`requests` with `lhs` in the first one only, so that kernels add its cotangents. Unchanged unless all have the
     same `lhs`, without a recipe, on one device.
 
-    It compares arrays by identity, which `jit` and `checkpoint` don't keep. So it is called outside of both.
+    It compares arrays by identity, which `jit` and `checkpoint` don't keep: call it outside of both.
     """
     first, *others = requests
     same = [[each.operands.lhs.data, *(each.operands.gather or ())] for each in requests]

@@ -109,7 +109,7 @@ def read(site: Site, spec: Any, lhs: Any, rhs: Any, group_offset: Any = None) ->
     if not any(isinstance(each.x, GroupedTensor) for each in operands):
         site.fail(ValueError, "both operands are plain arrays; there are no groups.", "Use `jnp.einsum`.")
     if one.ragged or other.ragged:
-        # A plain array next to a ragged operand has groups if its first letter occurs nowhere else.
+        # A plain array has groups if its first letter occurs nowhere else.
         one, other = (
             a._replace(group=a.letters[:1])
             if not isinstance(a.x, GroupedTensor) and a.letters[0] not in (*b.letters, *names[2])

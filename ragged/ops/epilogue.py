@@ -44,7 +44,7 @@ def check_epilogue(site: Site, request: Request, activation: Any) -> None:
 
 
 def check_bias(site: Site, bias: Any, num_groups: Any, n: Any, of: str) -> None:
-    """Raises unless `bias` is a floating array, `[num_groups, n]` or `(n,)`. `of`: whose last dim `n` is."""
+    """Raises unless `bias` is a floating array, `[num_groups, n]` or `(n,)`. `of`: the array whose last dim is `n`."""
     site = site.also(bias=bias)
     if not is_arraylike(bias) or not jnp.issubdtype(bias.dtype, jnp.floating):
         site.fail(TypeError, "`bias` is not a floating array.", "Pass [groups, n], or (n,).")

@@ -60,7 +60,7 @@ def gated_matmul(
       arguments, `gate = x @ w_gate` and `up = x @ w_up`, that computes the whole result.
     - `bias`: a pair, one for each product: `(n,)`, `[groups, n]` or None. With `columns`, it may also be one array,
       `(2 * n,)` or `[groups, 2 * n]`, with the weight's columns.
-    - `names`: the names of the gate's and the other pre-activations in policies of `jax.checkpoint`.
+    - `names`: the names of both pre-activations, the gate's first, in policies of `jax.checkpoint`.
     - `recipe`: as in `matmul`, for both products, or a pair, one for each. Recipes with a history must be a pair. A
       name builds a recipe for each product.
     - The rest: as in `matmul`, for both products.
@@ -136,7 +136,7 @@ def gated_requests(
     gate, up = (replace(each, call=each.call._replace(dtype=dtype), function=function) for each in (gate, up))
     if both is None or recipes != (None, None) or gate.merge is not None or not gate.is_local:
         return gate, up
-    # Kernels and derivatives read the one weight in place. The two matrices are for products that can't.
+    # Kernels and derivatives read the one weight in place. Products that can't do so read the two matrices.
     return replace(gate, both=both, columns=columns), up
 
 

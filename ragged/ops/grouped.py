@@ -47,8 +47,8 @@ def grouped_matmul(
     - `rhs`: `[g, k, n]`, or with `transpose_rhs` `[g, n, k]`, which is read in place. It may have fewer matrices, for
       the groups from `group_offset` (default 0) on. Rows of other groups are zero in the result, or equal to
       `existing_out`.
-    - `group_sizes`: `(g,)` integers, the number of rows in each group. Sizes of 64 bits become int32; sizes that it
-      can't hold raise an error, or if they are traced, are clipped.
+    - `group_sizes`: `(g,)` integers, the number of rows in each group. Sizes of 64 bits become int32. A size that
+      doesn't fit raises an error, or is clipped if it is traced.
     - `tiling`: `(tile_m, tile_k, tile_n)`, a function of `(m, k, n)` that returns one, or None for the library's
       choice. Derivatives use the same tile for the same dim. XLA uses only the tile of the ragged dim. Legal tiles:
       see `ragged.tuning.TpuConfig` and `GpuConfig`. TPU tiles are halved if they don't fit into VMEM.

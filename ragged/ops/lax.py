@@ -104,8 +104,8 @@ def ragged_dot_general(
 
     **Returns:** an array, with zeros in the tail and for empty groups.
 
-    **Raises:** `TypeError` for shapes and dtypes, `ValueError` for options. Differentiating with respect to an operand
-    of 8-bit floats, or a result of 8-bit floats, raises a `TypeError`.
+    **Raises:** `TypeError` for shapes and dtypes, `ValueError` for options. A derivative of a result of 8-bit floats,
+    or with respect to an operand of 8-bit floats, raises a `TypeError`.
 
     !!! example
         ```python
@@ -154,7 +154,7 @@ def _ragged_dot(
         lhs, rhs = (x.astype(jnp.int8) if x.dtype == jnp.bool_ else x for x in (lhs, rhs))
         floats = [x.dtype for x in (lhs, rhs) if jnp.issubdtype(x.dtype, jnp.floating)]
         preferred = dtype
-        # `matmul` has no bool results, and no integer results of floats: they are converted from sums.
+        # `matmul` has no bool results, and no integer results of floats. So these are converted from another dtype.
         if dtype == jnp.bool_ or (floats and jnp.issubdtype(dtype, jnp.integer)):
             preferred = accumulator_dtype(max(floats or [lhs.dtype, rhs.dtype], key=lambda each: each.itemsize))
         product = _product(site, lhs, rhs, sizes, numbers, replace(arguments, preferred_element_type=preferred))

@@ -70,7 +70,7 @@ class EinsumOperand(NamedTuple):
 class Einsum(NamedTuple):
     """The letters of a product by role.
 
-    Of the result's letters that only one operand has, the first one is in `lhs`. So `lhs` and `rhs` may be the caller's
+    `lhs` has the first of the result's letters that are in only one operand. So `lhs` and `rhs` may be the caller's
     operands swapped.
     """
 
@@ -101,7 +101,7 @@ class Einsum(NamedTuple):
         """The groups' sizes of a role: sizes of its ragged letter times the extents of its other letters; None without
         a ragged letter.
 
-        They are clipped only against overflow, not to a buffer: another buffer may hold more of the group.
+        They are clipped only against overflow, not to a capacity: capacities differ between buffers.
         """
         if not role or role[0] not in self.lhs.ragged + self.rhs.ragged:
             return None
@@ -149,7 +149,7 @@ class Einsum(NamedTuple):
         existing = None
         if arguments.existing_out is not None:
             existing = _merged(self._checked(site, arguments.existing_out), self.out, self.result)
-        # The caller's extents count the elements of one letter, the product's those of all letters of the role.
+        # The caller's extents are of one letter, the product's of all letters of the role, merged.
         packed = self.n if self.ragged and self.ragged[0] in self.n else self.m
         for name, role in (("capacity", packed), ("max_last", self.n)):
             if is_count(extent := getattr(arguments, name), 0):
@@ -329,7 +329,7 @@ def einsum_of(lhs: EinsumOperand, rhs: EinsumOperand, out: Names, group: Names =
     ragged = lhs.ragged + rhs.ragged
 
     def orders(letters: list[str], *terms: Names) -> Iterable[Names]:
-        """The letters of a role, in the order of each of `terms`, a ragged letter first."""
+        """Orders of a role's letters: the order of each of `terms`, but with a ragged letter first."""
         found = (tuple(sorted(letters, key=lambda z: (z not in ragged, term.index(z)))) for term in terms)
         return dict.fromkeys(found)
 

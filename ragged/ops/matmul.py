@@ -91,10 +91,10 @@ def matmul(
     - `max_last`: for a result that is ragged in both dims, a static int: the number of columns of its buffer. The
       default is the number of columns of the buffer of `rhs`. Columns beyond `max_last` are dropped, but `last_dims`
       still counts them, so `validate` reports the loss.
-    - `capacity`: a static int, the extent of the result's packed axis. Pass it only if the operand with that dim is
-      ragged in both dims and packs its other dim. The default is then `num_groups` times the largest size that a group
-      can have, which is always enough. Elements that don't fit a smaller capacity are dropped. In all other cases, the
-      result has the operand's capacity.
+    - `capacity`: a static int, the extent of the result's packed axis. Pass it only if the operand with this dim is
+      ragged in both dims, and packed along the contracted one. The default is then `num_groups` times the largest size
+      that a group can have, which is always enough. Elements that don't fit a smaller capacity are dropped. In all
+      other cases, the result has the operand's capacity.
     - `bias`: `(*n,)`, or `[groups, *n]` with a row for each group of the uniform operand. It is added in float32 to the
       rows of the groups, before the activation. The layout must be `forward`, `batched` or `inner_rows`.
     - `activation`: `"relu"`, `"silu"`, `"gelu"` (exact), `"gelu_tanh"` (its approximation), `"sigmoid"`, `"tanh"`, or
@@ -116,7 +116,7 @@ def matmul(
       `Explicit` mesh axes. By default, the result's dims are sharded as in the operands, and sums over devices are
       replicated. With `P(..., unreduced={"axis"})`, the result stays unreduced over that axis.
 
-    Differentiating with respect to an operand that is quantised or of 8-bit floats, or a result of 8-bit floats, raises
+    A derivative of a result of 8-bit floats, or with respect to an operand that is quantised or of 8-bit floats, raises
     a `TypeError`.
 
     **Returns:** a `GroupedTensor` with the sizes of the operands' ragged dims and zeros in the tail, stored row-major.

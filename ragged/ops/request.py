@@ -72,7 +72,7 @@ class Request:
     # the matrices in the operands of both requests get none.
     both: Array | None = None
     columns: str = ""  # the order of its columns: "halves" or "interleaved"
-    is_local: bool = True  # whether all arrays are of one device, or in a `shard_map` over all mesh axes
+    is_local: bool = True  # see `is_of_one_device`
     merge: Merge | None = None  # If all groups share a matrix: `operands` and `call` have one group.
 
     @property

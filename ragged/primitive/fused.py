@@ -39,7 +39,7 @@ def bind(x: Operands, call: Call) -> list[Array]:
 
 
 def separate(x: Operands, call: Call) -> tuple[Operands, Call]:
-    """`(operands, call)` of the product, for gated products the gate's, without the epilogue."""
+    """`(operands, call)` of the product without the epilogue; of a gated product, the gate's."""
     return x._replace(epilogue=Epilogue()), call._replace(epilogue=None, dtype=jnp.dtype(accumulator_dtype(call.dtype)))
 
 

@@ -254,7 +254,7 @@ def _device(platform: str, portable: bool, device: AbstractDevice | None) -> tup
     device = device or jax.sharding.get_abstract_mesh().abstract_device
     if device is not None and platform_name(device.platform or platform) != platform:
         return None
-    # A mesh doesn't know the compute capability of its GPUs. The code below reads that of a local GPU of this kind.
+    # A mesh doesn't know the compute capability of its GPUs. The code below reads it from a local GPU of this kind.
     if device is not None and (platform != "cuda" or device.device_kind != jax.devices()[0].device_kind):
         return device.device_kind, device.num_cores or int(platform != "cuda")  # For a GPU, 0 means the kind's default.
     local = jax.devices()[0]

@@ -44,8 +44,8 @@ from ragged.product.operands import Call, Epilogue, Index, Operand, Operands
 
 
 def bind(x: Operands, call: Call) -> Array:
-    """The product. `merged` must be called before, if an operand is one matrix for all groups. The exception is an
-    unreduced result: then `sharding.mapped` calls `merged` on each device."""
+    """The product. If an operand is one matrix for all groups, call `merged` before. If the result is unreduced,
+    `sharding.mapped` calls it on each device instead."""
     if call.out_spec is not None and call.out_spec.unreduced:  # The primitive's result is never unreduced.
         return _mapped(*jax.tree.flatten(x), call)
     leaves, tree = jax.tree.flatten(x)
@@ -102,10 +102,9 @@ prim_requires_devices_during_lowering.add(partitioned_matmul_p)
 
 
 def _is_partitioned(leaves: Sequence[Any], call: Call) -> bool:
-    """Whether the operands' types have a mesh of several devices, with only `Auto` axes."""
+    """Whether XLA partitions the product: only over a mesh of several devices, with only `Auto` axes."""
     several = automatic_meshes(leaves)
-    # If the mesh has no devices, the program may run in another process, and XLA can't call back into this one to
-    # partition the product.
+    # If the mesh has no devices, the program may run in another process, and XLA can't call back into this one.
     return bool(several) and all(mesh.abstract_device for mesh in several) and not call.options.calls_back
 
 
@@ -270,7 +269,7 @@ def batch(args: Sequence[Any], dims: Sequence[Any], *, tree: Any, call: Call) ->
         [arg if d is None else jnp.moveaxis(arg, d, 0) for arg, d in zip(args, dims, strict=True)]
     )
     mapped: Operands = tree.unflatten([d is not None for d in dims])
-    # Which arrays have an earlier batch axis: apart from the new axis, their rank exceeds the rank of one element.
+    # Whether each array has an earlier batch axis: without the new axis, its rank exceeds its rank in `call.ranks`.
     inner: Operands = jax.tree.map(
         lambda array, is_mapped, rank: array.ndim - is_mapped > rank, x, mapped, call.ranks(x)
     )

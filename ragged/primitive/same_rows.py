@@ -1,7 +1,7 @@
-"""Products of the same rows with several matrices, whose cotangents kernels add.
+"""Products of the same rows with several matrices. Kernels add the cotangents of the rows.
 
-JAX adds the cotangents of an array that is used twice by a pass over memory: it reads both and writes a third. Here,
-each product passes its rows on to the next one,
+If an array is used twice, JAX adds its cotangents in a pass over memory: it reads both and writes a third. Here, each
+product passes its rows on to the next one,
 
     out_1, rows = passing(rows, rhs_1)
     out_2, rows = passing(rows, rhs_2)
@@ -29,7 +29,7 @@ passing_p.multiple_results = True
 
 
 def products(x: Operands, matrices: Sequence[Any], calls: Sequence[Call]) -> list[Array]:
-    """The products of the rows of `x` with each of `matrices`, for `x` without a batch axis and an epilogue."""
+    """The products of the rows of `x` with each of `matrices`. `x` has neither a batch axis nor an epilogue."""
     found = []
     for rhs, call in zip(matrices, calls, strict=True):
         out, rows = _bind(x._replace(rhs=rhs), call)

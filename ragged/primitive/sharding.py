@@ -103,7 +103,7 @@ def resolve(x: Operands, call: Call, specs: Operands, wanted: PartitionSpec, mes
     partial = [letters.get(z, ()) for z in of.out]
     out = list(partial)
     for axis, names in enumerate(result.axes):
-        # If a mesh axis of the sum should also shard the result, each device sums only its shard.
+        # If the result should be sharded over a mesh axis of the sum, each device sums only its shard.
         first, more = names[: len(partial[axis])], names[len(partial[axis]) :]
         free = {*summed} - {name for other in out for name in other}
         if first == partial[axis] and {*more} <= free and result.shape[axis] % _num_shards(names, mesh) == 0:

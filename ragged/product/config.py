@@ -230,8 +230,8 @@ def _names_of_types() -> str:
 def backend_of(site: Site, given: Any) -> tuple[Any, Any, Configs]:
     """`(name, interpret, configs)` of a call's argument `backend`: None, a name, a configuration or `Configs`.
 
-    A configuration that differs from the defaults at most in `interpret` only names its backend. It isn't in `configs`,
-    so that `using` and the cache still apply.
+    If all fields of a configuration except `interpret` are defaults, it only names its backend, and isn't in `configs`:
+    `using` and the cache still apply.
     """
     if not isinstance(given, Config | Configs):
         return given, False, Configs()

@@ -79,7 +79,7 @@ _TRANSCENDENTAL = names(
 _TRANSCENDENTAL_INSTRUCTIONS = 8
 """Approximate number of instructions of a transcendental operation."""
 _SAME = names("broadcast_in_dim copy copy_p squeeze")
-"""Primitives whose result has their operand's values. In an elementwise function, only single numbers are broadcast."""
+"""Primitives that return the values of their operand: an elementwise function broadcasts only single numbers."""
 _CUSTOM = names("custom_jvp_call custom_vjp_call")
 _CALLS = names("jit pjit closed_call core_call checkpoint remat2") | _CUSTOM
 # A function is traced for both shapes, to see whether it depends on the shape. Ranks and extents all differ.
@@ -229,7 +229,7 @@ def function_of(site: Site, activation: Any, arity: int, dtype: Any) -> Function
         site.fail(TypeError, f"`activation` {problem}.", hint)
     key, dtype = _read_by(activation), jnp.dtype(dtype).name
     try:
-        if key is None:  # The function may change while the cache's key doesn't.
+        if key is None:  # Values that the function reads may change unseen, so it isn't cached.
             return _traced.__wrapped__(_Cached((), activation), arity, dtype)
         return _traced(_Cached(key, activation), arity, dtype)
     except _Unsuitable as error:
@@ -319,7 +319,7 @@ def _mentioned(code: CodeType) -> set[str]:
 
 def _is_fixed(x: Any) -> bool:
     """Whether values read through `x` can't change between calls: true for modules of JAX, NumPy and `math`, and for
-    public functions of JAX, but not for a caller's function in a wrapper of JAX."""
+    public functions of JAX, but not for `jax.jit` of a caller's function."""
     if isinstance(x, ModuleType):
         return x.__name__.partition(".")[0] in ("jax", "math", "numpy")
     module, name = (getattr(x, each, None) or "" for each in ("__module__", "__name__"))
@@ -364,14 +364,14 @@ def _text_of(operations: tuple[Operation, ...], result: int | np.generic) -> str
 
 
 def _rules_of(call: Callable[..., Array], z: list[Any]) -> str:
-    """The text of the operations of a function's first two derivatives, which rules may define; "" if one can't be
+    """The operations of a function's first two derivatives as text: its rules may define them. "" if one can't be
     traced to elementwise operations."""
 
     def jvp(of: Callable[..., Array], count: int) -> Callable[..., Array]:
         return lambda *args: jax.jvp(of, args[:count], args[count:])[1]  # primals, then tangents
 
     def vjp(of: Callable[..., Array], count: int) -> Callable[..., Array]:
-        """Of primals, a weight of the cotangent of each, and the cotangent of the result."""
+        """A function of the primals, a weight for the cotangent of each, and the result's cotangent: a weighted sum."""
         return lambda *args: reduce(lax.add, map(lax.mul, args[count:-1], jax.vjp(of, *args[:count])[1](args[-1])))
 
     for derivative, more in ((jvp, 0), (vjp, 1)):  # With `jax.custom_vjp`, there is no jvp.
@@ -496,7 +496,8 @@ def _jaxpr(call: Callable[..., Array], z: list[Any]) -> tuple[Any, Any]:
 
 
 def _check_with_one_element(call: Callable[..., Array], z: list[Any]) -> None:
-    """Raises the reason why a function can't be traced, if it is an array that only fits arrays of one element."""
+    """Raises if a function that can't be traced for `z` can be traced for arrays of one element, and then closes over
+    an array or changes the shape."""
     one = (1,) * len(z[0].shape)
     try:
         closed, out = _jaxpr(call, [jax.ShapeDtypeStruct(one, each.dtype) for each in z])

@@ -48,7 +48,7 @@ class Epilogue(NamedTuple):
 
     existing: Any = None  # added to the product; has the result's shape and dtype
     # The other fields are for calls with an `EpilogueSpec`.
-    bias: Any = None  # `(n,)`, or `[h, n]`, a row for each group of the uniform operand
+    bias: Any = None  # `(n,)`, or `[h, n]`, a row for each of the `h` groups of the uniform operand
     up: Any = None  # an `Operand` like `rhs`, a second matrix for the same rows
     up_bias: Any = None  # like `bias`, for the product with `up`
 
@@ -133,7 +133,7 @@ class KernelOperand(NamedTuple):
     letters: str
     scales: Scales | None
     source: Any = None  # `(..., rows)`: the row of `data` to read for each row, see `Index`; None: rows in order
-    pairs: Any = None  # the dtype of the numbers, if the elements of `data` are bytes of two along the last axis
+    pairs: Any = None  # the numbers' dtype, if each byte of `data` holds two neighbours along the last axis
 
     def extent(self, letter: str) -> Any:
         """The extent along a letter; with `source`, the number of gathered rows."""
@@ -164,6 +164,7 @@ class Call(NamedTuple):
 
     @property
     def columns(self) -> str:
+        """`EpilogueSpec.columns`; "" without an epilogue."""
         return "" if self.epilogue is None else self.epilogue.columns
 
     @property

@@ -4,8 +4,8 @@ For each block, `amax` is its largest absolute value, and `largest` the largest 
 
     scale = amax / largest        data = round(value / scale)        value ≈ data × scale
 
-With zero points, `lowest` and `highest` are the smallest and the largest element, or 0, and `first` and `last` those
-values of the dtype:
+With zero points, `lowest` and `highest` are the smallest and the largest element, or 0, and `first` and `last` the
+smallest and largest value of the dtype:
 
     scale = (highest - lowest) / (last - first)        zero = round(first - lowest / scale)
     data = round(value / scale) + zero                 value ≈ (data - zero) × scale
@@ -72,12 +72,11 @@ def quantize(
     - `power_of_two`: rounds scales up to powers of two, so that multiplying by them is exact and all elements stay in
       range (as in NVIDIA's MXFP8 recipe, arXiv:2506.08027; the OCP specification rounds down).
     - `scale`: given scales, such as calibrated ones: a number, or an array that broadcasts to the shape of the scales.
-      With float8_e4m3fn scales, it is the scale of the whole tensor, `()`. Elements beyond `scale * largest` become the
-      largest value. Scales are 2⁻¹²⁶ to 2¹²⁶. If a traced scale is outside of this range, its block becomes NaN.
+      With float8_e4m3fn scales, it is the scale of the whole tensor, `()`. Elements beyond ± `scale * largest`
+      saturate. Scales are 2⁻¹²⁶ to 2¹²⁶. If a traced scale is outside of this range, its block becomes NaN.
       For a known largest absolute value `amax`, pass `amax / largest`, or with float8_e4m3fn scales
       `amax / (largest * 448)`: here `largest` is 448 for float8_e4m3fn, 57344 for float8_e5m2, 6 for float4_e2m1fn,
       127 for int8 and 7 for int4.
-
     - `symmetric`: if False, each block has a zero point, `GroupedTensor.zero_points`, in `dtype`. The range from the
       smallest to the largest element of a block, extended to 0, is then mapped to all values of `dtype`, an integer
       dtype, and 0 stays exact. The scales must be float32 or powers of two in float32, and can't be given.

@@ -263,8 +263,8 @@ class Recipe(eqx.Module):
     ) -> "Recipe":
         """Builds a recipe by name: see `Recipe`.
 
-        `gradients`, `scales`: dtypes of the cotangents and of the scales; None for the preset's. With
-        `scales="float8_e8m0fnu"`, scales of `"blockwise"` are powers of two, which TPUs apply in half the time.
+        `gradients`, `scales`: dtypes of the cotangents (see `Cast`) and scales (see `Scaling`); None for the preset's.
+        With `scales="float8_e8m0fnu"`, scales of `"blockwise"` are powers of two, which TPUs apply in half the time.
         `length`: number of steps in the history of `"delayed"`. `save`: as in `Recipe`.
 
         **Raises:** `ValueError` for an unknown name or an invalid `length`.

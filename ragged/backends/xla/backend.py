@@ -369,7 +369,7 @@ def _grouped(launch: Launch, x: Operands) -> Array:
 
     1. If groups are small, one dot multiplies the first `batched_rows` rows of all segments.
     2. A loop over segments with further rows multiplies tiles of static sizes. Both steps apply the epilogue.
-    3. A tile that would leave the buffer is moved up. A stored tile keeps the old values outside of the segment.
+    3. A tile that would reach past the buffer begins earlier. A stored tile keeps old values outside of the segment.
     """
     call, existing, batch = launch.call, x.epilogue.existing, launch.call.batch(x)
     a, b = call.kernel_operands(x)
@@ -521,7 +521,7 @@ def _transposed_grouped(launch: Launch, x: Operands) -> Array:
     shape = (h, *call.shape[1:])
     in_two_parts = bool(launch.config.batched_rows) and _in_two_parts(launch, x)
     if rows := launch.config.batched_rows:
-        result = _batched_dtype(call, common, None)  # `_can_batch` requires `summed == 1`, no `existing`
+        result = _batched_dtype(call, common, None)  # `_can_batch` excludes sums over a batch, and `existing`
 
         def first_rows(starts: Array) -> Array:
             at, in_group = jax.vmap(partial(_window, k, rows))(starts, ends)
@@ -646,8 +646,7 @@ def _window(m: Any, tile: int, start: Array, end: Array) -> tuple[Array, Array]:
 
 
 def _masked(rows: Array, in_group: Array) -> Array:
-    """`rows`, zero where they are not in the group. Products of one program share the compiled slices: XLA compiles
-    equal fusions once."""
+    """`rows`, zero where they are not in the group. All products mask in this way: XLA compiles equal fusions once."""
     return jnp.where(in_group, rows, jnp.zeros((), rows.dtype))
 
 
