@@ -331,14 +331,14 @@ def weights() -> str:
         dtype = jnp.dtype(details.tiled.dot.rhs if is_tpu else details.dot.dtype).name
         return f"{dtype}, {({'total': 'sum', 'step': 'product', 'tile': 'weight'})[mode]}"
 
-    lines = ["| weights | bits | TPUs | A100 | H200, B200 |", "|---|---|---|---|---|"]
+    lines = ["| weights | bits | TPUs | GPUs |", "|---|---|---|---|"]
     x = GroupedTensor(jax.ShapeDtypeStruct((CAPACITY, 2048), jnp.bfloat16), jax.ShapeDtypeStruct((8,), jnp.int32))
     for name, (dtype, scaling, symmetric) in WEIGHTS.items():
         quantize = partial(ragged.quantize, dtype=dtype, scaling=scaling, symmetric=symmetric)
         w = jax.eval_shape(quantize, jax.ShapeDtypeStruct((8, 2048, 2048), jnp.float32))
         total = sum(leaf.size * jax.dtypes.itemsize_bits(leaf.dtype) for leaf in jax.tree.leaves(w))
         on = planned(lambda x, w: ragged.matmul(x, w.mT).data, (x, w), DEVICES, told)
-        cells = [{on[device] for device in devices} for devices in (_TPUS, ("A100",), ("L4", "H200", "B200"))]
+        cells = [{on[device] for device in devices} for devices in (_TPUS, PLATFORMS["triton_gpu"])]
         assert all(len(cell) == 1 for cell in cells), (name, on)
         lines += [f"| {name} | {total / w.data.size:.2f} | {' | '.join(cell for (cell,) in cells)} |"]
     return "\n".join(lines)

@@ -50,7 +50,7 @@ FORMATS = {
     "float32": Format(tpu=Support(), gpu=Support()),
     "bfloat16": Format(tpu=Support(), gpu=Support()),
     "float16": Format(gpu=Support()),
-    "float8_e4m3fn": Format(448.0, tpu=Support(5), gpu=Support(89)),
+    "float8_e4m3fn": Format(448.0, tpu=Support(5), gpu=Support()),
     "float8_e5m2": Format(57344.0, tpu=Support(5), gpu=Support()),
     "int32": Format(tpu=Support(None), gpu=Support(None)),
     "float4_e2m1fn": Format(6.0, tpu=Support(5, result=False), gpu=Support(result=False), has_nan=False),

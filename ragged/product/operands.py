@@ -133,7 +133,8 @@ class KernelOperand(NamedTuple):
     letters: str
     scales: Scales | None
     source: Any = None  # `(..., rows)`: the row of `data` to read for each row, see `Index`; None: rows in order
-    pairs: Any = None  # the numbers' dtype, if each byte of `data` holds two neighbours along the last axis
+    # The numbers' dtype, if `data` has bytes that the kernel decodes. Of 4 bits, a byte holds two along the last axis.
+    decodes: Any = None
 
     def extent(self, letter: str) -> Any:
         """The extent along a letter; with `source`, the number of gathered rows."""

@@ -20,7 +20,7 @@ from ragged.tuning import XlaConfig
 from tests import gpu
 from tests.cases import LETTERS
 from tests.contract.draws import draws
-from tests.contract.programs import BITS, FLOATS, FP8, INTEGERS, Case, Program, quantised
+from tests.contract.programs import BITS, FLOATS, FP8, FP8_WIDE, INTEGERS, Case, Program, quantised
 
 LARGE: dict[str, Any] = {"capacity": 150, "width": 140, "m": 37, "k": 150, "n": 140}  # several tiles of each kernel
 TWO_CORES = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
@@ -49,6 +49,7 @@ def by_default() -> Iterator[Case]:
         yield 60, Program(layout, "bfloat16", backend="pallas_tpu")
     for layout in ("forward", "wgrad", "outer"):
         yield 9, Program(layout, "bfloat16", backend="triton_gpu")
+    yield 3, Program("wgrad", FP8, FP8_WIDE, "float32", backend="triton_gpu")  # on a GPU that can't convert them
 
     yield 20, Program("inner_rows", packed_last="lhs", swapped=True)
     yield 20, Program("ragged", packed_last="lhs rhs")

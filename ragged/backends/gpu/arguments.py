@@ -37,8 +37,8 @@ class Buffer(NamedTuple):
     edge: bool  # whether tiles may pass the end of the outer axis, which isn't packed
     tile_k: int
     tma: bool  # whether TMA loads whole tiles
-    numbers: int = 1  # per element: 2 if an element is a byte of two 4-bit numbers along `k`, which the kernel converts
-    pairs: str = ""  # the dtype of these numbers: "float4_e2m1fn", "int4" or "uint4"
+    numbers: int = 1  # per element: 2 if an element is a byte of two 4-bit numbers along `k`, which the kernel decodes
+    decodes: str = ""  # the dtype of the numbers, if elements are bytes that the kernel decodes
     source_stride: int = 0  # batch stride of the index of gathered rows
     source_rows: int = 0  # rows of the buffer that the index refers to
 

@@ -5,6 +5,7 @@ other tiles, and all tiles of a program that is compiled for sm_80.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
@@ -28,7 +29,6 @@ from ragged.backends.base import (
     refuse,
     scale_modes,
     spans,
-    too_old,
 )
 from ragged.backends.gpu import call as triton_call
 from ragged.backends.gpu import tiles
@@ -117,7 +117,7 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
     a, b = call.kernel_operands(x)
     extent = {r: call.shape[-2], c: call.shape[-1], k: min(a.extent(k), b.extent(k))}
     by_tensor_cores = _scaled_by_tensor_cores((a, b), call, chip)
-    a, b = (_loaded(operand, k, k in sizes) for operand in (a, b))
+    a, b = (_loaded(operand, k, k in sizes, chip) for operand in (a, b))
     matrices = call.num_local_groups(x)
     batch, sums = call.batch(x), not call.out_batch
     elements, summed = (1, batch or 1) if sums else (batch or 1, 1)
@@ -147,7 +147,7 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
         products=call.num_products,
         results=call.num_stored,
         instructions=call.epilogue.instructions if call.epilogue else 0,
-        unpacks=(any(each.pairs for each in (a, b)) and dot.dtype.itemsize == 4) or ("step" in modes and dot.cast),
+        unpacks=(any(each.decodes for each in (a, b)) and dot.dtype.itemsize == 4) or ("step" in modes and dot.cast),
     )
     details = _Details(tiled, chip, dot, jnp.dtype(stored), matrices, elements, summed, transposes)
     # In the mode "step", a step must not cross the end of a block of scales. In other modes, `block` is 0.
@@ -193,13 +193,14 @@ def _modes(
     loaded: tuple[KernelOperand, KernelOperand], call: Call, x: Operands, by_tensor_cores: bool
 ) -> tuple[tuple[str, str], int]:
     """`(modes, min_k)`: scale modes, and the smallest tile of the contracted letter."""
-    min_k = tiles.min_k(*(operand.data.dtype for operand in loaded))
+    # Bytes that hold one number are as wide as fp8.
+    dtypes = (jnp.float8_e4m3fn if each.decodes == "float8_e4m3fn" else each.data.dtype for each in loaded)
+    min_k = tiles.min_k(*dtypes)
     if by_tensor_cores:
         return ("unit", "unit"), min_k
-    pairs = [operand.pairs for operand in loaded]
-    min_k = max(min_k, 32) if any(pairs) else min_k  # TMA loads at least 16 bytes
+    min_k = max(min_k, 32) if any(_per_byte(each) > 1 for each in loaded) else min_k  # TMA loads at least 16 bytes
     # 4-bit floats times their scales are exact in few bits, so tiles are multiplied by them.
-    return scale_modes(call, x, None if _FP4 in pairs else min_k), min_k
+    return scale_modes(call, x, None if _FP4 in [each.decodes for each in loaded] else min_k), min_k
 
 
 def candidates(launch: Launch, x: Operands) -> list[GpuConfig]:
@@ -244,12 +245,6 @@ def _refuse(call: Call, x: Operands, target: Target) -> Refusal | None:
     capability = tiles.chip(target.device).capability
     if capability < 80:
         return Refusal(f"triton_gpu has no kernels for compute capability {capability / 10}, below 8.0")
-    if name := too_old(units, x, capability):
-        unnamed = "" if target.device else " (the default if the GPU isn't known)"
-        oldest = (units[name].operand or 0) / 10
-        return Refusal(
-            f"GPUs of compute capability {capability / 10}{unnamed} can't convert {name}; {oldest} and later can"
-        )
     if any(map(_is_fp4, (a, b))) and call.product.contracted in call.product.ragged:
         return Refusal(f"triton_gpu multiplies {_FP4} only if the contracted dim isn't ragged: two share a byte")
     if x.sizes and x.num_groups > _MAX_GROUPS:
@@ -325,30 +320,42 @@ def _is_fp4(operand: KernelOperand) -> bool:
     return jnp.dtype(operand.data.dtype).name == _FP4
 
 
-def _loaded(operand: KernelOperand, contracted: str, is_ragged: bool) -> KernelOperand:
+def _loaded(operand: KernelOperand, contracted: str, is_ragged: bool, chip: Chip) -> KernelOperand:
     """The operand, arrays or avals, in the dtype that the kernel loads.
 
     4-bit numbers become bytes: pairs along the contracted dim, which comes last, with the first of two in the lower
     bits. This is XLA's layout of 4-bit numbers in a GPU's memory. If the contracted dim is ragged, int4 becomes int8.
+    Before Ada and Hopper, GPUs can't convert float8_e4m3fn: its bits become bytes.
     """
     name = jnp.dtype(operand.data.dtype).name
+    if name == "float8_e4m3fn" and chip.capability < 89:
+        return _mapped(operand._replace(decodes=name), lambda data, scales: (bits(data, jnp.uint8), scales))
     if name not in (_FP4, "int4", "uint4"):
         return operand
-    pairs = None if is_ragged else name
-    transposed = pairs is not None and operand.letters[0] == contracted
+    if is_ragged:
+        return _mapped(operand, lambda data, scales: (data.astype(jnp.int8), scales))
+    transposed = operand.letters[0] == contracted
 
     def load(data: Array, scales: Scales | None) -> tuple[Array, Scales | None]:
-        if pairs is None:
-            return data.astype(jnp.int8), scales
         if transposed:
             data, scales = data.mT, None if scales is None else scales.mT
         data = jnp.pad(data, [(0, 0)] * (data.ndim - 1) + [(0, data.shape[-1] % 2)])
         return lax.bitcast_convert_type(data.reshape(*data.shape[:-1], -1, 2), jnp.uint8), scales
 
-    is_aval = isinstance(operand.data, jax.ShapeDtypeStruct)
-    data, scales = (partial(jax.eval_shape, load) if is_aval else load)(operand.data, operand.scales)
     letters = operand.letters[::-1] if transposed else operand.letters
-    return operand._replace(data=data, scales=scales, letters=letters, pairs=pairs)
+    return _mapped(operand._replace(letters=letters, decodes=name), load)
+
+
+def _mapped(operand: KernelOperand, function: Callable[..., tuple[Array, Scales | None]]) -> KernelOperand:
+    """The operand with `function(data, scales)`, of arrays or avals."""
+    is_aval = isinstance(operand.data, jax.ShapeDtypeStruct)
+    data, scales = (partial(jax.eval_shape, function) if is_aval else function)(operand.data, operand.scales)
+    return operand._replace(data=data, scales=scales)
+
+
+def _per_byte(operand: KernelOperand) -> int:
+    """How many numbers an element of the operand holds, as it is loaded."""
+    return 2 if operand.decodes in (_FP4, "int4", "uint4") else 1
 
 
 def _has_tma(operand: KernelOperand) -> bool:
@@ -414,7 +421,7 @@ def _with_scales(operand: KernelOperand, mode: str, contracted: str) -> KernelOp
     """
     if operand.scales is None:
         return operand
-    if mode == "tile" and operand.pairs == _FP4:  # the sum is multiplied by the second level
+    if mode == "tile" and operand.decodes == _FP4:  # the sum is multiplied by the second level
         return operand._replace(scales=replace(operand.scales, values=operand.scales.values.astype(jnp.float32)))
     if mode != "unit":
         scales = operand.scales.whole
@@ -430,21 +437,21 @@ def _with_scales(operand: KernelOperand, mode: str, contracted: str) -> KernelOp
     eight_bits = jnp.pad(eight_bits, [(0, 0)] * (values.ndim - 1) + [(0, -values.shape[-1] % 4 + 4 * first)])
     fours = lax.bitcast_convert_type(eight_bits.reshape(*values.shape[:-1], -1, 4), jnp.uint32)
     outer, along = scales.block[operand.axis(contracted) - 1], 4 * (scales.block[operand.axis(contracted)] or 0)
-    along //= 2 if operand.pairs else 1  # in bytes
+    along //= _per_byte(operand)  # in bytes
     block = (along, outer) if first else (outer, along)
     return operand._replace(scales=replace(scales, values=fours.mT if first else fours, block=block))
 
 
 def _dot(operands: tuple[KernelOperand, KernelOperand], modes: tuple[str, str], precision: Any, chip: Chip) -> _Dot:
     """The dot of tiles of both operands, as they are loaded."""
-    pairs, stored = [each.pairs for each in operands], [each.data.dtype for each in operands]
+    decodes, stored = [each.decodes for each in operands], [each.data.dtype for each in operands]
     triton_precision = _PRECISIONS.get(precision_name(precision) or "", "tf32")
-    if pairs == [_FP4] * 2 and "unit" in modes:
+    if decodes == [_FP4] * 2 and "unit" in modes:
         return _Dot(jnp.dtype(jnp.uint8), False, triton_precision, modes, per_element=2)
-    is_decoded = _FP4 in pairs
+    is_decoded = _FP4 in decodes
     few_bits = jnp.float16 if jnp.float16 in stored and "tile" not in modes else jnp.bfloat16
-    tile_dtypes = {None: None, _FP4: few_bits, "int4": jnp.int8, "uint4": jnp.int8}
-    a, b = (jnp.dtype(tile_dtypes[pair] or dtype) for pair, dtype in zip(pairs, stored, strict=True))
+    tile_dtypes = {_FP4: few_bits, "int4": jnp.int8, "uint4": jnp.int8, "float8_e4m3fn": jnp.float8_e4m3fn}
+    a, b = (jnp.dtype(tile_dtypes.get(name, dtype)) for name, dtype in zip(decodes, stored, strict=True))
     # Integers of 8 bits minus zero points of 8 bits are exact in it.
     b, subtracts = (jnp.dtype(few_bits), True) if zeros_of(operands[1]) is not None else (b, False)
     if "tile" in modes and not (is_decoded and all(map(_is_exact, operands, modes))):
@@ -464,7 +471,7 @@ def _is_exact(operand: KernelOperand, mode: str) -> bool:
     if mode != "tile" or scales is None:
         return is_narrow or operand.data.dtype in (jnp.bfloat16, jnp.float16)
     # A 4-bit float has two significant bits and a float8_e4m3fn four, so their product has at most six.
-    is_fp4 = operand.pairs == _FP4
+    is_fp4 = operand.decodes == _FP4
     return is_narrow and (scales.e8m0 or (is_fp4 and scales.values.dtype == jnp.float8_e4m3fn))
 
 
@@ -520,7 +527,7 @@ def _operands(launch: Launch, x: Operands) -> list[_Operand]:
     operands += [b] * (call.columns == "halves")
     a_mode, b_mode = details.dot.modes
     operands = [
-        _with_scales(_loaded(operand, k, k in x.sizes), mode, k)
+        _with_scales(_loaded(operand, k, k in x.sizes, details.chip), mode, k)
         for operand, mode in zip(operands, (a_mode, b_mode, b_mode), strict=False)
     ]
     # Without TMA, a transposed operand would be loaded byte by byte, as its groups begin at any byte.
@@ -565,8 +572,9 @@ def _static(launch: Launch, x: Operands, operands: list[_Operand]) -> dict[str, 
         tma = details.chip.has_tma and config.tma and _has_tma(stored)
         both = call.columns if name == "B" else ""
         tile = {"tile": config.along(outer)[0] * (2 if both == "interleaved" else 1), "halves": both == "halves"}
-        pairs = given.pairs if mode != "unit" else None
-        tile |= {"tile_k": tile_k // (2 if given.pairs else 1), "numbers": 2 if pairs else 1, "pairs": pairs or ""}
+        tile |= {"tile_k": tile_k // _per_byte(given)}
+        if mode != "unit":  # else tensor cores decode
+            tile |= {"numbers": _per_byte(given), "decodes": given.decodes or ""}
         static[name] = buffer(stored, outer, p, given.letters[0], **tile, tma=tma)
         static[f"{name}_SCALES"] = scaling(given, mode, outer, p, (tile["tile"], tile_k))
     return static

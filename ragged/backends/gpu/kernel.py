@@ -444,7 +444,7 @@ def _scaled(x, scales, zeros, k, rest, S: tl.constexpr, A: tl.constexpr):
     With zero points, the result isn't zero past `rest`, but finite: the other operand is zero there. Scales past `rest`
     are undefined, so scaled numbers are zero there.
     """
-    if A.numbers == 2:
+    if A.decodes != "":
         x = _decoded(x, A)
     if S.has_zeros:
         x = x.to(tl.int16) - _of_tile(zeros, k, S, A)
@@ -476,17 +476,21 @@ def _of_tile(pointers, k, S: tl.constexpr, A: tl.constexpr):
 
 @_jit
 def _decoded(x, A: tl.constexpr):
-    """`[tile, 2 * bytes]`, the two numbers of each byte, the lower bits first: int4 and uint4 in int8, float4_e2m1fn in
-    float32.
+    """The numbers in the bytes `[tile, bytes]`. Of 4 bits, two in each byte, the lower bits first: int4 and uint4 in
+    int8, float4_e2m1fn in float32. Of 8 bits: float8_e4m3fn in float32.
 
     A float's sign, exponent and mantissa are moved to their places in a float16. Its exponent has a larger bias, so the
-    float16 is the value divided by 2**14.
+    float16 is the value divided by 2**14, or for float8_e4m3fn by 2**8.
     """
-    if A.pairs == "int4":
+    if A.decodes == "int4":
         both = tl.join(x << 4, x).reshape(x.shape[0], 2 * x.shape[1]).to(tl.int8, bitcast=True)
         return both >> 4  # keeps the sign
-    elif A.pairs == "uint4":
+    elif A.decodes == "uint4":
         return tl.join(x & 15, x >> 4).reshape(x.shape[0], 2 * x.shape[1]).to(tl.int8)
+    elif A.decodes == "float8_e4m3fn":
+        bits = x.to(tl.uint16)
+        values = (((bits & 128) << 8) | ((bits & 127) << 7)).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        return tl.where((bits & 127) == 127, float("nan"), values)
     else:
         both = tl.join(x & 15, x >> 4).reshape(x.shape[0], 2 * x.shape[1]).to(tl.uint16)
         return (((both & 8) << 12) | ((both & 7) << 9)).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0

@@ -557,7 +557,8 @@ def _untransposed(x: Array, num_matrices: Any) -> Array:
 def _product_of_rows(launch: Launch, rows: list[Array], in_group: Array, common: Any, dtype: Any) -> Array:
     """`[..., rows, m], [..., rows, n] -> [..., m, n]` in `dtype`, multiplied in `common`; rows not `in_group` are 0."""
     left, right = (_masked(z, in_group).astype(common) for z in rows)
-    right = lax.optimization_barrier(right)  # else XLA may transpose it, if there is one group: other sums in the last bits
+    # Without a barrier, XLA may transpose `right` if there is one group, which changes the last bits of the sums.
+    right = lax.optimization_barrier(right)
     left, batch = _transposed(left, launch.target.portable), left.ndim - 2
     return dot(left, right, (batch + 1, batch), launch.call.options.precision, dtype, batch=batch)
 

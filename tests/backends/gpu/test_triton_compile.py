@@ -140,6 +140,17 @@ def test_what_is_measured(chip: str, shape: Shape) -> None:
 
 
 @pytest.mark.parametrize(
+    "scaling, shape", split([((128, 128), LARGE)], itertools.product(((1, 32), "row"), (DEEP, TINY)))
+)
+def test_8_bits_without_conversions(scaling: Any, shape: Shape) -> None:
+    """An A100 can't convert float8_e4m3fn: the kernels decode it, in registers."""
+    run, avals = with_weights("float8_e4m3fn", scaling, shape)
+    found = gpu.compile_for(A100, run, *avals)
+    assert len(found) == 2 and not dequantized(gpu.lower_for(A100, run, *avals).as_text(), math.prod(shape[1:]))
+    assert all(kernel.spill_bytes == 0 and kernel.sass_counts["HMMA"] for kernel in found)
+
+
+@pytest.mark.parametrize(
     "chip, dtype, scaling, shape",
     split(
         [(A100, "uint4", (1, 128), LARGE)],
@@ -290,7 +301,7 @@ def test_four_bits_are_bytes_in_memory(dtype: str) -> None:
         return codes[..., 0] | codes[..., 1] << 4
 
     def loaded(x: Array) -> Array:
-        return _loaded(KernelOperand(x.astype(dtype), "mk", None), "k", False).data
+        return _loaded(KernelOperand(x.astype(dtype), "mk", None), "k", False, tiles.chip(None)).data
 
     text = gpu.compile_whole(loaded, Aval((1024, 512), jnp.float32)).as_text()
     entry = text[text.index("ENTRY") :]

@@ -195,6 +195,21 @@ FOUR_BITS = [
 
 
 @interpreted
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_each_number_of_8_bits(dtype: str) -> None:
+    """On a GPU that can't convert float8_e4m3fn, the kernel decodes the bits."""
+    w = np.arange(256, dtype=np.uint8).reshape(1, 16, 16).view(jnp.float8_e4m3fn)
+    one = GroupedTensor(jnp.eye(16, dtype=dtype), jnp.array([16], jnp.int32))
+    values = np.asarray(w, np.float32)[0]
+    numbers = jnp.asarray(np.where(np.isnan(values), 0, w), w.dtype)
+    with gpu.on("NVIDIA A100"):
+        got = matmul(one, numbers, preferred_element_type=jnp.float32).data
+        lost = matmul(one, jnp.full((1, 16, 16), jnp.nan, w.dtype), preferred_element_type=jnp.float32).data
+    np.testing.assert_array_equal(got, np.nan_to_num(values))
+    assert np.isnan(lost).all()
+
+
+@interpreted
 @pytest.mark.parametrize("layout, k, block", split([("forward", 96, (16, 1))], FOUR_BITS), ids=str)
 def test_four_bits(layout: str, k: int, block: tuple[int, int], calls: list[Any]) -> None:
     """Blackwell's multiply 4 bits by scales of 16, two numbers a byte, `rhs` either way in memory."""
@@ -469,7 +484,7 @@ def lowered(chip: str, *, backend: str | None = None, dtype: str = "bfloat16", g
         ("NVIDIA H200", {}, True),
         ("NVIDIA A100", {}, True),
         ("NVIDIA L4", {}, True),
-        ("NVIDIA A100", {"dtype": "float8_e4m3fn"}, False),
+        ("NVIDIA A100", {"dtype": "float8_e4m3fn"}, True),
         ("NVIDIA L4", {"dtype": "float8_e4m3fn"}, True),
         ("NVIDIA H200", {"dtype": "int16"}, False),
         ("NVIDIA H200", {"precision": "BF16_BF16_F32_X6"}, False),
