@@ -204,16 +204,15 @@ def refuse(
     - `primitives`: names of JAX primitives that an activation may use.
     """
     arrays = {"lhs": x.lhs.data, "rhs": x.rhs.data, "the result": jax.ShapeDtypeStruct(call.shape, call.dtype)}
-    operands = [x.lhs, x.rhs, *([] if x.epilogue.up is None else [x.epilogue.up])]
-    scales = [operand.scales for operand in operands if operand.scales is not None]
+    (a, b), scaled = call.kernel_operands(x), x.lhs.scales is not None or x.rhs.scales is not None
     if not all(isinstance(n, int) for array in (*jax.tree.leaves(x), *arrays.values()) for n in array.shape):
         return Refusal(f"{backend} has no kernels for symbolic extents")
     if is_empty(call, x):
         return Refusal("an extent is 0")
-    if not x.sizes and call.shape[0] == 1 and not scales and call.options.backend is None:
+    if not x.sizes and call.shape[0] == 1 and not scaled and call.options.backend is None:
         return Refusal("one group: a dense product")
     # The product needs the features that aren't None.
-    features = {call.product.kernel: True, "scales": scales or None, "offset": x.offset, "batch": call.batch(x)}
+    features = {call.product.kernel: True, "scales": scaled or None, "offset": x.offset, "batch": call.batch(x)}
     features |= {f"{call.product.kernel} with an epilogue": call.epilogue}
     for name, value in (features | x.epilogue._asdict()).items():
         if value is not None and name not in takes:
@@ -228,10 +227,11 @@ def refuse(
     for name, array in arrays.items():
         dtype = jnp.dtype(array.dtype).name
         support = formats.get(dtype, Support(None, False))
-        is_supported = support.result if name == "the result" else support.operand is not None
+        has_operand = support.operand is not None and (zeros_of(b) is not None or not support.needs_zeros)
+        is_supported = support.result if name == "the result" else has_operand
         if not is_supported:
             return Refusal(f"{backend} has no kernels for {name} in {dtype}")
-    if reason := _without_zeros(call, x):
+    if reason := _unsupported_zeros(a, b, x):
         return Refusal(f"{backend} has no kernels for zero points {reason}")
     precision = call.options.precision
     if precision_name(precision) not in precisions:
@@ -240,20 +240,18 @@ def refuse(
     return None
 
 
-def _without_zeros(call: Call, x: Operands) -> str:
-    """The operands' zero points that kernels can't subtract, as text; "" if there are none."""
-    (a, b), up = call.kernel_operands(x), x.epilogue.up
-    pairs = [(each.data, zeros_of(each)) for each in (b, up) if each is not None and zeros_of(each) is not None]
-    if zeros_of(b) is not None and b.letters[0] in x.sizes:
-        return "of a ragged operand"
-    if zeros_of(a) is not None:
-        return "of a ragged operand" if x.sizes else f"of {'lhs' if call.product.lhs == a.letters else 'rhs'}"
-    for data, each in pairs:
-        if not jnp.issubdtype(each.dtype, jnp.integer):
-            return f"in {each.dtype.name}"
-        of_data, of_zeros = jnp.iinfo(data.dtype), jnp.iinfo(each.dtype)
+def _unsupported_zeros(a: KernelOperand, b: KernelOperand, x: Operands) -> str:
+    """Which zero points of a kernel's operands it can't subtract: text, or "" if there are none."""
+    if zeros_of(a) is not None or (zeros_of(b) is not None and b.letters[0] in x.sizes):
+        return "of a ragged operand" if x.sizes else "of the first operand"
+    for operand in (b, *([] if x.epilogue.up is None else [x.epilogue.up])):
+        if (zeros := zeros_of(operand)) is None:
+            continue
+        if not jnp.issubdtype(zeros.dtype, jnp.integer):
+            return f"in {zeros.dtype.name}"
+        of_data, of_zeros = jnp.iinfo(operand.data.dtype), jnp.iinfo(zeros.dtype)
         if max(of_data.max - of_zeros.min, of_zeros.max - of_data.min) > 256:
-            return f"in {each.dtype.name} of {data.dtype.name}: bfloat16 can't hold the differences"
+            return f"in {zeros.dtype.name} of {operand.data.dtype.name}: bfloat16 can't hold the differences"
     return ""
 
 

@@ -32,6 +32,7 @@ class Support(NamedTuple):
     # None: kernels don't support it as an operand.
     operand: int | None = 0
     result: bool = True  # whether kernels can return results in this format
+    needs_zeros: bool = False  # whether operands must have zero points: minus these, they are cast to floats
 
 
 class Format(NamedTuple):
@@ -56,8 +57,8 @@ FORMATS = {
     "float4_e2m1fn": Format(6.0, tpu=Support(5, result=False), gpu=Support(result=False), has_nan=False),
     "int8": Format(127.0, tpu=Support(5), gpu=Support(), has_nan=False),
     "int4": Format(7.0, tpu=Support(5, result=False), gpu=Support(result=False), has_nan=False),
-    "uint8": Format(has_nan=False),
-    "uint4": Format(has_nan=False),
+    "uint8": Format(tpu=Support(5, False, True), gpu=Support(0, False, True), has_nan=False),
+    "uint4": Format(tpu=Support(5, False, True), gpu=Support(0, False, True), has_nan=False),
 }
 """Products of formats that a platform's kernels don't support run on XLA.
 

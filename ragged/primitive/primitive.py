@@ -269,7 +269,7 @@ def batch(args: Sequence[Any], dims: Sequence[Any], *, tree: Any, call: Call) ->
         [arg if d is None else jnp.moveaxis(arg, d, 0) for arg, d in zip(args, dims, strict=True)]
     )
     mapped: Operands = tree.unflatten([d is not None for d in dims])
-    # Whether each array has an earlier batch axis: without the new axis, its rank exceeds its rank in `call.ranks`.
+    # For each array, whether it has an earlier batch axis: its rank without the new axis exceeds that in `call.ranks`.
     inner: Operands = jax.tree.map(
         lambda array, is_mapped, rank: array.ndim - is_mapped > rank, x, mapped, call.ranks(x)
     )

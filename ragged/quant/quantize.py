@@ -4,8 +4,8 @@ For each block, `amax` is its largest absolute value, and `largest` the largest 
 
     scale = amax / largest        data = round(value / scale)        value ≈ data × scale
 
-With zero points, `lowest` and `highest` are the smallest and the largest element, or 0, and `first` and `last` the
-smallest and largest value of the dtype:
+With zero points, `lowest` is the smallest element or 0, `highest` is the largest element or 0, and the dtype holds
+`first` to `last`:
 
     scale = (highest - lowest) / (last - first)        zero = round(first - lowest / scale)
     data = round(value / scale) + zero                 value ≈ (data - zero) × scale
@@ -325,8 +325,9 @@ def divided(
     if not FORMATS[name].has_nan:  # The dtype can't hold NaN, so the block's scale becomes NaN.
         has_nonfinite = amax(x.with_data((~jnp.isfinite(data)).astype(jnp.float32)), scaling)
         scales = jnp.where(has_nonfinite > 0, jnp.nan, scales)
-    quantized = with_fields(x, scales=scales.astype(scaling.dtype), scaling=scaling, tensor_scale=tensor_scale)
-    quantized = with_fields(quantized, zero_points=None if zeros is None else zeros.astype(name))
+    zero_points = None if zeros is None else zeros.astype(name)
+    fields = {"scaling": scaling, "tensor_scale": tensor_scale, "zero_points": zero_points}
+    quantized = with_fields(x, scales=scales.astype(scaling.dtype), **fields)
     dtype = jnp.float64 if data.dtype == jnp.float64 else jnp.float32
     # `element_scales` repeats the reciprocals for each element.
     inverse = with_fields(x, scales=1 / float_scales(quantized), scaling=Scaling(scaling.block))

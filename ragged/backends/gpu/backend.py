@@ -36,7 +36,7 @@ from ragged.backends.gpu.arguments import Dot, Sizes, buffer, result, scaling
 from ragged.backends.gpu.call import Tiles
 from ragged.backends.gpu.functions import FORMULAS
 from ragged.backends.gpu.tiles import Chip, Problem
-from ragged.core.formats import FORMATS, Support, accumulator_dtype, bits, compute_dtype
+from ragged.core.formats import FORMATS, accumulator_dtype, bits, compute_dtype
 from ragged.core.scales import Scales, zeros_of
 from ragged.product.config import GpuConfig
 from ragged.product.function import Function, elementwise
@@ -55,8 +55,6 @@ _PRECISIONS = {
 """Triton's precision for float32, keyed by JAX's. "tf32" is XLA's default on a GPU, too."""
 
 _UNITS = {name: known.gpu for name, known in FORMATS.items()}
-_UNSIGNED = dict.fromkeys(("uint8", "uint4"), Support(result=False))
-"""Formats of a second operand with zero points: minus these, its numbers are cast to floats."""
 _TAKES = (*KERNELS, "scales", "offset", "batch", "existing", "bias", "up", "up_bias")
 _TAKES += ("grouped_matmul with an epilogue", "batched_matmul with an epilogue")
 
@@ -238,14 +236,12 @@ def _refuse(call: Call, x: Operands, target: Target) -> Refusal | None:
         return Refusal("an export rejects Triton's custom calls, unless `backend='triton_gpu'` requests them")
     if not target.interpret and (missing := triton_call.missing()):
         return Refusal(missing)
-    a, b = call.kernel_operands(x)
-    units = _UNITS | ({} if zeros_of(b) is None else _UNSIGNED)
-    if refusal := refuse("triton_gpu", units, _TAKES, _PRECISIONS, call, x, target, FORMULAS):
+    if refusal := refuse("triton_gpu", _UNITS, _TAKES, _PRECISIONS, call, x, target, FORMULAS):
         return refusal
     capability = tiles.chip(target.device).capability
     if capability < 80:
         return Refusal(f"triton_gpu has no kernels for compute capability {capability / 10}, below 8.0")
-    if any(map(_is_fp4, (a, b))) and call.product.contracted in call.product.ragged:
+    if any(map(_is_fp4, call.kernel_operands(x))) and call.product.contracted in call.product.ragged:
         return Refusal(f"triton_gpu multiplies {_FP4} only if the contracted dim isn't ragged: two share a byte")
     if x.sizes and x.num_groups > _MAX_GROUPS:
         return Refusal(f"triton_gpu has no kernels for {x.num_groups} groups, more than {_MAX_GROUPS}")

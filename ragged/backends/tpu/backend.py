@@ -13,7 +13,7 @@ with rows of the group (`tiles.chunk`), where rows of other groups are masked.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -53,15 +53,13 @@ from ragged.backends.tpu.launch import (
 )
 from ragged.backends.tpu.pipeline import Input
 from ragged.backends.tpu.tiles import Problem
-from ragged.core.formats import FORMATS, Support
+from ragged.core.formats import FORMATS
 from ragged.core.offsets import segments
 from ragged.core.scales import zeros_of
 from ragged.product.config import TpuConfig
 from ragged.product.operands import Call, KernelOperand, Operand, Operands
 
 _UNITS = {name: known.tpu for name, known in FORMATS.items()}
-_UNSIGNED = dict.fromkeys(("uint8", "uint4"), Support(5, result=False))
-"""Formats of a second operand with zero points: minus these, its numbers are cast to floats."""
 _TAKES = (*KERNELS, "scales", "offset", "batch", "existing", "bias", "up", "up_bias")
 _TAKES += ("grouped_matmul with an epilogue", "batched_matmul with an epilogue")
 _PRECISIONS = ("none", "default", "high", "highest", "bfloat16", "float32", "fastest")
@@ -194,11 +192,10 @@ def _refuse(call: Call, x: Operands, target: Target) -> Refusal | None:
     """`Refusal` if no kernel supports the product or its tiling, else None."""
     if len(x.sizes) > 1 and any(call.batched(x).sizes.values()):
         return Refusal("pallas_tpu has no kernels for tiled_matmul if sizes differ between batch elements")
-    units = _UNITS | ({} if zeros_of(call.kernel_operands(x)[1]) is None else _UNSIGNED)
-    if refusal := refuse("pallas_tpu", units, _TAKES, _PRECISIONS, call, x, target, PRIMITIVES):
+    if refusal := refuse("pallas_tpu", _UNITS, _TAKES, _PRECISIONS, call, x, target, PRIMITIVES):
         return refusal
     generation = tiles.chip(target.device).generation
-    if name := too_old(units, x, generation):
+    if name := too_old(_UNITS, x, generation):
         return Refusal(f"TPUs of generation {generation} have no matrix units for {name}")
     columns = call.columns
     if columns and not x.sizes:
@@ -347,11 +344,22 @@ def _levels(operand: KernelOperand, matrices: list[Operand], ndim: int) -> tuple
     return tuple(each if first is None else first if each is None else first * each for each in others)
 
 
-def _fetched_level(level: Array | None, index: Any) -> Input | None:
-    """A second level of scales as an input. `index(level, *ids)`: a block's index along the leading axes."""
-    if level is None:
-        return None
-    return Input(level, pl.BlockSpec((None, None, 1, 1), lambda *ids: (*index(level, *ids), 0, 0)))
+def _fetched_scales(
+    scales: Sequence[Any], zeros: Sequence[Any], levels: Sequence[Any], width: int, index: Any, level_index: Any
+) -> tuple[MatrixScales, ...]:
+    """For each product, the inputs that have the matrix's scales, in blocks of `width` columns.
+
+    `index` as for `tpu_scales.fetched`. `level_index(level, *ids)`: a block's index along the leading axes.
+    """
+
+    def fetched_level(level: Array | None) -> Input | None:
+        if level is None:
+            return None
+        return Input(level, pl.BlockSpec((None, None, 1, 1), lambda *ids: (*level_index(level, *ids), 0, 0)))
+
+    fetched = partial(tpu_scales.fetched, axis=-1, width=width, index=index)
+    parts = map(fetched, scales), map(fetched, zeros), map(fetched_level, levels)
+    return tuple(MatrixScales(*each) for each in zip(*parts, strict=True))
 
 
 def _zeros(matrix: Operand, outer_axis: int, outer: int) -> tpu_scales.Blocks | None:
@@ -439,14 +447,7 @@ def multiply_rows(
         existing,
         (
             tpu_scales.fetched(lhs_scales, -2, tm, scale_index),
-            tuple(
-                MatrixScales(
-                    tpu_scales.fetched(values, -1, tn, scale_index),
-                    tpu_scales.fetched(zero, -1, tn, scale_index),
-                    _fetched_level(level, level_index),
-                )
-                for values, zero, level in zip(rhs_scales, zeros, levels, strict=True)
-            ),
+            _fetched_scales(rhs_scales, zeros, levels, tn, scale_index, level_index),
             _fetched_biases(biases, tn, bias_index),
         ),
     )
@@ -706,6 +707,7 @@ def _batched(launch: Launch, operands: Operands) -> Any:
     )
     zeros = tuple(_zeros(each, y_operand.axis(column), problem.b) for each in matrices)
     kernel = Kernel(launch, scales, zeros[0])
+    levels = _levels(x_operand, matrices, 4)
     tile, shape = dict(zip(problem.letters, kernel.tile, strict=True)), (leading or 1, *call.shape)
 
     def lead(z: Array, g: Any, e: Any) -> list[Any]:
@@ -725,6 +727,9 @@ def _batched(launch: Launch, operands: Operands) -> Any:
     def y_scale_index(values: Array, g: Any, e: Any, i: Any, j: Any, step: Any, _: Any) -> Any:
         return *lead(values, g, e), j
 
+    def level_index(values: Array, g: Any, e: Any, *_: Any) -> Any:
+        return lead(values, g, e)
+
     out = kernel.run(
         _batched_body(kernel),
         Grid(
@@ -742,14 +747,7 @@ def _batched(launch: Launch, operands: Operands) -> Any:
         None if existing is None else existing.reshape(shape),
         (
             tpu_scales.fetched(scales[0], -2, tile[row], x_scale_index),
-            tuple(
-                MatrixScales(
-                    tpu_scales.fetched(values, -1, tile[column], y_scale_index),
-                    tpu_scales.fetched(zero, -1, tile[column], y_scale_index),
-                    _fetched_level(level, lambda values, g, e, *_: lead(values, g, e)),
-                )
-                for values, zero, level in zip(scales[1:], zeros, _levels(x_operand, matrices, 4), strict=True)
-            ),
+            _fetched_scales(scales[1:], zeros, levels, tile[column], y_scale_index, level_index),
             _fetched_biases(_biases(operands, len(matrices)), tile[column], lambda g, e, i, j, step, _: (g, 0, j)),
         ),
     )

@@ -52,7 +52,7 @@ class Grid(NamedTuple):
 
 
 class MatrixScales(NamedTuple):
-    """What a kernel fetches beside a tile of a second operand: inputs, then refs."""
+    """The scales of a tile of the second operand: inputs when a kernel is launched, refs inside of it."""
 
     values: Any  # scales of blocks, or None
     zeros: Any  # their zero points, or None
@@ -65,7 +65,7 @@ class Kernel:
 
     launch: Launch  # with `Details`
     scales: tuple[Any, ...]  # `Blocks`, `RowBlocks` or None, of both operands and of a second matrix
-    zeros: Blocks | None = None  # zero points of the second operand; those of a second matrix have the same form
+    zeros: Blocks | None = None  # zero points of the second operand; a second matrix has the same blocks
 
     @property
     def problem(self) -> Problem:
@@ -152,7 +152,7 @@ class Kernel:
         """Products of the tile `x` with the tiles in the refs `ys`. `column` and `step`: indices of the tiles of the
         result's columns and of the contracted letter.
 
-        The last tile of `x` has zeros past the extent; that of `y` also, but minus its zero points.
+        Past the extent, the last tile of `x` is zero. The last tile of `y` is zero too, or minus its zero points.
         """
         begin, rest = 0 if self.steps == 1 else step * self.tile[1], self.problem.a % self.tile[1]
 
