@@ -111,8 +111,8 @@ def automatic_meshes(leaves: Sequence[Any]) -> list[Any]:
 
 
 def is_of_one_device(leaves: Sequence[Any]) -> bool:
-    """Whether each device computes the whole product of the arrays: they are on one device, replicated over `Explicit`
-    axes, or in a `shard_map` over all mesh axes."""
+    """Whether no device needs data of another one to multiply the arrays. They are on one device, replicated over
+    `Explicit` axes, or in a `shard_map` over all mesh axes."""
     if all(jax.typeof(x).sharding.mesh.empty for x in leaves):
         return True
     return explicit_mesh(leaves) is None and partially_manual_mesh(leaves) is None and not automatic_meshes(leaves)

@@ -58,8 +58,8 @@ class Exchange(eqx.Module):
     dropped: Int[Array, ""]
     capacity: int = eqx.field(static=True)
     # The gather from tokens to sent rows: row `i` is for place `j` of `token`, where `_rows[i] = token * top_k + j`.
-    # `_places[token, j]` is `i`. `i` counts the route's rows (`"ragged"`), slots (`"dense"`), or rows of this device's
-    # buffer (`"ring"`, where tokens of all devices count). An index out of range means that there is no row.
+    # `_places[token, j]` is `i`: a row of the route (`"ragged"`), a slot (`"dense"`), or a row of this device's buffer
+    # (`"ring"`). With `"ring"`, tokens of all devices are numbered. Places without a row have an index out of range.
     _rows: Int[Array, " sent"]
     _places: Int[Array, "tokens top_k"]
     # `"dense"`: the received slot of each row of the buffer, and the row of each slot. `"ragged"`: three arrays for the

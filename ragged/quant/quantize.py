@@ -4,8 +4,8 @@ For each block, `amax` is its largest absolute value, and `largest` the largest 
 
     scale = amax / largest        data = round(value / scale)        value ≈ data × scale
 
-With zero points, `lowest` is the smallest element or 0, `highest` is the largest element or 0, and the dtype holds
-`first` to `last`:
+With zero points, a block's range is extended to 0: `lowest = min(elements, 0)`, `highest = max(elements, 0)`. The
+dtype's smallest integer is `first`, its largest one `last`:
 
     scale = (highest - lowest) / (last - first)        zero = round(first - lowest / scale)
     data = round(value / scale) + zero                 value ≈ (data - zero) × scale

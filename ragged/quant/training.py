@@ -242,8 +242,8 @@ def as_operand(x: GroupedTensor) -> Operand:
 
 
 def _is_in_place(cast: Cast, product: Product) -> bool:
-    """Whether the buffer of `lhs` can be quantised before its rows are gathered: each scale is for a part of one row,
-    or for the whole tensor."""
+    """Whether `lhs` is quantised before its rows are gathered. It is unless a scale is shared by several rows, but not
+    by the whole tensor."""
     if cast.has_array_of_scales:
         return False
     if cast.scaling.block is None:

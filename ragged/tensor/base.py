@@ -128,7 +128,7 @@ class GroupedBase(eqx.Module):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the values are `data × scales`, or `(data - zero_points) × scales`."""
+        """Whether the tensor has scales. Its values are then those of `dequantize()`."""
         return any(each is not None for each in (self.scaling, self.scales, self.tensor_scale, self.zero_points))
 
     @property

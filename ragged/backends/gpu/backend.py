@@ -191,9 +191,7 @@ def _modes(
     loaded: tuple[KernelOperand, KernelOperand], call: Call, x: Operands, by_tensor_cores: bool
 ) -> tuple[tuple[str, str], int]:
     """`(modes, min_k)`: scale modes, and the smallest tile of the contracted letter."""
-    # Bytes that hold one number are as wide as fp8.
-    dtypes = (jnp.float8_e4m3fn if each.decodes == "float8_e4m3fn" else each.data.dtype for each in loaded)
-    min_k = tiles.min_k(*dtypes)
+    min_k = tiles.min_k(max(8 * each.data.dtype.itemsize // _per_byte(each) for each in loaded))
     if by_tensor_cores:
         return ("unit", "unit"), min_k
     min_k = max(min_k, 32) if any(_per_byte(each) > 1 for each in loaded) else min_k  # TMA loads at least 16 bytes

@@ -6,8 +6,6 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-
 from ragged.backends.base import Refusal
 from ragged.product.config import GpuConfig
 
@@ -127,14 +125,12 @@ SCALED_ROWS = 128
 """Smallest number of rows of a tile for which Blackwell's tensor cores apply scales."""
 
 
-def min_k(*operands: Any) -> int:
-    """The smallest tile of the contracted letter for operands of these dtypes; 4-bit operands have uint8.
+def min_k(bits: int) -> int:
+    """The smallest tile of the contracted letter. `bits`: of a number, of the operand whose numbers have most.
 
     Along this letter, a tensor core instruction multiplies 32 numbers of 8 bits, or 64 of 4 bits.
     """
-    if all(dtype == jnp.uint8 for dtype in operands):
-        return 64
-    return 32 if all(jnp.dtype(dtype).itemsize == 1 for dtype in operands) else SMALLEST
+    return max(256 // bits, SMALLEST)
 
 
 def shared(problem: Problem, config: GpuConfig, on: Chip) -> int:

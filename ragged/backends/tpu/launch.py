@@ -172,9 +172,8 @@ class Kernel:
     ) -> Array:
         """The scales, or zero points, in `ref` for the elements of an operand's tile, in `dtype`. `operand`: 0 or 1."""
         axis = self.contracted[operand]
-        if (
-            blocks.width > 1 and blocks.extent
-        ):  # of the second operand: [blocks, blocks of columns] -> [blocks, columns]
+        # Only of the second operand: [blocks, blocks of columns] -> [blocks, columns]
+        if blocks.width > 1 and blocks.extent:
             columns, count = self.tile[2], tile.shape[axis] // blocks.extent
             is_whole = count * blocks.extent == tile.shape[axis] and count % 8 == ref.shape[0] % count == 0
             if is_whole and self.steps > 1:  # `repeated` returns an array, which has no parts: read this tile's blocks.
