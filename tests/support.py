@@ -174,16 +174,10 @@ def launch_on(avals: tuple[Any, ...], tree: Any, call: Call, device: str) -> Lau
         return lowering.launch_of(platform, tree.unflatten(avals), call, target)
 
 
-def planned(
-    fn: Callable[..., Any],
-    args: Any,
-    devices: Iterable[str],
-    told: Callable[[Launch], str] = lambda launch: launch.backend,
-) -> dict[str, str]:
-    """What is `told` of the products of `fn(*args)` on each device, by default the backends that compute them; or the
-    error, of which it says the first line.
+def products(fn: Callable[..., Any], *args: Any) -> set[tuple[tuple[Any, ...], Any, Call]]:
+    """The products of `fn(*args)`: for each, shapes of the operands' arrays, their tree, and the call.
 
-    It is lowered with zeros in place of the products.
+    `fn` is lowered with zeros in place of the products.
     """
     found = set[Any]()
 
@@ -195,11 +189,23 @@ def planned(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lowering, "compute", zeros)
-        try:
-            jax.jit(lambda *args: fn(*args)).lower(*args)  # not `fn` itself, whose program JAX would keep
-        except (TypeError, ValueError, NotImplementedError) as error:
-            return dict.fromkeys(devices, f"{type(error).__name__}: {str(error).partition('\n')[0]}")
+        jax.jit(lambda *args: fn(*args)).lower(*args)  # not `fn` itself, whose program JAX would keep
     assert found
+    return found
+
+
+def planned(
+    fn: Callable[..., Any],
+    args: Any,
+    devices: Iterable[str],
+    told: Callable[[Launch], str] = lambda launch: launch.backend,
+) -> dict[str, str]:
+    """What is `told` of the products of `fn(*args)` on each device, by default the backends that compute them; or the
+    error, of which it says the first line."""
+    try:
+        found = products(fn, *args)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        return dict.fromkeys(devices, f"{type(error).__name__}: {str(error).partition('\n')[0]}")
     return {
         device: " and ".join(sorted({told(launch_on(*product, device)) for product in found})) for device in devices
     }
@@ -328,7 +334,7 @@ def weights() -> str:
             return "XLA"
         is_tpu = launch.backend == "pallas_tpu"
         mode = (details.modes if is_tpu else details.dot.modes)[1]
-        dtype = jnp.dtype(details.tiled.dot.rhs if is_tpu else details.dot.dtype).name
+        dtype = jnp.dtype(details.tiled.dot.lhs if is_tpu else details.dot.dtype).name
         return f"{dtype}, {({'total': 'sum', 'step': 'product', 'tile': 'weight'})[mode]}"
 
     lines = ["| weights | bits | TPUs | GPUs |", "|---|---|---|---|"]

@@ -19,8 +19,8 @@ class Scales:
     """Scales of a quantised operand: value = data × scale, with one scale per block. If there are two levels, the value
     is also multiplied by `tensor`. With zero points, value = (data - zero) × scale.
 
-    - `values`: float32, or float8_e4m3fn with two levels. It has the operand's axes, with one entry per block. Scales
-      that are saved for a derivative may be float8_e8m0fnu, until `for_kernels` converts them.
+    - `values`: float32; float8_e4m3fn with two levels; or float8_e8m0fnu, of a uniform operand or saved for a
+      derivative. It has the operand's axes, with one entry per block.
     - `block`: the extents of a block along the operand's last two axes. None is the whole extent; along packed rows,
       all rows of a group. Along packed rows, each group begins with a new block: see `aligned_to_blocks`.
     - `e8m0`: whether float8_e8m0fnu can represent all values: powers of two, or NaN.
@@ -50,8 +50,8 @@ class Scales:
         return self.tensor is not None and self.tensor.ndim > 2 and self.tensor.shape[-3] > 1
 
     @property
-    def for_kernels(self) -> "Scales":
-        """The scales with `values` in a dtype that kernels support."""
+    def for_packed(self) -> "Scales":
+        """The scales with `values` in a dtype for a packed operand. Its scales may be padded with zeros."""
         return self if self.tensor is not None else replace(self, values=self.values.astype(jnp.float32))
 
     @property

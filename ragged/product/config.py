@@ -108,9 +108,9 @@ class XlaConfig(Config):
 class TpuConfig(Config):
     """Tiles of a TPU kernel, the number of buffers of each streamed operand, and whether the kernel is interpreted.
 
-    The tile of a ragged dim is a multiple of the sublanes of the smallest dtype of the operands and the result: 8 for
-    32 bits, 16 for 16, 32 for 8, 64 for 4. The tile of another dim is a multiple of 128. Any tile may also be the whole
-    extent.
+    The tile of a ragged dim is a multiple of the sublanes of the smallest dtype of the operands and the result that
+    have this dim: 8 for 32 bits, 16 for 16, 32 for 8, 64 for 4. The tile of another dim is a multiple of 128. Any tile
+    may also be the whole extent.
     """
 
     backend: ClassVar[str] = "pallas_tpu"

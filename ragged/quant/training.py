@@ -210,7 +210,7 @@ def quantized(recipe: Recipe, operands: Operands, call: Call) -> tuple[Operands,
             operand = Operand(getattr(operands, name).data)
         else:
             assert operand.scales is not None
-            operand = operand._replace(scales=operand.scales.for_kernels)
+            operand = operand._replace(scales=operand.scales.for_packed)
             if product.is_uniform(letters) and letters[1] != product.contracted:
                 letters = letters[::-1]
         operands = operands._replace(**{name: operand})

@@ -397,7 +397,9 @@ def float_scales(x: GroupedBase) -> Array:
 
 def kernel_scales(x: GroupedBase) -> Scales | None:
     """The scales of the stored buffer, in the form that kernels take; None for an unquantised tensor."""
-    return buffer_scales(x).for_kernels if x.is_quantized else None
+    if not x.is_quantized:
+        return None
+    return buffer_scales(x) if x.packed_axis is None else buffer_scales(x).for_packed
 
 
 def buffer_scales(x: GroupedBase) -> Scales:

@@ -47,7 +47,10 @@ from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 
+import ragged
+from ragged import GroupedTensor, Scaling
 from tests.benchmarks import report as files
+from tests.support import WEIGHTS, products
 
 M, K, N, G = 4096, 2048, 2048, 8
 ROWS = M // G  # of each group
@@ -106,8 +109,9 @@ class Kernel(NamedTuple):
     function: Callable[..., Array]
     operands: tuple[jax.ShapeDtypeStruct, ...]
     bytes: int | None  # None: whatever it copies
-    macs: int = MACS
+    macs: int | None = MACS  # None: not known
     rows: int = 16  # that a `vmatmul` multiplies: 16 of bfloat16, 32 of what has half as many bits
+    least: int | None = None  # bytes of operands and result as they are stored, if the time is compared with these
 
 
 def forward(
@@ -148,12 +152,6 @@ def ours(
     two ("powers"). `epilogue`: an activation, and which of its result and the sums are stored; if three
     arrays may be, of a gated product. `both`: the `columns` of one weight that has both its matrices.
     """
-    from ragged.backends import schedule
-    from ragged.backends.base import Launch, Target
-    from ragged.backends.schedule import Visits
-    from ragged.backends.tpu import backend
-    from ragged.backends.tpu import launch as tpu_launch
-    from ragged.backends.tpu.tiles import chip
     from ragged.core.scales import Scales
     from ragged.product.layout import Product
     from ragged.product.operands import Call, Epilogue, Operand, Operands, Options
@@ -164,83 +162,120 @@ def ours(
     tiling = None if tile is None else (tile[1], tile[0], tile[2]) if is_wgrad else tile  # in the order m, k, n
     lhs, rhs = (M, K), {"forward": (G, K, N), "dgrad": (G, N, K), "wgrad": (M, N)}[product]
     out = jax.ShapeDtypeStruct((G, K, N) if is_wgrad else (M, N), jnp.bfloat16)
-    operands = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip((lhs, rhs), dtypes, strict=True)]
-    operands.append(operands[1])  # the second matrix of a gated product; nothing else reads it
-    if both:
-        operands[1] = jax.ShapeDtypeStruct((G, K, 2 * N), dtypes[1])
-    is_gated = epilogue is not None and len(epilogue[1]) > 2
-    blocks: list[Any] = []
+    operands = [Operand(jax.ShapeDtypeStruct(shape, dtype)) for shape, dtype in zip((lhs, rhs), dtypes, strict=True)]
     if scaling:
         along = {"blockwise": 128, "powers": 128, "mx": 32}.get(scaling)
         kept = 128 if scaling in ("blockwise", "powers") else 1  # of the second operand
-        blocks = [(along, 1)] * 2 if is_wgrad else [(1, along), (along, kept)]
+        blocks: list[Any] = [(along, 1)] * 2 if is_wgrad else [(1, along), (along, kept)]
         blocks[1] = blocks[1][::-1] if product == "dgrad" else blocks[1]
-        for shape, block in zip((lhs, rhs), blocks, strict=True):
+        for i, (shape, block) in enumerate(zip((lhs, rhs), blocks, strict=True)):
             *lead, rows, columns = shape
             counts = [1 if size is None else -(-n // size) for n, size in zip((rows, columns), block, strict=True)]
             counts[0] = G if is_wgrad and along is None else counts[0]
-            operands.append(jax.ShapeDtypeStruct((*lead, *counts), jnp.float32))
-
-    def terms(lhs: Any, rhs: Any, up: Any, *scales: Any) -> Operands:
-        given = [Scales(*each, scaling in ("mx", "powers")) for each in zip(scales, blocks, strict=True)] or [
-            None,
-            None,
-        ]
-        sizes = {call.product.ragged: jnp.full((G,), ROWS, jnp.int32)}
-        epilogue = Epilogue(up=Operand(up, given[1]) if is_gated and not both else None)
-        return Operands(Operand(lhs, given[0]), Operand(rhs, given[1]), sizes, epilogue=epilogue)
-
+            scales = Scales(jax.ShapeDtypeStruct((*lead, *counts), jnp.float32), block, scaling in ("mx", "powers"))
+            operands[i] = operands[i]._replace(scales=scales)
+    up = operands[1] if epilogue is not None and len(epilogue[1]) > 2 and not both else None
+    if both:
+        operands[1] = Operand(jax.ShapeDtypeStruct((G, K, 2 * N), dtypes[1]))
     letters, wanted = Product(*axes, "k" if is_wgrad else "m"), None
     if epilogue is not None:
         wanted = epilogue_spec(*epilogue)._replace(columns=both)
     call = Call(letters, out.shape, out.dtype, Options(tiling=tiling), out_batch=True, epilogue=wanted)
-    launch = backend.plan(call, jax.eval_shape(terms, *operands), Target(device=device))
+    sizes = {letters.ragged: jax.ShapeDtypeStruct((G,), jnp.int32)}
+    kernel, tile_ = scheduled(call, Operands(*operands, sizes, epilogue=Epilogue(up=up)), ROWS, device)
+    counts = call.num_products, call.num_stored
+    copied = wgrad(kernel.function, tile_, dtypes) if is_wgrad else forward(kernel.function, tile_, dtypes, *counts)
+    return kernel._replace(bytes=None if scaling else copied.bytes, macs=copied.macs)
+
+
+def served(weights: str, order: str, device: Device) -> Kernel:
+    """One row for each of 128 experts, so that the time is that of the weights' bytes.
+
+    `weights`: a name in `SERVED`. `order`: of a matrix in memory, "[in, out]" or, as checkpoints have it, "[out, in]".
+
+    The simulator adds the time of small copies to that of the products, although these run at the same time. So all
+    experts have the same matrix here: the cycles are those of the products, and `memory cycles` of all that is read.
+    """
+    dtype, scaling, symmetric = SERVED[weights]
+    experts, k, n = 128, 2048, 768
+    is_transposed = order == "[out, in]"
+    w: Any = jax.ShapeDtypeStruct((experts, n, k) if is_transposed else (experts, k, n), jnp.bfloat16)
+    if scaling is not None:
+        scaling = Scaling.of(scaling) if is_transposed else Scaling.of(scaling).mT
+        w = jax.eval_shape(lambda w: ragged.quantize(w, dtype, scaling, symmetric=symmetric), w)
+    least = sum(leaf.size * bits(leaf.dtype) // 8 for leaf in jax.tree.leaves(w)) + 2 * experts * (k + n)
+    x = GroupedTensor(jax.ShapeDtypeStruct((experts, k), jnp.bfloat16), jax.ShapeDtypeStruct((experts,), jnp.int32))
+    w = w if scaling is not None else GroupedTensor(w)
+    ((leaves, tree, call),) = products(lambda x, w: ragged.matmul(x, w.mT if is_transposed else w).data, x, w)
+    kernel, _ = scheduled(call, tree.unflatten(leaves), 1, device, shares_matrix=True)
+    arrays = *kernel.operands, jax.ShapeDtypeStruct((experts, n), jnp.bfloat16)
+    read = sum(array.size * bits(array.dtype) // 8 for array in arrays)
+    return kernel._replace(bytes=read, macs=None, least=least)
+
+
+def scheduled(call: Any, x: Any, rows: int, device: Device, shares_matrix: bool = False) -> tuple[Kernel, Tile]:
+    """The kernel of a product of `x`, which has shapes, where each group has `rows`, a power of two; and its tile.
+
+    `shares_matrix`: whether all visits read the matrix of one group, which is copied once.
+    """
+    from ragged.backends import schedule
+    from ragged.backends.base import Launch, Target
+    from ragged.backends.schedule import Visits
+    from ragged.backends.tpu import backend
+    from ragged.backends.tpu import scales as tpu_scales
+    from ragged.backends.tpu.tiles import chip
+
+    launch = backend.plan(call, x, Target(device=device))
     assert isinstance(launch, Launch), launch
-    rows, *others = launch.config.along(launch.details.tiled.letters)
-    count, shift = M // rows, (ROWS // rows).bit_length() - 1
+    tile, a, b = launch.config.along(launch.details.tiled.letters)
+    groups, is_wgrad = x.num_groups, launch.details.tiled.kind == "groups"
+    # A group has many tiles, or a tile many groups.
+    count = groups * max(rows // tile, 1)
+    down = [(max(size, 1)).bit_length() - 1 for size in (rows // tile, tile // rows)]
     visits = Visits(
         count=Formula(lambda _: count, 1),
-        piece=Formula(lambda v: lax.shift_right_logical(v, shift), count),
-        tile=Formula(lambda v: v, count),
-        start=Formula(lambda p: p * ROWS, G),
-        end=Formula(lambda p: (p + 1) * ROWS, G),
-        batch=Formula(lambda _: 0, G),
-        matrix=Formula(lambda p: p, G),
-        rest=Formula(lambda _: -1, G),
+        piece=Formula(lambda v: lax.shift_right_logical(v, down[0]), count),
+        tile=Formula(lambda v: lax.shift_right_logical(v, down[1]), count),
+        start=Formula(lambda p: p * rows, groups),
+        end=Formula(lambda p: (p + 1) * rows, groups),
+        batch=Formula(lambda _: 0, groups),
+        matrix=Formula((lambda p: 0) if shares_matrix else (lambda p: p), groups),
+        rest=Formula(lambda _: -1, groups),
     )
+    streams = [x.lhs.data, x.rhs.data] + ([x.epilogue.up.data] if x.epilogue.up is not None else [])
 
-    def run(scales_as: Callable[[Any], Any], *arrays: Any) -> Array:
-        def kernel(launch: Launch, scales: Any) -> Any:
-            return tpu_launch.Kernel(launch, tuple(each and scales_as(each) for each in scales))
+    def run(scales_as: Callable[[Any], Any], lhs: Array, rhs: Array, *up: Array) -> Array:
+        arranged = tpu_scales.of_rows if is_wgrad else tpu_scales.arrange
 
+        def arrange(*args: Any, **kwargs: Any) -> Any:
+            blocks = arranged(*args, **kwargs)
+            return blocks and scales_as(blocks)
+
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), x)
+        given = zeros._replace(lhs=zeros.lhs._replace(data=lhs), rhs=zeros.rhs._replace(data=rhs))
+        if up:
+            given = given._replace(epilogue=given.epilogue._replace(up=given.epilogue.up._replace(data=up[0])))
         listed = mock.patch.object(schedule, "group_visits" if is_wgrad else "row_visits", lambda *_: visits)
-        with listed, mock.patch.object(backend, "Kernel", kernel):
-            return backend.run(launch, terms(*arrays))
+        with listed, mock.patch.object(tpu_scales, arranged.__name__, arrange):
+            return backend.run(launch, given)
 
     # Scales are given as XLA arranges them before the kernel begins: it would put them into VMEM.
-    arranged: list[Any] = []
+    found: list[Any] = []
 
     def arrange(*arrays: Array) -> list[Array]:
-        run(lambda each: arranged.append(each.values) or each, *arrays)
-        return arranged
+        run(lambda each: found.append(each.values) or each, *arrays)
+        return found
 
-    given = jax.eval_shape(arrange, *operands)
+    scales = jax.eval_shape(arrange, *streams)
 
-    def function(lhs: Array, rhs: Array, up: Array, *scales: Array) -> Array:
-        left = iter(scales)
-        zeros = (jnp.zeros(x.shape, x.dtype) for x in operands[3:])
-        return run(lambda each: each._replace(values=next(left)), lhs, rhs, up, *zeros)
+    def function(*arrays: Array) -> Array:
+        left = iter(arrays[len(streams) :])
+        return run(lambda each: each._replace(values=next(left)), *arrays[: len(streams)])
 
-    tile_ = rows, others[0], others[1]
-    counts = call.num_products, call.num_stored
-    kernel = wgrad(function, tile_, dtypes) if is_wgrad else forward(function, tile_, dtypes, *counts)
     taken = launch.details.tiled.dot.lhs
-    return kernel._replace(
-        operands=(*operands[:3], *given),
-        bytes=None if scaling else kernel.bytes,
-        # What the units have no format for, the compiler multiplies as bfloat16.
-        rows=16 if chip(device).rate(taken) is None else max(16, 256 // bits(taken)),
-    )
+    # What the units have no format for, the compiler multiplies as bfloat16.
+    multiplied = 16 if chip(device).rate(taken) is None else max(16, 256 // bits(taken))
+    return Kernel(function, (*streams, *scales), None, rows=multiplied), (tile, a, b)
 
 
 def megablox(name: str, tile: Tile, device: Device) -> Kernel:
@@ -461,6 +496,9 @@ def gate_derivative(is_weighted: bool, device: Device) -> Kernel:
     return Kernel(function, operands, None)
 
 
+SERVED: dict[str, tuple[str, Any, bool]] = {"bfloat16": ("bfloat16", None, True), **WEIGHTS}
+"""Weights of `served`: as in `tests.support.WEIGHTS`."""
+
 KERNELS: dict[str, Callable[[Device], Kernel]] = {
     "ours forward": functools.partial(ours, "forward", None),
     "ours forward 512,2048,512": functools.partial(ours, "forward", (512, 2048, 512)),
@@ -498,6 +536,11 @@ KERNELS: dict[str, Callable[[Device], Kernel]] = {
     "ours gated, interleaved": functools.partial(
         ours, "forward", None, epilogue=("silu", (True, False, False)), both="interleaved"
     ),
+    **{
+        f"served {weights}, {order}": functools.partial(served, weights, order)
+        for weights in SERVED
+        for order in ("[in, out]", "[out, in]")
+    },
     "gate's derivative": functools.partial(gate_derivative, False),
     "gate's derivative, weighted": functools.partial(gate_derivative, True),
     **{f"ours {name}": functools.partial(tiled, product) for name, product in TILED.items()},
@@ -540,6 +583,7 @@ def compile_kernel(name: str, generation: str) -> dict[str, Any]:
         "bytes": kernel.bytes,
         "macs": kernel.macs,
         "rows": kernel.rows,
+        "least": kernel.least,
     }
 
 
@@ -581,7 +625,13 @@ def least_of_xla(name: str, generation: Generation, folder: Path) -> dict[str, A
 
 
 def simulated(
-    generation: Generation, folder: Path, call: str, expected_bytes: int | None, macs: int, rows: int
+    generation: Generation,
+    folder: Path,
+    call: str,
+    expected_bytes: int | None,
+    macs: int | None,
+    rows: int,
+    least: int | None,
 ) -> dict[str, Any]:
     """What follows from the simulated run, of one core."""
     operations: Counter[str] = Counter()
@@ -598,21 +648,24 @@ def simulated(
     clock = info.bf16_ops_per_second / 2 / macs_per_cycle
     total = copied["dma.hbm_to_vmem"] + copied["dma.vmem_to_hbm"]
     expected_bytes = total * generation.cores if expected_bytes is None else expected_bytes
-    memory_cycles = expected_bytes / generation.cores / info.mem_bw_bytes_per_second * clock
-    ideal = macs / generation.cores / macs_per_cycle
+    per_byte = clock / generation.cores / info.mem_bw_bytes_per_second
+    memory_cycles = expected_bytes * per_byte
+    ideal = (macs or 0) / generation.cores / macs_per_cycle
+    expected_matmuls = (macs or 0) // generation.cores // (rows * info.mxu_column_size**2)
     wrong = [
         f"executed {executed} {what}, not {expected}"
         for what, executed, expected in (
-            ("vmatmul", operations["vmatmul"], macs // generation.cores // (rows * info.mxu_column_size**2)),
+            ("vmatmul", operations["vmatmul"], expected_matmuls),
             ("bytes", total, expected_bytes // generation.cores),
         )
-        if executed != expected
+        if executed != expected and macs is not None
     ]
     return {
         "cycles": cycles,
-        "of peak": ideal / cycles,
+        "of peak": ideal / cycles if macs else None,
         "memory cycles": memory_cycles,
-        "of peak, memory-bound": ideal / max(cycles, memory_cycles),
+        "of peak, memory-bound": ideal / max(cycles, memory_cycles) if macs else None,
+        "time / least": max(cycles, memory_cycles) / (least * per_byte) if least else None,
         "status": "; ".join(wrong) or "ok",
         "clock": clock,
         "executed": operations,
@@ -672,7 +725,7 @@ def measure(name: str, generation: str, timeout: float) -> dict[str, Any]:
             facts = json.loads(child.stdout.splitlines()[-1])
             row |= {"call": facts["call"], "VMEM MiB": facts["vmem"], **hot_block(folder / "llo", facts["call"])}
             if simulate:
-                given = (facts[x] for x in ("call", "bytes", "macs", "rows"))
+                given = (facts[x] for x in ("call", "bytes", "macs", "rows", "least"))
                 row |= simulated(GENERATIONS[generation], folder / "profile", *given)
             break
     return {**row, "status": "; ".join(failures)} if failures else row
@@ -687,6 +740,7 @@ COLUMNS = {
     "of peak": ".3f",
     "memory cycles": ".0f",
     "of peak, memory-bound": ".3f",
+    "time / least": ".2f",
     "VMEM MiB": ".1f",
     "bundles": "d",
     "MATMUL": ".2f",

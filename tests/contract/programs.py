@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import ragged
 from ragged import GroupedTensor
 from ragged.tuning import Configs, GpuConfig, TpuConfig, XlaConfig
-from tests import gpu
+from tests import gpu, tpu
 from tests.cases import LETTERS
 from tests.contract import loop
 from tests.contract.draws import Draw
@@ -76,7 +76,7 @@ class Program:
     backend: str = "xla"
     tiles: tuple[int, int, int] | None = None  # of m, k and n, instead of the library's choice
     interpret: Any = True
-    chip: str = ""  # the GPU that a kernel is lowered for, if not the oldest one
+    chip: str = ""  # the GPU or TPU that a kernel is lowered for, if not the oldest GPU, or a TPU of no generation
     groups: int = 5
     capacity: int = 60  # of packed buffers
     width: int = 24  # of the other letter of buffers with two ragged letters
@@ -367,7 +367,7 @@ class Program:
             if "float64" in self.dtypes.values():
                 stack.enter_context(jax.enable_x64(True))
             if self.chip:
-                stack.enter_context(gpu.on(self.chip))
+                stack.enter_context((tpu if self.backend == "pallas_tpu" else gpu).on(self.chip))
             if self.context == "disable_jit":
                 stack.enter_context(jax.disable_jit())
             ran = stack.enter_context(launches())

@@ -80,6 +80,10 @@ def by_default() -> Iterator[Case]:
         for layout, dtype, scaling in (("forward", "bfloat16", MX), ("forward_left", "float32", NVFP4)):
             yield count, four_bits(layout, dtype, scaling, backend=backend)
     yield 3, four_bits("forward", "bfloat16", Scaling((32, 1)), "int4", backend="triton_gpu")
+    # Few rows: a TPU's kernel scales products of small blocks. Its matrix units multiply 8-bit floats as they are.
+    served: dict[str, Any] = {"backend": "pallas_tpu", "packed_last": "rhs", "k": 168}
+    yield 20, four_bits("forward", "bfloat16", MX, chip="v5e", **served)
+    yield 20, four_bits("forward", "bfloat16", Scaling((32, 1)), "int4", chip="tpu7x", **served)
 
     yield 20, Program("forward", "bfloat16", rhs_cast=("uint4", (4, 1), "zeros"))
     yield 20, Program("forward_left", lhs_cast=("int8", "row", "zeros"), rhs_cast=("uint8", (4, 1), "zeros"))
@@ -236,6 +240,11 @@ def long_of_scales() -> Iterator[Case]:
         if dtype != "float16":
             yield 5, four_bits(layout, dtype, scaling, backend="pallas_tpu", tiles=(128, 128, 128), **wide)
             yield 5, four_bits(layout, dtype, scaling, backend="pallas_tpu", mapped="lhs")
+    ways = [(MX, "float4_e2m1fn"), (NVFP4, "float4_e2m1fn"), (Scaling((32, 1)), FP8), (Scaling((128, 1)), "int4")]
+    for chip, (scaling, of), order in itertools.product(("v5e", "v6e", "tpu7x"), ways, ("", "rhs")):
+        its = {"backend": "pallas_tpu", "chip": chip, "packed_last": order, "k": 168}
+        yield 12, four_bits("forward", "bfloat16", scaling, of, **its)
+        yield 3, four_bits("forward", "float32", scaling, of, lhs_cast=(FP8, "row"), **its)
     for backend, count in (("pallas_tpu", 5), ("triton_gpu", 3)):
         yield count, four_bits("forward", "bfloat16", MX.mT, backend=backend, held=3, existing=True)
     # Zero points, where scales multiply the sum, a step's product and the tile.

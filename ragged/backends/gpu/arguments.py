@@ -60,6 +60,7 @@ class Scaling(NamedTuple):
     tensor_matrix_stride: int = 0  # 1 if each matrix has its own, else 0
     packs_k: bool = False  # whether groups are packed along `k`
     has_zeros: bool = False  # whether each block has a zero point, stored like its scale
+    decodes: str = ""  # "float8_e8m0fnu" or "float8_e4m3fn", if the scales are uint8 with its bits
     # In the mode "tile": elements of a tile along both axes for which one scale is loaded.
     outer_each: int = 1
     k_each: int = 1
@@ -167,6 +168,7 @@ def scaling(operand: KernelOperand, applied_to: str, outer: str, product: Produc
         tensor_matrix_stride=int(by_matrix),
         packs_k=k == packed,
         has_zeros=operand.scales.zeros is not None,
+        decodes="" if values.dtype.name != "uint8" else "float8_e8m0fnu" if operand.scales.e8m0 else "float8_e4m3fn",
         # Tiles along an axis that isn't packed begin at multiples of their extent.
         outer_each=1 if outer == packed else math.gcd(block[outer] or tile[0], tile[0]),
         k_each=1 if k == packed else math.gcd(block[k] or tile[1], tile[1]),

@@ -407,18 +407,23 @@ def _scaled_by_tensor_cores(operands: tuple[KernelOperand, KernelOperand], call:
     )
 
 
-def _with_scales(operand: KernelOperand, mode: str, contracted: str) -> KernelOperand:
+def _with_scales(operand: KernelOperand, mode: str, contracted: str, chip: Chip) -> KernelOperand:
     """The operand with scales as the kernel loads them.
 
-    They are float32; in the mode "unit", uint32 of four blocks' 8-bit scales, float8_e4m3fn or float8_e8m0fnu: one
-    asynchronous copy then fetches a row's scales for a step.
+    If they multiply the sum, they are float32. Otherwise those of 8 bits remain, as uint8 unless the GPU can convert
+    them. In the mode "unit", they are uint32 of four blocks' 8-bit scales: one asynchronous copy then fetches a row's
+    scales for a step.
     """
     if operand.scales is None:
         return operand
-    if mode == "tile" and operand.decodes == _FP4:  # the sum is multiplied by the second level
-        return operand._replace(scales=replace(operand.scales, values=operand.scales.values.astype(jnp.float32)))
     if mode != "unit":
-        scales = operand.scales.whole
+        scales = operand.scales
+        by_levels = scales.tensor is not None and mode == "tile" and operand.decodes == _FP4  # the second one: the sum
+        if mode != "total" and (by_levels or scales.values.dtype == jnp.float8_e8m0fnu):
+            is_converted = scales.values.dtype == jnp.float8_e4m3fn and chip.capability >= 89
+            scales = scales if is_converted else replace(scales, values=bits(scales.values, jnp.uint8))
+        else:
+            scales = scales.whole
         zeros = None if scales.zeros is None else scales.zeros.astype(jnp.int16)
         return operand._replace(scales=replace(scales, zeros=zeros))
     scales, first = operand.scales, operand.letters[0] == contracted
@@ -521,7 +526,7 @@ def _operands(launch: Launch, x: Operands) -> list[_Operand]:
     operands += [b] * (call.columns == "halves")
     a_mode, b_mode = details.dot.modes
     operands = [
-        _with_scales(_loaded(operand, k, k in x.sizes, details.chip), mode, k)
+        _with_scales(_loaded(operand, k, k in x.sizes, details.chip), mode, k, details.chip)
         for operand, mode in zip(operands, (a_mode, b_mode, b_mode), strict=False)
     ]
     # Without TMA, a transposed operand would be loaded byte by byte, as its groups begin at any byte.

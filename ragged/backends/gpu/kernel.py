@@ -49,7 +49,7 @@ def grouped_product(
     sizes_c,
     sizes_k,
     offset,  # () int32, or None: the first local group
-    a_scales,  # float32; uint32 of four scales each, if tensor cores apply them; or None
+    a_scales,  # float32; 8 bits; uint32 of four, if tensor cores apply them; or None
     b_scales,
     b_zeros,  # int16, stored like `b_scales`: zero points; or None
     a_tensor,  # float32, one for each batch element, or None: scale of the whole operand
@@ -447,16 +447,29 @@ def _scaled(x, scales, zeros, k, rest, S: tl.constexpr, A: tl.constexpr):
     if A.decodes != "":
         x = _decoded(x, A)
     if S.has_zeros:
-        x = x.to(tl.int16) - _of_tile(zeros, k, S, A)
+        x = x.to(tl.int16) - _of_tile(zeros, k, "", S, A)
     if S.applied_to == "tile":
-        x = x.to(tl.float32) * _of_tile(scales, k, S, A)
+        x = x.to(tl.float32) * _of_tile(scales, k, S.decodes, S, A)
         return x if rest is None else tl.where((tl.arange(0, x.shape[1]) < rest)[None, :], x, 0.0)
     else:
         return x
 
 
 @_jit
-def _of_tile(pointers, k, S: tl.constexpr, A: tl.constexpr):
+def _load_floats(pointers, DECODES: tl.constexpr):
+    """What is at the pointers: in float32 if it has the bits of `DECODES`, or is an 8-bit float."""
+    x = tl.load(pointers)
+    if DECODES == "float8_e8m0fnu":
+        exponent = tl.maximum(x.to(tl.int32) << 23, 1 << 22)  # the smallest number is 2**-127
+        return tl.where(x == 255, 0x7FC00000, exponent).to(tl.float32, bitcast=True)
+    elif DECODES == "float8_e4m3fn":
+        return _float8_e4m3fn(x)
+    else:
+        return x.to(tl.float32) if x.dtype.is_fp8() else x
+
+
+@_jit
+def _of_tile(pointers, k, DECODES: tl.constexpr, S: tl.constexpr, A: tl.constexpr):
     """The scales, or zero points, of a tile's elements: `[tile, k]`; an extent is 1 if all along it share one."""
     if S.applied_to == "tile":
         TILE_K: tl.constexpr = A.tile_k * A.numbers
@@ -464,14 +477,14 @@ def _of_tile(pointers, k, S: tl.constexpr, A: tl.constexpr):
         K_EACH: tl.constexpr = S.k_each
         BLOCKS: tl.constexpr = TILE_K // K_EACH
         block = tl.minimum((k + tl.arange(0, BLOCKS) * K_EACH) // S.k_block, S.k_blocks - 1)
-        each = tl.load(pointers[:, None] + block[None, :] * S.k_stride)
+        each = _load_floats(pointers[:, None] + block[None, :] * S.k_stride, DECODES)
         if K_EACH > 1:
             each = tl.broadcast_to(each[:, :, None], (A.tile // EACH, BLOCKS, K_EACH)).reshape(A.tile // EACH, TILE_K)
         if EACH > 1:
             each = tl.broadcast_to(each[:, None, :], (A.tile // EACH, EACH, TILE_K)).reshape(A.tile, TILE_K)
         return each
     else:
-        return tl.load(pointers + k // S.k_block * S.k_stride)[:, None]
+        return _load_floats(pointers + k // S.k_block * S.k_stride, DECODES)[:, None]
 
 
 @_jit
@@ -488,12 +501,18 @@ def _decoded(x, A: tl.constexpr):
     elif A.decodes == "uint4":
         return tl.join(x & 15, x >> 4).reshape(x.shape[0], 2 * x.shape[1]).to(tl.int8)
     elif A.decodes == "float8_e4m3fn":
-        bits = x.to(tl.uint16)
-        values = (((bits & 128) << 8) | ((bits & 127) << 7)).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-        return tl.where((bits & 127) == 127, float("nan"), values)
+        return _float8_e4m3fn(x)
     else:
         both = tl.join(x & 15, x >> 4).reshape(x.shape[0], 2 * x.shape[1]).to(tl.uint16)
         return (((both & 8) << 12) | ((both & 7) << 9)).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+
+
+@_jit
+def _float8_e4m3fn(x):
+    """The numbers in float32 whose bits are the bytes `x`."""
+    bits = x.to(tl.uint16)
+    values = (((bits & 128) << 8) | ((bits & 127) << 7)).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    return tl.where((bits & 127) == 127, float("nan"), values)
 
 
 @_jit
@@ -553,9 +572,9 @@ def _add(total, x, y, x_scales, y_scales, rest, X: tl.constexpr, Y: tl.constexpr
             x, tl.trans(y), input_precision=DOT.precision, max_num_imprecise_acc=DOT.longest_sum, out_dtype=OUT_DTYPE
         ).to(tl.float32)
         if X.applied_to == "step":
-            part *= tl.load(x_scales[0] + x_scales[1] // X.k_block * X.k_stride)[:, None]
+            part *= _load_floats(x_scales[0] + x_scales[1] // X.k_block * X.k_stride, X.decodes)[:, None]
         if Y.applied_to == "step":
-            part *= tl.load(y_scales[0] + y_scales[1] // Y.k_block * Y.k_stride)[None, :]
+            part *= _load_floats(y_scales[0] + y_scales[1] // Y.k_block * Y.k_stride, Y.decodes)[None, :]
         return total + part
     elif x.dtype.is_fp8():
         return total + tl.dot(x, tl.trans(y), max_num_imprecise_acc=DOT.longest_sum)

@@ -62,6 +62,8 @@ from ragged.product.operands import Call, KernelOperand, Operand, Operands
 _UNITS = {name: known.tpu for name, known in FORMATS.items()}
 _TAKES = (*KERNELS, "scales", "offset", "batch", "existing", "bias", "up", "up_bias")
 _TAKES += ("grouped_matmul with an epilogue", "batched_matmul with an epilogue")
+_SMALL_BLOCK = 16
+"""The extents of small blocks along the contracted letter are multiples of this."""
 _PRECISIONS = ("none", "default", "high", "highest", "bfloat16", "float32", "fastest")
 
 
@@ -143,15 +145,18 @@ def run(launch: Launch, x: Operands) -> Any:
 
 
 def _with_levels(call: Call, x: Operands) -> Operands:
-    """`x`, with two levels of scales merged unless the kernel multiplies sums by the second level.
+    """`x`, with scales in float32 and in one level, unless the kernel reads 8 bits, and multiplies sums by the second
+    level.
 
-    It does so for 4-bit floats if the contracted dim isn't ragged. Times the first level, they are exact in bfloat16.
+    It does so if the contracted dim isn't ragged; with two levels, for 4-bit floats. Times the first level, these are
+    exact in bfloat16.
     """
 
     def merged(operand: Any) -> Any:
         if operand is None or operand.scales is None:
             return operand
-        is_kept = operand.data.dtype == jnp.float4_e2m1fn and call.product.kernel in has_levels
+        is_fp4 = operand.data.dtype == jnp.float4_e2m1fn
+        is_kept = (is_fp4 or operand.scales.tensor is None) and call.product.kernel in has_levels
         return operand if is_kept else operand._replace(scales=operand.scales.whole)
 
     has_levels = "grouped_matmul", "batched_matmul"
@@ -213,8 +218,9 @@ def _misaligned(tile: dict[str, int], call: Call, x: Operands) -> Refusal | None
     extents = dict.fromkeys("mkn", 0)
     for letters, shape in call.buffers(x):
         extents |= {letter: max(extents[letter], n) for letter, n in zip(letters, shape[-2:], strict=True)}
-    dtypes = (jnp.dtype(lhs.dtype), jnp.dtype(rhs.dtype), jnp.dtype(call.dtype))
-    return tiles.refuse(tile, extents, p.ragged, dtypes)
+    arrays = (p.lhs, lhs.dtype), (p.rhs, rhs.dtype), (p.out, call.dtype)
+    dtypes = {x: tuple(jnp.dtype(dtype) for letters, dtype in arrays if x in letters) for x in p.ragged}
+    return tiles.refuse(tile, extents, dtypes)
 
 
 def _illegal(
@@ -252,7 +258,9 @@ def _details(call: Call, x: Operands, chip: tiles.Chip) -> Details:
     # The mode "step" requires blocks of a multiple of 128 lanes (in a wgrad, rows).
     modes = scale_modes(call, x, tiles.LANES)
     scaled_dtype = _scaled_dtype(a, b, modes)
-    if scaled_dtype == jnp.bfloat16:  # scaling tiles in bfloat16 is faster than scaling each step's product
+    if kind == "rows" and b.letters[1] == k and _has_few_rows(call, x) and _has_small_blocks(a, b, k):
+        modes = scale_modes(call, x, _SMALL_BLOCK)
+    elif scaled_dtype == jnp.bfloat16:  # scaling tiles in bfloat16 is faster than scaling each step's product
         modes = scale_modes(call, x, None)
     blocks = [] if kind == "groups" or "tile" in modes else [operand.block(k) or 0 for operand in (a, b)]
     # Integers of 8 bits minus zero points of 8 bits are exact in bfloat16.
@@ -278,7 +286,31 @@ def _details(call: Call, x: Operands, chip: tiles.Chip) -> Details:
         instructions=call.epilogue.instructions if call.epilogue else 0,
         columns=call.columns,
     )
-    return Details(problem, modes, math.gcd(*blocks) or None)
+    # Before v6e, vector units have no bfloat16.
+    scaled = problem.dot.lhs if chip.generation >= 6 else jnp.dtype(jnp.float32)
+    return Details(problem, modes, math.gcd(*blocks) or None, scaled)
+
+
+def _has_few_rows(call: Call, x: Operands) -> bool:
+    """Whether a group has, on average, at most the rows of the smallest tile, as in decoding.
+
+    Then scaling the products of small blocks takes less time than scaling matrices whose blocks lie along lanes. See
+    `tpu_scales.block_products`.
+    """
+    a, b = call.kernel_operands(x)
+    return call.shape[-2] <= tiles.sublanes(a.data.dtype, call.dtype) * b.data.shape[-3]
+
+
+def _has_small_blocks(a: KernelOperand, b: KernelOperand, contracted: str) -> bool:
+    """Whether operands have scales for each row or column, in blocks of which some number is a whole number of lanes,
+    along the contracted letter."""
+    scaled = [each for each in (a, b) if each.scales is not None and each.block(contracted) is not None]
+    return bool(scaled) and all(
+        operand.block(next(letter for letter in operand.letters if letter != contracted)) == 1
+        and (operand.block(contracted) or 0) % _SMALL_BLOCK == 0
+        and (tiles.LANES % (operand.block(contracted) or 1)) * ((operand.block(contracted) or 0) % tiles.LANES) == 0
+        for operand in scaled
+    )
 
 
 def _scaled_dtype(a: KernelOperand, b: KernelOperand, modes: tuple[str, str]) -> Any:
@@ -301,12 +333,13 @@ def _grouped(launch: Launch, x: Operands) -> Any:
     m, n, num_local = problem.rows, problem.b, problem.groups
     starts, ends = segments(x.sizes[letter], m, x.offset, num_local)
     by_row, a_scales = a.block(letter) is not None, a.scales
+    is_whole = launch.config.along(problem.letters)[1] >= problem.a
     if a_scales is not None and not by_row:
         a_scales = tpu_scales.local_scales(a_scales, x.offset, num_local)
     matrices = _matrices(b, x, call.num_products)
     scales = (
-        tpu_scales.arrange(a_scales, 0, m, first=True, ndim=3 if by_row else 4),
-        *(tpu_scales.arrange(each.scales, 1 - b.axis(contracted), n, first=False, ndim=4) for each in matrices),
+        tpu_scales.arrange(a_scales, 0, m, True, ndim=3 if by_row else 4),
+        *(tpu_scales.arrange(each.scales, 1 - b.axis(contracted), n, False, 4, is_whole) for each in matrices),
     )
     zeros = tuple(_zeros(each, 1 - b.axis(contracted), n) for each in matrices)
     kernel = Kernel(launch, scales, zeros[0])
@@ -366,7 +399,7 @@ def _zeros(matrix: Operand, outer_axis: int, outer: int) -> tpu_scales.Blocks | 
     """Zero points of matrices, arranged as `arrange` does scales."""
     scales = matrix.scales
     zeros = None if scales is None or scales.zeros is None else replace(scales, values=scales.zeros)
-    return tpu_scales.arrange(zeros, outer_axis, outer, first=False, ndim=4)
+    return tpu_scales.arrange(zeros, outer_axis, outer, False, 4)
 
 
 def _biases(x: Operands, count: int) -> tuple[Array | None, ...]:
@@ -701,9 +734,10 @@ def _batched(launch: Launch, operands: Operands) -> Any:
     x_operand, y_operand = call.kernel_operands(operands)
     (row, column), contracted, leading = call.product.out, call.product.contracted, call.batch(operands)
     matrices, problem = _matrices(y_operand, operands, call.num_products), launch.details.tiled
+    is_whole = launch.config.along(problem.letters)[1] >= problem.a
     scales = (
-        tpu_scales.arrange(x_operand.scales, x_operand.axis(row), problem.rows, first=True, ndim=4),
-        *(tpu_scales.arrange(y.scales, y_operand.axis(column), problem.b, first=False, ndim=4) for y in matrices),
+        tpu_scales.arrange(x_operand.scales, x_operand.axis(row), problem.rows, True, 4),
+        *(tpu_scales.arrange(y.scales, y_operand.axis(column), problem.b, False, 4, is_whole) for y in matrices),
     )
     zeros = tuple(_zeros(each, y_operand.axis(column), problem.b) for each in matrices)
     kernel = Kernel(launch, scales, zeros[0])

@@ -31,7 +31,8 @@ class Details(NamedTuple):
 
     tiled: Problem
     modes: tuple[str, str]  # see `scale_modes`
-    lanes: int | None  # in the mode "step", extent of the scaled steps, a multiple of 128; else None
+    lanes: int | None  # in the mode "step", extent of the scaled steps, a multiple or a divisor of 128; else None
+    scaled: Any  # dtype in which tiles are multiplied by scales, in the mode "tile"
 
     def config(self, tile: tuple[int, int, int], buffers: int) -> TpuConfig:
         """The configuration with a tile `(rows, a, b)`. `a` is rounded up to whole steps that are scaled."""
@@ -165,7 +166,8 @@ class Kernel:
             if self.zeros is not None:
                 dtype = self.problem.dot.rhs
                 tile = tile.astype(dtype) - self.of_tile(scales.zeros, 1, self.zeros, column, begin, tile, dtype)
-            yield self.multiply(x, tile, x_scales, scales.values, column, begin)
+            values = None if scales.values is None else tpu_scales.floats(scales.values)
+            yield self.multiply(x, tile, x_scales, values, column, begin)
 
     def of_tile(
         self, ref: Any, operand: int, blocks: Blocks, column: Any, begin: Any, tile: Array, dtype: Any
@@ -193,7 +195,7 @@ class Kernel:
         refs, axes, blocks = (x_scales, y_scales), self.contracted, (self.scales[0], self.scales[1])
         if self.lanes is not None:
             return tpu_scales.block_products(self.dot, (x, y), axes, refs, blocks, self.lanes, begin)
-        scaled, dtype = [], self.problem.dot.lhs
+        scaled, dtype = [], self.launch.details.scaled
         for operand, (tile, ref, each) in enumerate(zip((x, y), refs, blocks, strict=True)):
             if each is not None and each.extent is not None:
                 tile = tile.astype(dtype) * self.of_tile(ref, operand, each, column, begin, tile, dtype)
@@ -223,7 +225,7 @@ class Kernel:
             )
             return self.rescale(total, *refs)
         x, y = (
-            tpu_scales.scale_rows(operand, rows, ref, blocks, start, self.problem.dot.lhs)
+            tpu_scales.scale_rows(operand, rows, ref, blocks, start, self.launch.details.scaled)
             for operand, ref, blocks, start in zip(operands, refs, self.scales, starts, strict=True)
         )
         total = self.dot(in_group(x, rows.start), in_group(y, rows.start))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
@@ -25,27 +26,48 @@ class Blocks(NamedTuple):
     the blocks along the contracted axis.
     """
 
-    values: Array  # float32 [..., outer, blocks] for the first operand, [..., blocks, outer] for the second
+    # float32 [..., outer, blocks] for the first operand; [..., blocks, outer] for the second, or 8 bits: see `floats`.
+    values: Array
     extent: int | None  # of a block along the contracted axis; None for the whole axis
     width: int = 1  # of a block along the outer axis
 
 
-def arrange(scales: Scales | None, outer_axis: int, outer: int, first: bool, ndim: int) -> Blocks | None:
+def arrange(
+    scales: Scales | None, outer_axis: int, outer: int, first: bool, ndim: int, keeps_bits: bool = False
+) -> Blocks | None:
     """Arranges scales `[..., p, q]` for a kernel. `outer_axis`: 0 for `p`, 1 for `q`. `outer`: its extent.
 
     `first`: whether they are of the kernel's first operand. `ndim`: number of axes of the result, with a batch axis in
-    front.
+    front. `keeps_bits`: whether scales of 8 bits for each block along the contracted axis stay as they are.
     """
     if scales is None:
         return None
     values, width, extent = scales.values, scales.block[outer_axis] or 1, scales.block[1 - outer_axis]
+    if not keeps_bits or extent is None:
+        values = values.astype(jnp.float32)
+    elif values.dtype == jnp.float8_e8m0fnu:
+        values = lax.bitcast_convert_type(values, jnp.uint8)
     values = values if outer_axis == 0 else values.mT  # [..., outer, blocks]
     # Scales of other wide blocks, which are short along the contracted axis, are repeated in the kernel: repeated in
     # memory, they would take as many bytes as the operand, or more.
     if width > 1 and (first or extent is None or extent >= 32):
         values, width = jnp.repeat(values, width, axis=-2)[..., :outer, :], 1
     values = values if values.ndim == ndim else values[None]
-    return Blocks((values if first else values.mT).astype(jnp.float32), extent, width)
+    return Blocks(values if first else values.mT, extent, width)
+
+
+def floats(ref: Any) -> Any:
+    """Scales in float32: the ref itself, or an array of those in 8 bits. uint8 are the bits of float8_e8m0fnu."""
+    if ref.dtype == jnp.float32:
+        return ref
+    if ref.dtype != jnp.uint8:
+        return ref[...].astype(jnp.float32)
+    exponent = ref[...].astype(jnp.int32)
+    bits = jnp.where(exponent == 255, _NAN, jnp.maximum(exponent << 23, _SMALLEST))
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+_NAN, _SMALLEST = np.int32(0x7FC00000), np.int32(1 << 22)  # bits in float32; the smallest float8_e8m0fnu is 2**-127
 
 
 def fetched(blocks: Blocks | None, axis: int, width: int, index: Callable[..., Any]) -> Input | None:
@@ -144,25 +166,42 @@ def block_products(
     """The product of two tiles, a sum of products of `lanes` elements along the contracted axes, each times its scales.
 
     `axes`: the tiles' contracted axes. `start`: the tiles' first element along them.
+
+    A dot of fewer than 128 lanes wouldn't fill the matrix unit. So a dot of 128 multiplies several copies of the first
+    tile, one below the other, each with zeros outside of the lanes of one step: [copies * rows, 128] @ [128, columns].
     """
-    total = None
-    for at in range(0, tiles[0].shape[axes[0]], lanes):
-        parts = (lax.slice_in_dim(x, at, min(at + lanes, x.shape[i]), axis=i) for x, i in zip(tiles, axes, strict=True))
-        product = dot(*parts).astype(jnp.float32)
-        for ref, scales, axis in zip(refs, blocks, (1, 0), strict=True):
-            if scales is not None and scales.extent is not None:
-                product *= _pick(ref, (start + at) // scales.extent, axis)
-        total = product if total is None else total + product
+    (x, y), total = tiles, None
+    copies = max(LANES // lanes, 1)
+    rows, extent = x.shape[1 - axes[0]], x.shape[axes[0]]
+    for at in range(0, extent, copies * lanes):
+        end = min(at + copies * lanes, extent)
+        part = lax.slice_in_dim(x, at, end, axis=axes[0])
+        if copies > 1:
+            step = lax.broadcasted_iota(jnp.int32, part.shape, axes[0]) // lanes
+            wide = (
+                part.astype(jnp.float32) if part.dtype == jnp.bfloat16 else part
+            )  # vector units of v5e have no bfloat16
+            each = [jnp.where(step == i, wide, jnp.zeros_like(wide)) for i in range(-(-(end - at) // lanes))]
+            part = jnp.concatenate(each, axis=1 - axes[0]).astype(part.dtype)
+        product = dot(part, lax.slice_in_dim(y, at, end, axis=axes[1])).astype(jnp.float32)
+        for i in range(product.shape[0] // rows):
+            scaled = lax.slice_in_dim(product, i * rows, (i + 1) * rows, axis=0)
+            for ref, scales, axis in zip(refs, blocks, (1, 0), strict=True):
+                if scales is not None and scales.extent is not None:
+                    scaled *= _pick(ref, (start + at + i * lanes) // scales.extent, axis)
+            total = scaled if total is None else total + scaled
     assert total is not None
     return total
 
 
 def _pick(ref: Any, index: Any, axis: int) -> Array:
-    """Entry `index` along `axis`, which remains with extent 1."""
+    """Entry `index` along `axis`, which remains with extent 1. The last one past the end, where a tile has zeros."""
+    last = ref.shape[axis] - 1
+    index = min(index, last) if isinstance(index, int) else jnp.minimum(index, last)
+    if isinstance(index, int):
+        return ref[index : index + 1, :] if axis == 0 else ref[:, index : index + 1]
     if axis == 0:
         return ref[pl.ds(index, 1), :]
-    if isinstance(index, int):
-        return ref[:, index : index + 1]
     lane = lax.broadcasted_iota(jnp.int32, ref.shape, 1)
     return jnp.sum(jnp.where(lane == index, ref[...], 0.0), axis=1, keepdims=True)
 

@@ -321,7 +321,7 @@ def _tiling_problem(call: Call, x: Operands, on: Chip) -> "_TilingProblem":
     for letters, rows in zip(axes, (operands["lhs"].shape[1], operands["rhs"].shape[1], shape[0]), strict=True):
         capacity[letters[0]] = min(rows, capacity.get(letters[0], rows))
     first, second = (jnp.dtype(jnp.float32) if in_tile else x.dtype for _, _, x in pair)
-    dot = units.dot(first, second, on)
+    dot = units.dot(first, second, on._replace(mixed=()))  # tiles are shifted in float32, or all as integers
     if in_tile and all(x.dtype.itemsize == 1 for x in operands.values()):
         precision = lax.Precision.HIGHEST  # scaled tiles need all bits of float32
     # 8-bit operands of the dot are shifted as integers, which keeps their bits.

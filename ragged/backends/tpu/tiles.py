@@ -25,6 +25,7 @@ class Chip(NamedTuple):
     flops: float  # per second, bfloat16
     bandwidth: float  # bytes per second
     narrow: tuple[tuple[str, float], ...] = ()  # (dtype, operations per second) of 8-bit and narrower formats
+    mixed: tuple[tuple[str, str], ...] = ()  # dtypes of operands, bfloat16 and an 8-bit float, that need no cast
 
     def rate(self, dtype: Any) -> float | None:
         """Operations per second on operands of this dtype; None if the matrix units don't support it."""
@@ -35,14 +36,16 @@ class Chip(NamedTuple):
 def chip(device: tuple[str, int] | None) -> Chip:
     """The chip of `Target.device`, such as `("TPU v6 lite", 1)`; if unknown, one that suits all generations."""
     if device is None:
-        return chip(DEFAULT_TPU)._replace(vmem=12 << 20, narrow=())
+        return chip(DEFAULT_TPU)._replace(vmem=12 << 20, narrow=(), mixed=())
     kind = AbstractDevice(*device, "tpu")
     try:
         with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=kind)):
             info = pltpu.get_tpu_info()
     except ValueError:
         return chip(None)
-    rates = dict.fromkeys(("float8_e4m3fn", "float8_e4m3b11fnuz", "float8_e5m2"), info.fp8_ops_per_second)
+    floats = "float8_e4m3fn", "float8_e4m3b11fnuz", "float8_e5m2"
+    pairs = [pair for name in floats for pair in (("bfloat16", name), (name, "bfloat16"))]
+    rates = dict.fromkeys(floats, info.fp8_ops_per_second)
     rates |= {"int8": info.int8_ops_per_second, "int4": info.int4_ops_per_second}
     # A quarter of VMEM is left for scales and the compiler.
     return Chip(
@@ -53,6 +56,7 @@ def chip(device: tuple[str, int] | None) -> Chip:
         info.bf16_ops_per_second,
         info.mem_bw_bytes_per_second,
         tuple((name, rate) for name, rate in rates.items() if rate and info.is_matmul_supported(name, name)),
+        tuple(pair for pair in pairs if info.is_matmul_supported(*pair)),
     )
 
 
@@ -75,18 +79,19 @@ def block_bytes(rows: int, columns: int, dtype: Any) -> int:
     return round_up(rows, sublanes(dtype)) * round_up(columns, LANES) * jax.dtypes.itemsize_bits(dtype) // 8
 
 
-def refuse(tile: dict[str, int], extents: dict[str, int], ragged: str, dtypes: tuple[Any, ...]) -> Refusal | None:
+def refuse(tile: dict[str, int], extents: dict[str, int], dtypes: dict[str, tuple[Any, ...]]) -> Refusal | None:
     """`Refusal` if a tile size is illegal, with the nearest legal tiling as hint; else None.
 
-    A tile must be a multiple of the dtypes' sublanes along a ragged letter, of 128 along others, or the whole extent.
+    `dtypes`: for each ragged letter, the dtypes of the arrays that have it. A tile must be a multiple of their sublanes
+    along a ragged letter, of 128 along others, or the whole extent.
     """
-    unit = {letter: sublanes(*dtypes) if letter in ragged else LANES for letter in tile}
+    unit = {letter: sublanes(*dtypes[letter]) if letter in dtypes else LANES for letter in tile}
     near = {x: t if t >= extents[x] or t % unit[x] == 0 else round_up(t, unit[x]) for x, t in tile.items()}
     wrong = next((letter for letter in tile if near[letter] != tile[letter]), None)
     if wrong is None:
         return None
-    names = ", ".join(jnp.dtype(d).name for d in dict.fromkeys(dtypes))
-    what = f"the sublanes of {names}" if wrong in ragged else "the lanes"
+    names = ", ".join(jnp.dtype(d).name for d in dict.fromkeys(dtypes.get(wrong, ())))
+    what = f"the sublanes of {names}" if wrong in dtypes else "the lanes"
     return Refusal(
         f"tile_{wrong}={tile[wrong]} must be a multiple of {unit[wrong]} ({what}), or the whole extent "
         f"{extents[wrong]}, on a TPU.",
@@ -122,7 +127,9 @@ class Problem(NamedTuple):
     def units(self) -> tuple[int, int, int]:
         """The unit of tiles along each extent: a tile is a multiple of it, or the whole extent."""
         # Without a ragged letter, an operand may have the rows along its lanes.
-        return LANES if self.kind == "batched" else sublanes(*self.dtypes), LANES, LANES
+        first, second, result = self.dtypes
+        packed = {"rows": (first, result), "groups": (first, second)}  # dtypes of the arrays that have rows
+        return sublanes(*packed[self.kind]) if self.kind in packed else LANES, LANES, LANES
 
 
 def vmem(problem: Problem, tile: tuple[int, int, int]) -> int:
@@ -250,8 +257,8 @@ def _seconds(p: Problem, tile: tuple[int, int, int], on: Chip) -> float:
     busy = computed * max(1.0, on.mxu / min(rows, per_group))
     # Integers have the rate of bfloat16 here. With their own, higher rate, smaller tiles would seem as fast; in the
     # simulator, they are slower.
-    rate = None if jnp.issubdtype(p.dot.lhs, jnp.integer) else on.rate(p.dot.lhs)
-    compute = 2 * p.products * busy * round_up(a, LANES) * round_up(b, LANES) / (rate or on.flops) / visits
+    rates = [on.rate(dtype) or on.flops for dtype in (p.dot.lhs, p.dot.rhs) if jnp.issubdtype(dtype, jnp.floating)]
+    compute = 2 * p.products * busy * round_up(a, LANES) * round_up(b, LANES) / min(rates or [on.flops]) / visits
     # An activation's instructions run in parallel with the matrix units.
     compute = max(compute, computed * round_up(b, LANES) * p.instructions / _VECTOR / tiles_a / visits)
     compute += _STEP[p.kind]

@@ -10,19 +10,24 @@ value, and other bits mean NaN:
     e4m3fn             2**-9   1       448     nan     -0      nan
     e4m3b11fnuz × 16   2**-9   1       448     480     nan     -480
 
-The vector units don't have `float4_e2m1fn`. Its bits, moved up by one, are the bits of a `float8_e5m2` with the value
-divided by 2**14, which the vector units convert to bfloat16:
+TPUs don't have `float4_e2m1fn`. Its bits, moved up by one, are the bits of a `float8_e5m2` with the value divided by
+2**14, which matrix units multiply, and vector units convert:
 
     value           0.5            1              6
     float4_e2m1fn   0 00 1         0 01 0         0 11 1
     float8_e5m2     0 00000 10     0 00001 00     0 00011 10
+
+Beside floats, int4 is multiplied as `float8_e4m3fn`, whose bits without the sign, up to 16, are the value times 2**9.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
+from jax.experimental.pallas import tpu as pltpu
 
 from ragged.backends import base
 from ragged.backends.tpu.tiles import Chip
@@ -52,6 +57,7 @@ class Dot(NamedTuple):
         if x_axis == y_axis == 1 and y.shape[0] == 1:  # Pallas doesn't lower such a dot for narrow operands
             total = jnp.sum(x.astype(self.result) * y.astype(self.result), axis=1, keepdims=True)
             return total if self.factor == 1 else total * self.factor
+        factor = self.factor * _divisor(x, self.lhs) * _divisor(y, self.rhs)
         x, y = _cast(x, self.lhs), _cast(y, self.rhs)
         extent, total = x.shape[x_axis], None
         for begin in range(0, extent, self.longest or extent):
@@ -62,44 +68,79 @@ class Dot(NamedTuple):
             )
             total = part if total is None else total + part
         assert total is not None
-        factor = self.factor * 16.0 ** (self.lhs, self.rhs).count(_B11)
         return total if factor == 1 else total * factor
 
 
 def loaded(x: Array) -> Array:
-    """The tile `x`. 4-bit floats are converted to bfloat16, divided by 2**14."""
+    """The tile `x`. 4-bit floats are converted to float8_e5m2, divided by 2**14."""
     if x.dtype != _FP4:
         return x
-    bits = lax.bitcast_convert_type(x, jnp.int4).astype(jnp.int8)  # the upper five bits are the sign
-    bits = ((bits & jnp.int8(7)) << jnp.int8(1)) | (bits & jnp.int8(-128))
-    return lax.bitcast_convert_type(bits, jnp.float8_e5m2).astype(jnp.bfloat16)
+    numbers = lax.bitcast_convert_type(x, jnp.int4).astype(jnp.int8)  # the upper five bits are the sign
+    return _from_bytes(numbers, lambda fours: (fours << 1) & np.int32(0x8E8E8E8E - 2**32), jnp.float8_e5m2)
+
+
+def _from_bytes(x: Array, function: Callable[[Array], Array], dtype: Any) -> Array:
+    """Numbers of 8 bits whose bits are `function` of the bytes `x`. It gets int32 of four bytes, or of one, which it
+    must not mix: vector units have operations of 32 bits."""
+    if x.shape[0] % 4:
+        return lax.bitcast_convert_type(function(x.astype(jnp.int32)).astype(jnp.int8), dtype)
+    return lax.bitcast_convert_type(pltpu.bitcast(function(pltpu.bitcast(x, jnp.int32)), jnp.int8), dtype)
+
+
+def _sign_and_magnitude(fours: Array) -> Array:
+    """The bits of the float8_e4m3fn `x / 2**9` of int4 numbers `x`: up to 16, numbers of this dtype are equally far from
+    one another."""
+    sign = fours & np.int32(0x80808080 - 2**32)
+    one = lax.shift_right_logical(sign, np.int32(7))
+    return (fours ^ (sign - one)) + one
 
 
 def dot(lhs: Any, rhs: Any, on: Chip, stored: tuple[Any, ...] = ()) -> Dot:
     """The dot for operands of these dtypes, which are `loaded` from arrays of the dtypes `stored`.
 
-    Operands of the same dtype, or two 8-bit floats, aren't cast if the matrix units support them. Otherwise both are
-    cast to a dtype that has all their values. If the matrix units don't support int8, the compiler multiplies it as
-    bfloat16, and sums in float32, which is exact up to 2²⁴.
+    An operand isn't cast if the matrix units support its dtype beside that of the other one, or beside bfloat16 if the
+    other one can be cast to it. Beside a float, int4 counts as float8_e4m3fn. Otherwise both are cast to a dtype that
+    has all their values. If the matrix units don't support int8, the compiler multiplies it as bfloat16, and sums in
+    float32, which is exact up to 2²⁴.
     """
     factor = 2.0 ** (14 * sum(dtype == _FP4 for dtype in stored or (lhs, rhs)))
-    lhs, rhs = (jnp.dtype(jnp.bfloat16 if dtype == _FP4 else dtype) for dtype in (lhs, rhs))
-    floats = all(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1 for dtype in (lhs, rhs))
-    if lhs == rhs or floats:
-        native = [_B11 if d == jnp.float8_e4m3fn and on.rate(d) is None else d for d in (lhs, rhs)]
-        if all(on.rate(dtype) is not None for dtype in native):
-            return Dot(native[0], native[1], factor=factor)
-    common = compute_dtype(lhs, rhs)
+    lhs, rhs = (jnp.dtype(jnp.float8_e5m2 if dtype == _FP4 else dtype) for dtype in (lhs, rhs))
+    common = jnp.dtype(compute_dtype(lhs, rhs))
+    pair = _native(lhs, rhs, on), _native(rhs, lhs, on)
+    for first, second in (pair, (common, pair[1])):
+        alike = lhs == rhs or (_is_narrow_float(first) and _is_narrow_float(second))
+        if (alike and None not in (on.rate(first), on.rate(second))) or (first.name, second.name) in on.mixed:
+            return Dot(first, second, factor=factor)
     if common == jnp.int8 and on.rate(common) is None:
         bits = sum(jax.dtypes.itemsize_bits(dtype) - 1 for dtype in (lhs, rhs))  # a product is at most 2**bits
         return Dot(common, common, 2 ** (24 - bits))
     return Dot(common, common, factor=factor)
 
 
+def _native(dtype: Any, other: Any, on: Chip) -> Any:
+    """The dtype of the matrix units for an operand, beside an operand of dtype `other`."""
+    if dtype == jnp.float8_e4m3fn or (dtype == jnp.int4 and jnp.issubdtype(other, jnp.floating)):
+        return _B11 if on.rate(jnp.float8_e4m3fn) is None else jnp.dtype(jnp.float8_e4m3fn)
+    return dtype
+
+
+def _is_narrow_float(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1
+
+
+def _divisor(x: Array, dtype: Any) -> float:
+    """By what `_cast` divides."""
+    return (2.0**9 if x.dtype == jnp.int4 and _is_narrow_float(dtype) else 1.0) * (16.0 if dtype == _B11 else 1.0)
+
+
 def _cast(x: Array, dtype: Any) -> Array:
-    """`x` in `dtype`. For `float8_e4m3b11fnuz`, `x / 16`: the same bits as `float8_e4m3fn`, except for -0 and NaN."""
+    """`x` in `dtype`, divided by `_divisor`. `float8_e4m3b11fnuz` has the bits of `float8_e4m3fn`, except -0 and NaN."""
+    if x.dtype == dtype:
+        return x
+    if x.dtype == jnp.int4 and _is_narrow_float(dtype):
+        return _from_bytes(x.astype(jnp.int8), _sign_and_magnitude, dtype)
     if dtype != _B11:
-        return x if x.dtype == dtype else x.astype(dtype)
+        return x.astype(dtype)
     bits = lax.bitcast_convert_type(x, jnp.int8)
     is_nan = (bits & jnp.int8(0x7F)) == 0x7F
     bits = jnp.where(bits == -0x80, jnp.int8(0), jnp.where(is_nan, jnp.int8(-0x80), bits))
