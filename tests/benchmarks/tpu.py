@@ -182,7 +182,7 @@ def ours(
         wanted = epilogue_spec(*epilogue)._replace(columns=both)
     call = Call(letters, out.shape, out.dtype, Options(tiling=tiling), out_batch=True, epilogue=wanted)
     sizes = {letters.ragged: jax.ShapeDtypeStruct((G,), jnp.int32)}
-    kernel, tile_ = scheduled(call, Operands(*operands, sizes, epilogue=Epilogue(up=up)), ROWS, device)
+    kernel, tile_ = scheduled(call, Operands(operands[0], operands[1], sizes, epilogue=Epilogue(up=up)), ROWS, device)
     counts = call.num_products, call.num_stored
     copied = wgrad(kernel.function, tile_, dtypes) if is_wgrad else forward(kernel.function, tile_, dtypes, *counts)
     return kernel._replace(bytes=None if scaling else copied.bytes, macs=copied.macs)

@@ -302,15 +302,17 @@ def _has_few_rows(call: Call, x: Operands) -> bool:
 
 
 def _has_small_blocks(a: KernelOperand, b: KernelOperand, contracted: str) -> bool:
-    """Whether operands have scales for each row or column, in blocks of which some number is a whole number of lanes,
-    along the contracted letter."""
+    """Whether all blocks of scales are of one row or column, and `tpu_scales.block_products` supports their extent."""
+
+    def is_small(operand: KernelOperand) -> bool:
+        (outer,) = (letter for letter in operand.letters if letter != contracted)
+        extent = operand.block(contracted) or 1
+        fills = extent % _SMALL_BLOCK == 0 and (tiles.LANES % extent == 0 or extent % tiles.LANES == 0)
+        # Rows with zeros outside of a block would be multiplied by infinities there.
+        return operand.block(outer) == 1 and fills and operand.data.dtype != jnp.float8_e5m2
+
     scaled = [each for each in (a, b) if each.scales is not None and each.block(contracted) is not None]
-    return bool(scaled) and all(
-        operand.block(next(letter for letter in operand.letters if letter != contracted)) == 1
-        and (operand.block(contracted) or 0) % _SMALL_BLOCK == 0
-        and (tiles.LANES % (operand.block(contracted) or 1)) * ((operand.block(contracted) or 0) % tiles.LANES) == 0
-        for operand in scaled
-    )
+    return bool(scaled) and all(map(is_small, scaled))
 
 
 def _scaled_dtype(a: KernelOperand, b: KernelOperand, modes: tuple[str, str]) -> Any:

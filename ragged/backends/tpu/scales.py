@@ -16,6 +16,7 @@ from ragged.backends.base import dot
 from ragged.backends.tpu.pipeline import Input
 from ragged.backends.tpu.tiles import LANES
 from ragged.backends.tpu.units import loaded
+from ragged.core.formats import bits
 from ragged.core.scales import Scales
 
 
@@ -46,7 +47,7 @@ def arrange(
     if not keeps_bits or extent is None:
         values = values.astype(jnp.float32)
     elif values.dtype == jnp.float8_e8m0fnu:
-        values = lax.bitcast_convert_type(values, jnp.uint8)
+        values = bits(values, jnp.uint8)
     values = values if outer_axis == 0 else values.mT  # [..., outer, blocks]
     # Scales of other wide blocks, which are short along the contracted axis, are repeated in the kernel: repeated in
     # memory, they would take as many bytes as the operand, or more.
@@ -63,8 +64,8 @@ def floats(ref: Any) -> Any:
     if ref.dtype != jnp.uint8:
         return ref[...].astype(jnp.float32)
     exponent = ref[...].astype(jnp.int32)
-    bits = jnp.where(exponent == 255, _NAN, jnp.maximum(exponent << 23, _SMALLEST))
-    return lax.bitcast_convert_type(bits, jnp.float32)
+    values = jnp.where(exponent == 255, _NAN, jnp.maximum(exponent << 23, _SMALLEST))
+    return lax.bitcast_convert_type(values, jnp.float32)
 
 
 _NAN, _SMALLEST = np.int32(0x7FC00000), np.int32(1 << 22)  # bits in float32; the smallest float8_e8m0fnu is 2**-127
@@ -178,9 +179,8 @@ def block_products(
         part = lax.slice_in_dim(x, at, end, axis=axes[0])
         if copies > 1:
             step = lax.broadcasted_iota(jnp.int32, part.shape, axes[0]) // lanes
-            wide = (
-                part.astype(jnp.float32) if part.dtype == jnp.bfloat16 else part
-            )  # vector units of v5e have no bfloat16
+            # The vector units of v5e have no bfloat16.
+            wide = part.astype(jnp.float32) if part.dtype == jnp.bfloat16 else part
             each = [jnp.where(step == i, wide, jnp.zeros_like(wide)) for i in range(-(-(end - at) // lanes))]
             part = jnp.concatenate(each, axis=1 - axes[0]).astype(part.dtype)
         product = dot(part, lax.slice_in_dim(y, at, end, axis=axes[1])).astype(jnp.float32)

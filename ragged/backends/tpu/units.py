@@ -88,8 +88,10 @@ def _from_bytes(x: Array, function: Callable[[Array], Array], dtype: Any) -> Arr
 
 
 def _sign_and_magnitude(fours: Array) -> Array:
-    """The bits of the float8_e4m3fn `x / 2**9` of int4 numbers `x`: up to 16, numbers of this dtype are equally far from
-    one another."""
+    """The bits of the float8_e4m3fn `x / 2**9` of int4 numbers `x`.
+
+    Up to 16, numbers of float8_e4m3fn times 2**9 are equally far from one another.
+    """
     sign = fours & np.int32(0x80808080 - 2**32)
     one = lax.shift_right_logical(sign, np.int32(7))
     return (fours ^ (sign - one)) + one
@@ -134,7 +136,10 @@ def _divisor(x: Array, dtype: Any) -> float:
 
 
 def _cast(x: Array, dtype: Any) -> Array:
-    """`x` in `dtype`, divided by `_divisor`. `float8_e4m3b11fnuz` has the bits of `float8_e4m3fn`, except -0 and NaN."""
+    """`x` in `dtype`, divided by `_divisor`.
+
+    `float8_e4m3b11fnuz` has the bits of `float8_e4m3fn`, except for -0 and NaN.
+    """
     if x.dtype == dtype:
         return x
     if x.dtype == jnp.int4 and _is_narrow_float(dtype):

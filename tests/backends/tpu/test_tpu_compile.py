@@ -294,9 +294,9 @@ def test_default_tiles_are_legal_and_fit(device: tuple[str, int] | None) -> None
                 tile = tpu_tiling.choose(problem, chip)
                 assert tpu_tiling.vmem(problem, tile) <= chip.vmem
                 extents = dict(zip("mkn", (rows, a, b), strict=True))
-                ragged_letters = "" if kind == "batched" else "m"
+                packed = {"rows": {"m": (first, out)}, "groups": {"m": (first, second)}}.get(kind, {})
                 tiles = dict(zip("mkn", tpu_tiling.fit(problem, tile, chip), strict=True))
-                assert tpu_tiling.refuse(tiles, extents, ragged_letters, dtypes) is None
+                assert tpu_tiling.refuse(tiles, extents, packed) is None
 
 
 def test_a_tile_too_large_for_vmem_is_halved() -> None:
