@@ -8,6 +8,7 @@ Each combination is traced, and each of its products is planned for each device,
 """
 
 import itertools
+import json
 import sys
 from collections.abc import Callable, Iterable
 from functools import cache, partial
@@ -30,6 +31,7 @@ from tests.cases import LETTERS, NAMES
 
 PAGE = Path(__file__).parent.parent / "docs" / "support.md"
 WEIGHTS_PAGE = PAGE.with_name("quantisation.md")
+SERVED = PAGE.parent / "benchmarks" / "tpu-served.json"
 GROUPS, CAPACITY, EXTENT = 4, 1024, 256
 
 PLATFORMS = {
@@ -326,7 +328,9 @@ WEIGHTS: dict[str, tuple[str, Any, bool]] = {  # stored as `[g, out, in]`: the d
 
 
 def weights() -> str:
-    """A table of weights in few bits, multiplied by bfloat16 in a forward product: their size, and what kernels do."""
+    """A table of weights in few bits, multiplied by bfloat16 in a forward product: their size, what kernels do, and their
+    simulated time on TPUs, for weights stored as `[in, out]` and `[out, in]`, divided by the time of the bytes.
+    """
 
     def told(launch: Launch) -> str:
         details: Any = launch.details
@@ -337,7 +341,18 @@ def weights() -> str:
         dtype = jnp.dtype(details.tiled.dot.lhs if is_tpu else details.dot.dtype).name
         return f"{dtype}, {({'total': 'sum', 'step': 'product', 'tile': 'weight'})[mode]}"
 
-    lines = ["| weights | bits | TPUs | GPUs |", "|---|---|---|---|"]
+    rows = {(row["kernel"], row["generation"]): row for row in json.loads(SERVED.read_text())["rows"]}
+
+    def time(name: str, order: str, chip: str) -> str:
+        row = rows[f"served {name}, {order}", chip]
+        return f"{row['time / least']:.2f}" if row["status"] == "ok" else "–"
+
+    times = {
+        name: [f"{time(name, '[in, out]', chip)}, {time(name, '[out, in]', chip)}" for chip in _TPUS]
+        for name in ("bfloat16", *WEIGHTS)
+    }
+    lines = [f"| weights | bits | TPUs | GPUs | {' | '.join(_TPUS)} |", "|---|---|---|---" + "|---" * len(_TPUS) + "|"]
+    lines += [f"| `bfloat16` | 16 | bfloat16 | bfloat16 | {' | '.join(times['bfloat16'])} |"]
     x = GroupedTensor(jax.ShapeDtypeStruct((CAPACITY, 2048), jnp.bfloat16), jax.ShapeDtypeStruct((8,), jnp.int32))
     for name, (dtype, scaling, symmetric) in WEIGHTS.items():
         quantize = partial(ragged.quantize, dtype=dtype, scaling=scaling, symmetric=symmetric)
@@ -346,7 +361,8 @@ def weights() -> str:
         on = planned(lambda x, w: ragged.matmul(x, w.mT).data, (x, w), DEVICES, told)
         cells = [{on[device] for device in devices} for devices in (_TPUS, PLATFORMS["triton_gpu"])]
         assert all(len(cell) == 1 for cell in cells), (name, on)
-        lines += [f"| {name} | {total / w.data.size:.2f} | {' | '.join(cell for (cell,) in cells)} |"]
+        row = [name, f"{total / w.data.size:.2f}", *(cell for (cell,) in cells), *times[name]]
+        lines += [f"| {' | '.join(row)} |"]
     return "\n".join(lines)
 
 
