@@ -258,7 +258,8 @@ def _details(call: Call, x: Operands, chip: tiles.Chip) -> Details:
     # The mode "step" requires blocks of a multiple of 128 lanes (in a wgrad, rows).
     modes = scale_modes(call, x, tiles.LANES)
     scaled_dtype = _scaled_dtype(a, b, modes)
-    if kind == "rows" and b.letters[1] == k and _has_few_rows(call, x) and _has_small_blocks(a, b, k):
+    has_few_rows = kind == "rows" and _has_few_rows(call, x)
+    if has_few_rows and b.letters[1] == k and _has_small_blocks(a, b, k):
         modes = scale_modes(call, x, _SMALL_BLOCK)
     elif scaled_dtype == jnp.bfloat16:  # scaling tiles in bfloat16 is faster than scaling each step's product
         modes = scale_modes(call, x, None)
@@ -286,15 +287,15 @@ def _details(call: Call, x: Operands, chip: tiles.Chip) -> Details:
         instructions=call.epilogue.instructions if call.epilogue else 0,
         columns=call.columns,
     )
-    # Before v6e, vector units have no bfloat16.
-    scaled = problem.dot.lhs if chip.generation >= 6 else jnp.dtype(jnp.float32)
+    # Before v6e, vector units have no bfloat16. It is slower there, except in a loop over many rows.
+    scaled = jnp.dtype(jnp.float32) if has_few_rows and chip.generation < 6 else problem.dot.lhs
     return Details(problem, modes, math.gcd(*blocks) or None, scaled)
 
 
 def _has_few_rows(call: Call, x: Operands) -> bool:
     """Whether a group has, on average, at most the rows of the smallest tile, as in decoding.
 
-    Then scaling the products of small blocks takes less time than scaling matrices whose blocks lie along lanes. See
+    Then scaling the products of small blocks takes less time than scaling matrices whose blocks lie along lanes: see
     `tpu_scales.block_products`.
     """
     a, b = call.kernel_operands(x)
