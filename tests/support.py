@@ -328,8 +328,8 @@ WEIGHTS: dict[str, tuple[str, Any, bool]] = {  # stored as `[g, out, in]`: the d
 
 
 def weights() -> str:
-    """A table of weights in few bits, multiplied by bfloat16 in a forward product: their size, what kernels do, and their
-    simulated time on TPUs, for weights stored as `[in, out]` and `[out, in]`, divided by the time of the bytes.
+    """A table of weights in few bits, multiplied by bfloat16 in a forward product: their size, what kernels do, and
+    their simulated time on TPUs, for weights stored as `[in, out]` and `[out, in]`, divided by the time of the bytes.
     """
 
     def told(launch: Launch) -> str:

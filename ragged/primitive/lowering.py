@@ -19,7 +19,6 @@ from ragged.backends.base import DEFAULT_TPU, Launch, Refusal, Target, Work
 from ragged.core.errors import MAX_ROWS, Site
 from ragged.core.formats import accumulator_dtype
 from ragged.core.offsets import element_mask, known_offsets
-from ragged.core.scales import Scales
 from ragged.primitive import moved_rows
 from ragged.product.config import CONFIG_TYPES, Configs
 from ragged.product.operands import Call, Index, Operands, Options
@@ -34,7 +33,6 @@ class Backend(NamedTuple):
     install: str = ""  # arguments of `pip install` for that package
     runs_anywhere: bool = False  # runs on all platforms without being interpreted
     gathers: tuple[str, ...] = ()  # kernels that gather the rows of `lhs` by an index
-    two_levels: bool = False  # supports `Scales` of two levels
     has_epilogues: bool = True  # some kernel applies an `EpilogueSpec`
     whole_blocks: bool = True  # its kernels need groups that begin at multiples of the blocks of scales
     in_exports: bool = False  # its kernels can be exported if the caller names the backend
@@ -52,14 +50,13 @@ class Backend(NamedTuple):
 
 BACKENDS = {
     "xla": Backend("ragged.backends.xla.backend", "cpu", runs_anywhere=True, has_epilogues=False, whole_blocks=False),
-    "pallas_tpu": Backend("ragged.backends.tpu.backend", "tpu", two_levels=True),
+    "pallas_tpu": Backend("ragged.backends.tpu.backend", "tpu"),
     "triton_gpu": Backend(
         "ragged.backends.gpu.backend",
         "cuda",
         package="triton",
         install="'jax-ragged[cuda]'",
         gathers=("grouped_matmul", "transposed_grouped_matmul"),
-        two_levels=True,
         in_exports=True,
     ),
 }
@@ -163,22 +160,16 @@ def work_of(launch: Launch, x: Operands) -> Work:
 def supported_form(backend: str, call: Call, x: Operands) -> Operands:
     """The operands in the form that a backend supports.
 
-    Unless the backend's entry in `BACKENDS` says otherwise, groups are moved to multiples of blocks of scales, two
-    levels of scales are merged, and gathered rows of `lhs` are copied.
+    Unless the backend's entry in `BACKENDS` says otherwise, groups are moved to multiples of blocks of scales, and
+    gathered rows of `lhs` are copied.
     """
     p, properties = call.product, BACKENDS[backend]
     if properties.whole_blocks:
         x = moved_rows.in_blocks(x, p)
-    if not properties.two_levels:
-        x = jax.tree.map(lambda each: each.whole if _is_scales(each) else each, x, is_leaf=_is_scales)
     # Kernels gather only their first operand, which has the first letter of `out`.
     if x.gather is None or p.kernel not in properties.gathers or p.out[0] not in p.lhs:
         return moved_rows.dispatched(x)
     return x._replace(gather=Index(x.gather.source, None))
-
-
-def _is_scales(x: Any) -> bool:
-    return isinstance(x, Scales)
 
 
 def _aval(array: Any) -> jax.ShapeDtypeStruct:

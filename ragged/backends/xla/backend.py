@@ -26,9 +26,11 @@ from ragged.backends.base import (
     is_empty,
     spans,
 )
+from ragged.backends.xla.narrow import matrices as narrow_matrices
+from ragged.backends.xla.narrow import multiply as narrow_product
 from ragged.core.formats import AnyArray, accumulator_dtype, compute_dtype
 from ragged.core.offsets import group_offsets, segments
-from ragged.core.scales import Scales, dequantized
+from ragged.core.scales import dequantized
 from ragged.product.config import XlaConfig
 from ragged.product.operands import Call, Operand, Operands
 
@@ -97,7 +99,7 @@ def _without_scales(launch: Launch, x: Operands) -> tuple[Launch, Operands]:
         # In the loop, each matrix has its own scales, or all share them.
         if scales is None or (in_loop and math.prod(scales.values.shape[:-2]) in (1, math.prod(data.shape[:-2]))):
             return operand
-        return Operand(dequantized(data, scales, x.sizes.get(letters[0]), dtype))
+        return Operand(dequantized(data, scales.whole, x.sizes.get(letters[0]), dtype))
 
     lhs, rhs = times_scales(x.lhs, call.product.lhs), times_scales(x.rhs, call.product.rhs)
     # Dequantised operands need all bits of float32.
@@ -145,13 +147,15 @@ def _ragged_extents(call: Call, x: Operands) -> dict[str, int]:
 
 def _tile_sizes(call: Call, x: Operands, tiling: dict[str, int] | None) -> dict[str, Any]:
     """Tile sizes of each ragged letter, at most those of `tiling`."""
-    p, (a, _) = call.product, call.kernel_operands(x)
+    p, (a, b) = call.product, call.kernel_operands(x)
     if len(p.ragged) == 1:
         m, largest = a.extent(p.ragged), tiling[p.ragged] if tiling else None
         flops, small_product, small_groups, large_groups = cost(call, x)["flops"], *_TILE_SIZES
         tile_sizes = large_groups
         if flops is not None and flops < 2**29:
             tile_sizes = small_product
+        elif isinstance(m, int) and m <= 8 * x.num_groups and b.data.dtype.itemsize == 1:
+            tile_sizes = _FEW_ROWS
         elif isinstance(m, int) and m <= 64 * x.num_groups:
             tile_sizes = small_groups
         if not isinstance(m, int):  # symbolic, under `jax.export`: `_padding` pads the buffer
@@ -381,9 +385,7 @@ def _grouped(launch: Launch, x: Operands) -> Array:
     tile_sizes = launch.config.along(letter)[0]
     rhs, is_stacked, padding = b.data.reshape(-1, *b.data.shape[-2:]), a.data.ndim > 2, _padding(m, tile_sizes)
     lhs = _padded(a.data.reshape(-1, a.data.shape[-1]), padding)
-    weight_dtype = rhs.dtype if b.scales is None else call.accumulator(x)
-    common = compute_dtype(lhs.dtype, weight_dtype)
-    accumulator = accumulator_dtype(common)
+    common, matrix_product = _matrix_product(call, x, rhs)
 
     def put(y: Array, at: Array, in_group: Array, out: Array) -> Array:
         old = _slice(out, at, y.shape[0])
@@ -391,14 +393,13 @@ def _grouped(launch: Launch, x: Operands) -> Array:
         return _put(out, jnp.where(in_group, _to_carry(y), old), at)
 
     def segment(start: Array, end: Array, matrix: Array, base: Array, out: Array) -> Array:
-        weight = _matrix(rhs, b.scales, matrix, weight_dtype).astype(common)
+        multiply = matrix_product(matrix)
 
         def visit(tile: int, start: Array, out: Array) -> Array:
             at, in_group = _window(m + padding, tile, start, end)
             x = _masked(_slice(lhs, at + base if is_stacked else at, tile), in_group).astype(common)
             x = _untransposed(x, elements * num_local)
-            y = dot(x, weight, (1, b.axis(contracted)), call.options.precision, accumulator)
-            return put(y, at + base, in_group, out)
+            return put(multiply(x), at + base, in_group, out)
 
         def step(carry: tuple[Array, Array]) -> tuple[Array, Array]:
             start, out = carry
@@ -442,24 +443,32 @@ def _grouped(launch: Launch, x: Operands) -> Array:
     return out if batch is None else out.reshape(batch, m, n)
 
 
+def _matrix_product(call: Call, x: Operands, rhs: Array) -> tuple[Any, Callable[[Array], Callable[[Array], Array]]]:
+    """The dtype in which rows are multiplied; and a function of an index, which returns the product with that matrix.
+
+    `rhs`: all matrices, `[h, k, n]` or `[h, n, k]`.
+    """
+    a, b = call.kernel_operands(x)
+    axis = b.axis(call.product.contracted)
+    narrow = narrow_matrices(b.data, b.scales, axis, a.data.dtype, call.accumulator(x))
+    common = compute_dtype(a.data.dtype, rhs.dtype) if narrow is None else narrow.dtype
+
+    def times(matrix: Array, rows: Array) -> Array:
+        return dot(rows, matrix, (1, axis), call.options.precision, accumulator_dtype(common))
+
+    def product(index: Array) -> Callable[[Array], Array]:
+        if narrow is None:
+            return partial(times, _slice(rhs, index, 1)[0].astype(common))
+        return partial(narrow_product, narrow, index, times)
+
+    return common, product
+
+
 def _all_segments(x: Operands, letter: str, extent: int, shape: tuple[int, int]) -> list[Array]:
     """For all segments, `shape` = `[elements, h]`: `starts`, `ends` and `base`, the first row of the batch element."""
     starts, ends = segments(x.sizes[letter], extent, x.offset, shape[1])
     base = extent * jnp.arange(shape[0], dtype=jnp.int32)[:, None]
     return [jnp.broadcast_to(z, shape) for z in (starts, ends, base)]
-
-
-def _matrix(matrices: Array, scales: Scales | None, index: Array, dtype: Any) -> Array:
-    """Matrix `index` of `[h, k, n]`, dequantised to `dtype` if it has scales."""
-    matrix = _slice(matrices, index, 1)
-    if scales is not None:
-
-        def of_matrix(values: Array) -> Array:
-            values = values.reshape(-1, *values.shape[-2:])
-            return values if values.shape[0] == 1 else _slice(values, index, 1)
-
-        matrix = dequantized(matrix, scales.map(of_matrix), dtype=dtype)
-    return matrix[0]
 
 
 def _transposed_grouped(launch: Launch, x: Operands) -> Array:
@@ -569,6 +578,9 @@ _TILE_SIZES = (16, 64, 256), (16, 32, 64, 128, 256), (32, 64, 128, 256, 512)
 In a layer of experts, forward and backward, each size takes about 70 ms to compile. Twice as many sizes would make
 large products up to 5 % faster.
 """
+
+_FEW_ROWS = 4, 8, 16, 64
+"""Tile sizes of large products with matrices of at most 8 bits, and up to 8 rows per group."""
 
 _OVERHEAD = 24
 """Fixed cost of a tile, in rows. Measured: 20 to 40."""
