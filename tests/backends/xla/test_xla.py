@@ -10,6 +10,7 @@ import pytest
 from jax import Array
 
 import ragged
+from ragged import GroupedTensor, Scaling
 from ragged.backends.xla import backend
 
 
@@ -93,3 +94,53 @@ def test_tiles_cover_a_group(heights: tuple[int, ...]) -> None:
 def test_mean_tile() -> None:
     """A tile of two or three ragged letters is the mean group where that is a power of two, else the next one."""
     assert [backend._mean_tile(rows, 4) for rows in (8, 64, 68, 128, 132, 256, 4096)] == [16, 16, 32, 32, 64, 64, 256]
+
+
+NARROW = ("float8_e4m3fn", "float8_e5m2", "float4_e2m1fn", "int8", "int4", "uint8", "uint4")
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_every_number_is_decoded(dtype: str) -> None:
+    """A matrix with all numbers of a dtype, times one: NaN and infinities too."""
+    count = 2 ** jax.dtypes.itemsize_bits(jnp.dtype(dtype))
+    numbers = np.arange(256, dtype=np.uint8).view(dtype) if count == 256 else every_of_four_bits(dtype)
+    one = GroupedTensor(jnp.ones((1, 1), jnp.bfloat16), jnp.array([1]))
+    got = ragged.matmul(one, jnp.asarray(numbers)[None, None], preferred_element_type=jnp.float32)
+    np.testing.assert_array_equal(got.data[0], numbers.astype(np.float32))
+
+
+def every_of_four_bits(dtype: str) -> np.ndarray:
+    if dtype == "float4_e2m1fn":
+        halves = np.array([0, 1, 2, 3, 4, 6, 8, 12]) / 2
+        return np.concatenate([halves, -halves]).astype(dtype)
+    return np.arange(16).astype(dtype) if dtype == "uint4" else np.arange(-8, 8).astype(dtype)
+
+
+def test_every_power_of_two_is_decoded() -> None:
+    """Scales in float8_e8m0fnu. XLA's CPU backend takes the smallest, which is subnormal in float32, as 0."""
+    scales = np.arange(256, dtype=np.uint8).view(jnp.float8_e8m0fnu)
+    ones = GroupedTensor(
+        jnp.ones((1, 1, 256), jnp.int8), scales=scales[None, None], scaling=Scaling((1, 1), scales.dtype)
+    )
+    one = GroupedTensor(jnp.ones((1, 1)), jnp.array([1]))
+    got = np.asarray(ragged.matmul(one, ones).data[0])
+    assert got[0] in (0, 2.0**-127)
+    np.testing.assert_array_equal(got[1:], scales.astype(np.float32)[1:])
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("scaling", [None, (1, 32), "row"])
+def test_matrices_are_decoded_in_parts(dtype: str, scaling: Any) -> None:
+    """No buffer holds all matrices in another dtype, nor one matrix in float32."""
+    g, k, n = 6, 640, 4 * 384
+    w = jax.ShapeDtypeStruct((g, n, k), jnp.dtype(dtype))
+    if scaling is None:
+        w = GroupedTensor(w)
+    else:
+        symmetric = not dtype.startswith("uint")
+        w = jax.eval_shape(
+            lambda w: ragged.quantize(w, dtype, scaling, symmetric=symmetric), w.update(dtype=jnp.float32)
+        )
+    x = GroupedTensor(jax.ShapeDtypeStruct((64, k), jnp.bfloat16), jax.ShapeDtypeStruct((g,), jnp.int32))
+    program = jax.jit(lambda x, w: ragged.matmul(x, w.mT).data).lower(x, w).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 4 * k * n
