@@ -18,7 +18,8 @@ class GroupedLinear(eqx.Module):
     """`y[i] = x[i] @ weight[g] + bias[g]`, where row `i` is of group `g`.
 
     - `weight`: `[num_groups, in_features, out_features]`. `eqx.tree_at` can put a uniform `GroupedTensor` in its place:
-      a quantised one, or for weights stored as `[num_groups, out, in]` `GroupedTensor(w).mT`, which is read in place.
+      a quantised one, or for weights stored as `[num_groups, out, in]` `GroupedTensor(w).mT`. Inside the `jit` of the
+      product, `mT` makes no copy.
     - `bias`: `[num_groups, out_features]`, or None.
     - `recipe`: a `ragged.Recipe` for the product and its derivatives, or None. A history is never shared with another
       layer: `__init__` copies it.

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests import gpu
-from tests.benchmarks import clients, cpu, memory, plots
+from tests.benchmarks import clients, cpu, memory, plots, served
 from tests.benchmarks import gpu as on_gpu
 from tests.cases import NAMES
 
@@ -86,6 +86,14 @@ def test_the_first_minutes_on_a_gpu_outlive_what_breaks(tmp_path: Path, monkeypa
     assert all("on purpose" in row["failed"]["dense"] for row in measured)
     swept = {row["product"]: row["seconds"] for row in rows if "best" in row}
     assert len(swept) == 3 and list(broken)[1] not in swept["forward"]
+
+
+def test_weights_of_few_bits(tmp_path: Path) -> None:
+    """All formats have figures, and take less memory."""
+    served.main(["--dry", "--tokens", "3", "--turns", "1", "--json", str(tmp_path / "served.json")])
+    first, *others, again = json.loads((tmp_path / "served.json").read_text())["rows"]
+    assert first["GiB"] == again["GiB"] and len(others) == 7
+    assert all(row["GiB"] < 0.6 * first["GiB"] and row["ms"] > 0 for row in others)
 
 
 def test_rows_that_a_capacity_drops() -> None:

@@ -17,6 +17,9 @@ from jax import Array, lax
 from ragged.core.formats import accumulator_dtype, compute_dtype
 from ragged.core.scales import Scales, spread
 
+_SIGNIFICANT = {"float8_e8m0fnu": 1, "float4_e2m1fn": 2, "float8_e5m2": 3, "float8_e4m3fn": 4, "int4": 3, "uint4": 4}
+"""Significant bits of the numbers of a dtype, at most."""
+
 _COLUMNS = 384
 """Columns that are decoded at a time. Of a matrix with 2880 rows, they take 4 MiB in float32."""
 
@@ -53,7 +56,10 @@ def matrices(data: Array, scales: Scales | None, contracted: int, lhs: Any, accu
     zeros = data if scales.zeros is None else scales.zeros
     is_exact = zeros.dtype.itemsize == 1 and _is_unsigned(zeros) == _is_unsigned(data)
     scales_sums = scales.block[contracted] is None and is_exact and common in (jnp.bfloat16, jnp.float32)
-    return Matrices(data, scales, contracted, common if scales_sums else jnp.dtype(accumulator), scales_sums)
+    # bfloat16 has eight significant bits: enough for some numbers times their scales.
+    bits = _SIGNIFICANT.get(data.dtype.name, 8) + _SIGNIFICANT.get(scales.values.dtype.name, 8)
+    is_exact = scales_sums or (bits <= 8 and scales.zeros is None)
+    return Matrices(data, scales, contracted, common if is_exact else jnp.dtype(accumulator), scales_sums)
 
 
 def multiply(by: Matrices, index: Array, times: Callable[[Array, Array], Array], x: Array) -> Array:
@@ -96,7 +102,7 @@ def multiply(by: Matrices, index: Array, times: Callable[[Array, Array], Array],
         return columns(jnp.int32(0))
 
     def step(i: Array, y: Array) -> Array:
-        at = jnp.minimum(i * size, n - size)  # the last columns overlap with others
+        at = i * size  # XLA moves the last columns back, so that they end at `n`
         return lax.dynamic_update_slice_in_dim(y, columns(at), at, axis=1, allow_negative_indices=False)
 
     return lax.fori_loop(np.int32(0), np.int32(-(-n // size)), step, jnp.zeros((x.shape[0], n), by.result))
@@ -109,13 +115,12 @@ def _product(
     if scales is not None and scales.zeros is not None:
         dtype = jnp.int16 if jnp.issubdtype(scales.zeros.dtype, jnp.integer) and by.scales_sums else by.dtype
         numbers = numbers.astype(dtype) - scales.zeros.astype(dtype)
-    numbers = _exactly(numbers, by.dtype)
     if scales is None:
-        return times(numbers, rows)
+        return times(_exactly(numbers, by.dtype), rows)
     values = scales.values.astype(by.result)
     if by.scales_sums:
-        return times(numbers, rows) * values.reshape(1, -1)
-    return times(numbers * values, rows)
+        return times(_exactly(numbers, by.dtype), rows) * values.reshape(1, -1)
+    return times(_exactly(numbers.astype(by.result) * values, by.dtype), rows)
 
 
 def _is_unsigned(x: Array) -> bool:
