@@ -144,3 +144,17 @@ def test_matrices_are_decoded_in_parts(dtype: str, scaling: Any) -> None:
     x = GroupedTensor(jax.ShapeDtypeStruct((64, k), jnp.bfloat16), jax.ShapeDtypeStruct((g,), jnp.int32))
     program = jax.jit(lambda x, w: ragged.matmul(x, w.mT).data).lower(x, w).compile()
     assert program.memory_analysis().temp_size_in_bytes < 4 * k * n
+
+
+def test_zero_points_of_the_other_sign() -> None:
+    """uint8 minus int8 has nine bits, one more than bfloat16."""
+    numbers, zeros = np.arange(256, dtype=np.uint8), np.full((1, 1, 256), -127, np.int8)
+    w = GroupedTensor(
+        jnp.asarray(numbers)[None, None],
+        scales=jnp.ones((1, 1, 256)),
+        scaling=Scaling.of("column"),
+        zero_points=jnp.asarray(zeros),
+    )
+    one = GroupedTensor(jnp.ones((1, 1), jnp.bfloat16), jnp.array([1]))
+    got = ragged.matmul(one, w, preferred_element_type=jnp.float32)
+    np.testing.assert_array_equal(got.data[0], numbers + 127.0)
