@@ -56,10 +56,10 @@ def matrices(data: Array, scales: Scales | None, contracted: int, lhs: Any, accu
     zeros = data if scales.zeros is None else scales.zeros
     is_exact = zeros.dtype.itemsize == 1 and _is_unsigned(zeros) == _is_unsigned(data)
     scales_sums = scales.block[contracted] is None and is_exact and common in (jnp.bfloat16, jnp.float32)
-    # bfloat16 has eight significant bits: enough for some numbers times their scales.
+    # bfloat16 has eight significant bits: enough for some numbers, also minus zero points, times their scales.
     bits = _SIGNIFICANT.get(data.dtype.name, 8) + _SIGNIFICANT.get(scales.values.dtype.name, 8)
-    is_exact = scales_sums or (bits <= 8 and scales.zeros is None)
-    return Matrices(data, scales, contracted, common if is_exact else jnp.dtype(accumulator), scales_sums)
+    has_room = scales_sums or bits <= 8
+    return Matrices(data, scales, contracted, common if has_room else jnp.dtype(accumulator), scales_sums)
 
 
 def multiply(by: Matrices, index: Array, times: Callable[[Array, Array], Array], x: Array) -> Array:

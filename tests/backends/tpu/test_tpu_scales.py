@@ -256,3 +256,30 @@ def test_a_group_ends_with_a_block() -> None:
         target=Target(interpret=True),
     )
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e5m2", "float4_e2m1fn"])
+@pytest.mark.parametrize("k", [64, 200])
+def test_few_rows_keep_infinities_and_nan(dtype: str, k: int) -> None:
+    """As in decoding, where scales multiply the products of small blocks, with `k` in two tiles: an infinite weight, a
+    scale that is NaN, and the smallest scale."""
+    g, n = 3, 128
+    rng = np.random.default_rng(0)
+    w = quantize(jnp.asarray(rng.standard_normal((g, n, k))), dtype, "mx")
+    data, scales_ = w.data, w.scales
+    assert scales_ is not None
+    if dtype == "float8_e5m2":
+        data = data.at[0, 3, 5].set(jnp.inf)
+    codes = jax.lax.bitcast_convert_type(scales_, jnp.uint8).at[1, 7, 1].set(255).at[2, 9].set(0)
+    w = GroupedTensor(data, scales=codes.view(jnp.float8_e8m0fnu), scaling=w.scaling)
+    x = GroupedTensor(jnp.asarray(rng.uniform(1, 2, (6, k)), jnp.bfloat16), jnp.array([2, 3, 1]))
+    multiply = partial(ragged.matmul, preferred_element_type=jnp.float32)
+    config = TpuConfig(k=128, interpret=True) if k > 128 else TpuConfig(interpret=True)
+    with tpu.on("v5e"), ran.interpreted("pallas_tpu") as launches:
+        got = np.asarray(jax.jit(lambda x, w: multiply(x, w.mT, backend=config).data)(x, w))
+        assert [name for name, _ in launches] == ["pallas_tpu"]
+    of_group = np.repeat(np.arange(g), x.first_dims)
+    want = np.einsum(
+        "ik,ink->in", np.asarray(x.data, np.float64), np.asarray(w.dequantize().data, np.float64)[of_group]
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)

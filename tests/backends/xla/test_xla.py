@@ -102,14 +102,15 @@ NARROW = ("float8_e4m3fn", "float8_e5m2", "float4_e2m1fn", "int8", "int4", "uint
 @pytest.mark.parametrize("dtype", NARROW)
 def test_every_number_is_decoded(dtype: str) -> None:
     """A matrix with all numbers of a dtype, times one: NaN and infinities too."""
-    count = 2 ** jax.dtypes.itemsize_bits(jnp.dtype(dtype))
-    numbers = np.arange(256, dtype=np.uint8).view(dtype) if count == 256 else every_of_four_bits(dtype)
+    numbers = every(dtype)
     one = GroupedTensor(jnp.ones((1, 1), jnp.bfloat16), jnp.array([1]))
     got = ragged.matmul(one, jnp.asarray(numbers)[None, None], preferred_element_type=jnp.float32)
     np.testing.assert_array_equal(got.data[0], numbers.astype(np.float32))
 
 
-def every_of_four_bits(dtype: str) -> np.ndarray:
+def every(dtype: str) -> np.ndarray:
+    if jax.dtypes.itemsize_bits(jnp.dtype(dtype)) == 8:
+        return np.arange(256, dtype=np.uint8).view(dtype)
     if dtype == "float4_e2m1fn":
         halves = np.array([0, 1, 2, 3, 4, 6, 8, 12]) / 2
         return np.concatenate([halves, -halves]).astype(dtype)
@@ -158,3 +159,16 @@ def test_zero_points_of_the_other_sign() -> None:
     one = GroupedTensor(jnp.ones((1, 1), jnp.bfloat16), jnp.array([1]))
     got = ragged.matmul(one, w, preferred_element_type=jnp.float32)
     np.testing.assert_array_equal(got.data[0], numbers + 127.0)
+
+
+@pytest.mark.parametrize("dtype", [name for name in NARROW if not name.startswith("uint")])
+def test_a_number_times_its_scale_is_exact(dtype: str) -> None:
+    """Beside bfloat16, which has too few bits for the products of int8."""
+    rng = np.random.default_rng(0)
+    numbers = every(dtype)
+    scales = rng.integers(9, 16, numbers.size).astype("float8_e4m3fn")  # of four bits
+    data, of_data = (jnp.asarray(array)[None, None] for array in (numbers, scales))
+    w = GroupedTensor(data, scales=of_data, scaling=Scaling((1, 1), scales.dtype), tensor_scale=jnp.ones(()))
+    one = GroupedTensor(jnp.ones((1, 1), jnp.bfloat16), jnp.array([1]))
+    got = ragged.matmul(one, w, preferred_element_type=jnp.float32)
+    np.testing.assert_array_equal(got.data[0], numbers.astype(np.float32) * scales.astype(np.float32))
