@@ -272,13 +272,14 @@ def test_few_rows_keep_infinities_and_nan(dtype: str, k: int) -> None:
         data = data.at[0, 3, 5].set(jnp.inf)
     codes = jax.lax.bitcast_convert_type(scales_, jnp.uint8).at[1, 7, 1].set(255).at[2, 9].set(0)
     w = GroupedTensor(data, scales=codes.view(jnp.float8_e8m0fnu), scaling=w.scaling)
-    x = GroupedTensor(jnp.asarray(rng.uniform(1, 2, (6, k)), jnp.bfloat16), jnp.array([2, 3, 1]))
+    sizes = np.array([2, 3, 1])
+    x = GroupedTensor(jnp.asarray(rng.uniform(1, 2, (6, k)), jnp.bfloat16), jnp.asarray(sizes))
     multiply = partial(ragged.matmul, preferred_element_type=jnp.float32)
     config = TpuConfig(k=128, interpret=True) if k > 128 else TpuConfig(interpret=True)
     with tpu.on("v5e"), ran.interpreted("pallas_tpu") as launches:
         got = np.asarray(jax.jit(lambda x, w: multiply(x, w.mT, backend=config).data)(x, w))
         assert [name for name, _ in launches] == ["pallas_tpu"]
-    of_group = np.repeat(np.arange(g), x.first_dims)
+    of_group = np.repeat(np.arange(g), sizes)
     want = np.einsum(
         "ik,ink->in", np.asarray(x.data, np.float64), np.asarray(w.dequantize().data, np.float64)[of_group]
     )
