@@ -86,9 +86,9 @@ def by_default() -> Iterator[Case]:
     yield 20, four_bits("forward", "bfloat16", Scaling((32, 1)), "int4", chip="tpu7x", **served)
 
     # More columns than XLA decodes at a time. Numbers that share a byte are neighbours along either dim.
-    yield 20, four_bits("forward", "bfloat16", MX, n=790)
-    yield 20, four_bits("forward", "bfloat16", NVFP4, packed_last="rhs", n=790, held=3)
-    yield 20, four_bits("forward", "bfloat16", Scaling.of("column"), FP8, n=790)
+    yield 20, four_bits("forward", "bfloat16", MX, n=1540)
+    yield 20, four_bits("forward", "bfloat16", NVFP4, packed_last="rhs", n=1540, held=3)
+    yield 20, four_bits("forward", "bfloat16", Scaling.of("column"), FP8, n=775)
 
     yield 20, Program("forward", "bfloat16", rhs_cast=("uint4", (4, 1), "zeros"))
     yield 20, Program("forward_left", lhs_cast=("int8", "row", "zeros"), rhs_cast=("uint8", (4, 1), "zeros"))
@@ -252,9 +252,9 @@ def long_of_scales() -> Iterator[Case]:
         yield 3, four_bits("forward", "float32", scaling, of, lhs_cast=(FP8, "row"), **its)
     ways += [(Scaling((128, 128)), FP8), (Scaling((3, 5)), "int4"), (Scaling.of("column"), "int8")]
     for (scaling, of), order, dtype in itertools.product(ways, ("", "rhs"), ("bfloat16", "float16", "float32")):
-        yield 12, four_bits("forward", dtype, scaling, of, packed_last=order, n=451 - (order == ""))
+        yield 12, four_bits("forward", dtype, scaling, of, packed_last=order, n=901 + (order == ""))
         yield 5, four_bits("forward", dtype, scaling, of, packed_last=order, mapped="lhs rhs")
-        yield 5, four_bits("forward_left", dtype, scaling, of, packed_last=order and "lhs", m=451)
+        yield 5, four_bits("forward_left", dtype, scaling, of, packed_last=order and "lhs", m=901)
     for backend, count in (("pallas_tpu", 5), ("triton_gpu", 3)):
         yield count, four_bits("forward", "bfloat16", MX.mT, backend=backend, held=3, existing=True)
     # Zero points, where scales multiply the sum, a step's product and the tile.

@@ -133,7 +133,7 @@ def test_every_power_of_two_is_decoded() -> None:
 @pytest.mark.parametrize("scaling", [None, (1, 32), "row"])
 def test_matrices_are_decoded_in_parts(dtype: str, scaling: Any) -> None:
     """No buffer holds all matrices in another dtype, nor one matrix in float32."""
-    g, k, n = 6, 640, 4 * 384
+    g, k, n = 6, 640, 4 * 768
     w = jax.ShapeDtypeStruct((g, n, k), jnp.dtype(dtype))
     if scaling is None:
         w = GroupedTensor(w)
