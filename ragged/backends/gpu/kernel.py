@@ -447,29 +447,29 @@ def _scaled(x, scales, zeros, k, rest, S: tl.constexpr, A: tl.constexpr):
     if A.decodes != "":
         x = _decoded(x, A)
     if S.has_zeros:
-        x = x.to(tl.int16) - _of_tile(zeros, k, "", S, A)
+        x = x.to(tl.int16) - _of_tile(zeros, k, S, A)
     if S.applied_to == "tile":
-        x = x.to(tl.float32) * _of_tile(scales, k, S.decodes, S, A)
+        x = x.to(tl.float32) * _of_tile(scales, k, S, A)
         return x if rest is None else tl.where((tl.arange(0, x.shape[1]) < rest)[None, :], x, 0.0)
     else:
         return x
 
 
 @_jit
-def _load_floats(pointers, DECODES: tl.constexpr):
-    """What is at the pointers: in float32 if it has the bits of `DECODES`, or is an 8-bit float."""
+def _load_floats(pointers, S: tl.constexpr):
+    """Scales in float32 if they have 8 bits; others, and zero points, as they are."""
     x = tl.load(pointers)
-    if DECODES == "float8_e8m0fnu":
-        exponent = tl.maximum(x.to(tl.int32) << 23, 1 << 22)  # the smallest number is 2**-127
-        return tl.where(x == 255, 0x7FC00000, exponent).to(tl.float32, bitcast=True)
-    elif DECODES == "float8_e4m3fn":
+    if x.dtype != tl.uint8:
+        return x.to(tl.float32) if x.dtype.is_fp8() else x
+    elif S.decodes == "float8_e4m3fn":
         return _float8_e4m3fn(x)
     else:
-        return x.to(tl.float32) if x.dtype.is_fp8() else x
+        exponent = tl.maximum(x.to(tl.int32) << 23, 1 << 22)  # the smallest number is 2**-127
+        return tl.where(x == 255, 0x7FC00000, exponent).to(tl.float32, bitcast=True)
 
 
 @_jit
-def _of_tile(pointers, k, DECODES: tl.constexpr, S: tl.constexpr, A: tl.constexpr):
+def _of_tile(pointers, k, S: tl.constexpr, A: tl.constexpr):
     """The scales, or zero points, of a tile's elements: `[tile, k]`; an extent is 1 if all along it share one."""
     if S.applied_to == "tile":
         TILE_K: tl.constexpr = A.tile_k * A.numbers
@@ -477,14 +477,14 @@ def _of_tile(pointers, k, DECODES: tl.constexpr, S: tl.constexpr, A: tl.constexp
         K_EACH: tl.constexpr = S.k_each
         BLOCKS: tl.constexpr = TILE_K // K_EACH
         block = tl.minimum((k + tl.arange(0, BLOCKS) * K_EACH) // S.k_block, S.k_blocks - 1)
-        each = _load_floats(pointers[:, None] + block[None, :] * S.k_stride, DECODES)
+        each = _load_floats(pointers[:, None] + block[None, :] * S.k_stride, S)
         if K_EACH > 1:
             each = tl.broadcast_to(each[:, :, None], (A.tile // EACH, BLOCKS, K_EACH)).reshape(A.tile // EACH, TILE_K)
         if EACH > 1:
             each = tl.broadcast_to(each[:, None, :], (A.tile // EACH, EACH, TILE_K)).reshape(A.tile, TILE_K)
         return each
     else:
-        return _load_floats(pointers + k // S.k_block * S.k_stride, DECODES)[:, None]
+        return _load_floats(pointers + k // S.k_block * S.k_stride, S)[:, None]
 
 
 @_jit
@@ -572,9 +572,9 @@ def _add(total, x, y, x_scales, y_scales, rest, X: tl.constexpr, Y: tl.constexpr
             x, tl.trans(y), input_precision=DOT.precision, max_num_imprecise_acc=DOT.longest_sum, out_dtype=OUT_DTYPE
         ).to(tl.float32)
         if X.applied_to == "step":
-            part *= _load_floats(x_scales[0] + x_scales[1] // X.k_block * X.k_stride, X.decodes)[:, None]
+            part *= _load_floats(x_scales[0] + x_scales[1] // X.k_block * X.k_stride, X)[:, None]
         if Y.applied_to == "step":
-            part *= _load_floats(y_scales[0] + y_scales[1] // Y.k_block * Y.k_stride, Y.decodes)[None, :]
+            part *= _load_floats(y_scales[0] + y_scales[1] // Y.k_block * Y.k_stride, Y)[None, :]
         return total + part
     elif x.dtype.is_fp8():
         return total + tl.dot(x, tl.trans(y), max_num_imprecise_acc=DOT.longest_sum)
