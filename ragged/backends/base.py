@@ -244,12 +244,11 @@ def _unsupported_zeros(a: KernelOperand, b: KernelOperand, x: Operands) -> str:
     if zeros_of(a) is not None or (zeros_of(b) is not None and b.letters[0] in x.sizes):
         return "of a ragged operand" if x.sizes else "of the first operand"
     for operand in (b, *([] if x.epilogue.up is None else [x.epilogue.up])):
-        if (zeros := zeros_of(operand)) is None:
+        if operand.scales is None or (zeros := operand.scales.zeros) is None:
             continue
         if not jnp.issubdtype(zeros.dtype, jnp.integer):
             return f"in {zeros.dtype.name}"
-        of_data, of_zeros = jnp.iinfo(operand.data.dtype), jnp.iinfo(zeros.dtype)
-        if max(of_data.max - of_zeros.min, of_zeros.max - of_data.min) > 256:
+        if not operand.scales.has_exact_differences(operand.data.dtype):
             return f"in {zeros.dtype.name} of {operand.data.dtype.name}: bfloat16 can't hold the differences"
     return ""
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jaxtyping import Int, Shaped
 
@@ -54,11 +55,38 @@ class Scales:
         """The scales with `values` in a dtype for a packed operand. Its scales may be padded with zeros."""
         return self if self.tensor is not None else replace(self, values=self.values.astype(jnp.float32))
 
+    def has_exact_differences(self, data: Any) -> bool:
+        """Whether bfloat16 holds all numbers of dtype `data` minus the zero points."""
+        if self.zeros is None or not jnp.issubdtype(self.zeros.dtype, jnp.integer):
+            return self.zeros is None
+        of_data, of_zeros = jnp.iinfo(data), jnp.iinfo(self.zeros.dtype)
+        return max(of_data.max - of_zeros.min, of_zeros.max - of_data.min) <= 256
+
+    def are_exact(self, data: Any) -> bool:
+        """Whether bfloat16, with eight significant bits, holds all numbers of dtype `data` times `values`."""
+        of_data = 8 if self.zeros is not None else _BITS.get(jnp.dtype(data).name, 8 * jnp.dtype(data).itemsize)
+        of_values = 0 if self.e8m0 else _BITS.get(self.values.dtype.name, 24)  # a power of two adds no bit
+        return self.has_exact_differences(data) and of_data + of_values <= 8
+
     @property
     def whole(self) -> "Scales":
         """The same scales in one level, in float32: `values` multiplied by `tensor`."""
         values = self.values.astype(jnp.float32)
         return replace(self, values=values if self.tensor is None else values * self.tensor, tensor=None)
+
+
+_BITS = {"float4_e2m1fn": 2, "float8_e5m2": 3, "float8_e4m3fn": 4, "int4": 3, "uint4": 4}
+"""Largest number of significant bits of a dtype's numbers."""
+
+
+def e8m0_values(x: Array) -> Array:
+    """The numbers in float32 whose bits in float8_e8m0fnu are the bytes `x`."""
+    exponent = x.astype(jnp.int32)
+    values = jnp.where(exponent == 255, _NAN, jnp.maximum(exponent << 23, _SMALLEST))
+    return lax.bitcast_convert_type(values, jnp.float32)
+
+
+_NAN, _SMALLEST = np.int32(0x7FC00000), np.int32(1 << 22)  # bits in float32; the smallest float8_e8m0fnu is 2**-127
 
 
 def zeros_of(operand: Any) -> Any:

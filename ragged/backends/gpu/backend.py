@@ -410,15 +410,17 @@ def _scaled_by_tensor_cores(operands: tuple[KernelOperand, KernelOperand], call:
 def _with_scales(operand: KernelOperand, mode: str, contracted: str, chip: Chip) -> KernelOperand:
     """The operand with scales as the kernel loads them.
 
-    If they multiply the sum, they are float32. Otherwise those of 8 bits remain, as uint8 unless the GPU can convert
-    them. In the mode "unit", they are uint32 of four blocks' 8-bit scales: one asynchronous copy then fetches a row's
-    scales for a step.
+    - Scales that multiply the sum are float32.
+    - Other scales of 8 bits keep their bits, as uint8 if the GPU can't convert them.
+    - In the mode "unit", a uint32 has the 8-bit scales of four blocks: one asynchronous copy fetches a row's scales for
+      a step.
     """
     if operand.scales is None:
         return operand
     if mode != "unit":
         scales = operand.scales
-        by_levels = scales.tensor is not None and mode == "tile" and operand.decodes == _FP4  # the second one: the sum
+        # The second level then multiplies the sum.
+        by_levels = scales.tensor is not None and mode == "tile" and operand.decodes == _FP4
         if mode != "total" and (by_levels or scales.values.dtype == jnp.float8_e8m0fnu):
             is_converted = scales.values.dtype == jnp.float8_e4m3fn and chip.capability >= 89
             scales = scales if is_converted else replace(scales, values=bits(scales.values, jnp.uint8))

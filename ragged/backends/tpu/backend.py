@@ -293,7 +293,7 @@ def _details(call: Call, x: Operands, chip: tiles.Chip) -> Details:
 
 
 def _has_few_rows(call: Call, x: Operands) -> bool:
-    """Whether a group has, on average, at most the rows of the smallest tile, as in decoding.
+    """Whether the mean group has at most as many rows as the smallest tile, as in decoding.
 
     Then scaling the products of small blocks takes less time than scaling matrices whose blocks lie along lanes: see
     `tpu_scales.block_products`.
@@ -303,7 +303,8 @@ def _has_few_rows(call: Call, x: Operands) -> bool:
 
 
 def _has_small_blocks(a: KernelOperand, b: KernelOperand, contracted: str) -> bool:
-    """Whether all blocks of scales are of one row or column, and `tpu_scales.block_products` supports their extent."""
+    """Whether every scaled operand has one scale per row or column of a block, and `tpu_scales.block_products` supports
+    the blocks' extent."""
 
     def is_small(operand: KernelOperand) -> bool:
         (outer,) = (letter for letter in operand.letters if letter != contracted)
@@ -322,9 +323,7 @@ def _scaled_dtype(a: KernelOperand, b: KernelOperand, modes: tuple[str, str]) ->
     scaled = [operand for operand, mode in zip((a, b), modes, strict=True) if mode in ("tile", "step")]
 
     def is_exact(operand: KernelOperand) -> bool:
-        scales = operand.scales
-        # A 4-bit float has two bits, and a scale of the first of two levels has four.
-        return operand.data.dtype.itemsize == 1 and scales is not None and (scales.e8m0 or scales.tensor is not None)
+        return operand.scales is not None and operand.scales.are_exact(operand.data.dtype)
 
     return jnp.bfloat16 if narrow and all(map(is_exact, scaled)) else jnp.float32
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
@@ -17,7 +16,7 @@ from ragged.backends.tpu.pipeline import Input
 from ragged.backends.tpu.tiles import LANES
 from ragged.backends.tpu.units import loaded
 from ragged.core.formats import bits
-from ragged.core.scales import Scales
+from ragged.core.scales import Scales, e8m0_values
 
 
 class Blocks(NamedTuple):
@@ -63,12 +62,7 @@ def floats(ref: Any) -> Any:
         return ref
     if ref.dtype != jnp.uint8:
         return ref[...].astype(jnp.float32)
-    exponent = ref[...].astype(jnp.int32)
-    values = jnp.where(exponent == 255, _NAN, jnp.maximum(exponent << 23, _SMALLEST))
-    return lax.bitcast_convert_type(values, jnp.float32)
-
-
-_NAN, _SMALLEST = np.int32(0x7FC00000), np.int32(1 << 22)  # bits in float32; the smallest float8_e8m0fnu is 2**-127
+    return e8m0_values(ref[...])
 
 
 def fetched(blocks: Blocks | None, axis: int, width: int, index: Callable[..., Any]) -> Input | None:

@@ -100,10 +100,10 @@ def _sign_and_magnitude(fours: Array) -> Array:
 def dot(lhs: Any, rhs: Any, on: Chip, stored: tuple[Any, ...] = ()) -> Dot:
     """The dot for operands of these dtypes, which are `loaded` from arrays of the dtypes `stored`.
 
-    An operand isn't cast if the matrix units support its dtype beside that of the other one, or beside bfloat16 if the
-    other one can be cast to it. Beside a float, int4 counts as float8_e4m3fn. Otherwise both are cast to a dtype that
-    has all their values. If the matrix units don't support int8, the compiler multiplies it as bfloat16, and sums in
-    float32, which is exact up to 2²⁴.
+    If the matrix units support both dtypes together, no operand is cast. If they support `rhs` beside bfloat16, `lhs`
+    is cast to it. Otherwise both are cast to a dtype that has all their values. Beside a float, int4 counts as
+    float8_e4m3fn. If the matrix units don't support int8, the compiler multiplies it as bfloat16, and sums in float32,
+    which is exact up to 2²⁴.
     """
     factor = 2.0 ** (14 * sum(dtype == _FP4 for dtype in stored or (lhs, rhs)))
     lhs, rhs = (jnp.dtype(jnp.float8_e5m2 if dtype == _FP4 else dtype) for dtype in (lhs, rhs))
@@ -131,7 +131,7 @@ def _is_narrow_float(dtype: Any) -> bool:
 
 
 def _divisor(x: Array, dtype: Any) -> float:
-    """By what `_cast` divides."""
+    """The number by which `_cast` divides `x`."""
     return (2.0**9 if x.dtype == jnp.int4 and _is_narrow_float(dtype) else 1.0) * (16.0 if dtype == _B11 else 1.0)
 
 

@@ -1,8 +1,8 @@
 """Products with matrices in 8 or 4 bits, which are decoded a few columns at a time.
 
-By itself, XLA's CPU backend converts the matrices of all groups before a loop over groups. It also converts 8-bit
-floats and numbers of 4 bits one by one. Operations on their bits are vectorised, and take a tenth of the time. A few
-columns stay in the cache.
+XLA's CPU backend would convert the matrices of all groups before a loop over groups. It would convert 8-bit floats and
+4-bit numbers one at a time. Operations on their bits are vectorised, and take a tenth of the time. A few columns stay
+in the cache.
 """
 
 from collections.abc import Callable
@@ -15,10 +15,7 @@ import numpy as np
 from jax import Array, lax
 
 from ragged.core.formats import accumulator_dtype, compute_dtype
-from ragged.core.scales import Scales, spread
-
-_SIGNIFICANT = {"float8_e8m0fnu": 1, "float4_e2m1fn": 2, "float8_e5m2": 3, "float8_e4m3fn": 4, "int4": 3, "uint4": 4}
-"""Significant bits of the numbers of a dtype, at most."""
+from ragged.core.scales import Scales, e8m0_values, spread
 
 _COLUMNS = 768
 """At most so many columns are decoded at a time. Of a matrix with 2880 rows, they take 8 MiB in float32."""
@@ -52,14 +49,10 @@ def matrices(data: Array, scales: Scales | None, contracted: int, lhs: Any, accu
     axes = scales.values.shape[:-2]
     tensor = None if scales.tensor is None else jnp.broadcast_to(scales.tensor, (*axes, 1, 1)).reshape(-1, 1, 1)
     scales = replace(scales.map(lambda values: values.reshape(-1, *values.shape[-2:])), tensor=tensor)
-    # The difference of two integers of 8 bits is exact in bfloat16 if both are signed, or neither is.
-    zeros = data if scales.zeros is None else scales.zeros
-    is_exact = zeros.dtype.itemsize == 1 and _is_unsigned(zeros) == _is_unsigned(data)
-    scales_sums = scales.block[contracted] is None and is_exact and common in (jnp.bfloat16, jnp.float32)
-    # bfloat16 has eight significant bits: enough for some numbers, also minus zero points, times their scales.
-    bits = _SIGNIFICANT.get(data.dtype.name, 8) + _SIGNIFICANT.get(scales.values.dtype.name, 8)
-    has_room = scales_sums or bits <= 8
-    return Matrices(data, scales, contracted, common if has_room else jnp.dtype(accumulator), scales_sums)
+    is_narrow = data.dtype.itemsize == 1 and common in (jnp.bfloat16, jnp.float32)
+    scales_sums = is_narrow and scales.block[contracted] is None and scales.has_exact_differences(data.dtype)
+    is_exact = scales_sums or scales.are_exact(data.dtype)
+    return Matrices(data, scales, contracted, common if is_exact else jnp.dtype(accumulator), scales_sums)
 
 
 def multiply(by: Matrices, index: Array, times: Callable[[Array, Array], Array], x: Array) -> Array:
@@ -74,7 +67,7 @@ def multiply(by: Matrices, index: Array, times: Callable[[Array, Array], Array],
     count = 2 if jax.dtypes.itemsize_bits(by.data.dtype) == 4 and q % 2 == 0 else 1
     lhs = [x[:, i::count] if contracted == 1 else x for i in range(count)]
     steps = -(-n // _COLUMNS) if isinstance(n, int) else 1
-    size = n if steps == 1 else -(-n // steps) + -(-n // steps) % 2  # even, for whole bytes
+    size = n if steps == 1 else 2 * -(-n // (2 * steps))  # whole bytes
     extents = (size, q) if contracted == 1 else (p, size)
 
     def columns(at: Array) -> Array:
@@ -86,7 +79,7 @@ def multiply(by: Matrices, index: Array, times: Callable[[Array, Array], Array],
         def of_elements(values: Array) -> Array:
             known = _numbers(_cut(_bytes(values), which, 1, 0)[0], values.dtype)
             known = _cut(spread(known, _only(outer, scales.block), (p, q)), at, size, outer)
-            # With this barrier, XLA decodes a scale once, not for each element.
+            # The barrier makes XLA decode each scale once, and not again for each element.
             return spread(lax.optimization_barrier(known), _only(contracted, scales.block), extents)
 
         elements = scales and scales.map(of_elements)
@@ -122,10 +115,6 @@ def _product(
     if by.scales_sums:
         return times(_exactly(numbers, by.dtype), rows) * values.reshape(1, -1)
     return times(_exactly(numbers.astype(by.result) * values, by.dtype), rows)
-
-
-def _is_unsigned(x: Array) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.unsignedinteger)
 
 
 def _only(axis: int, block: tuple[int | None, int | None]) -> tuple[int | None, int | None]:
@@ -165,8 +154,7 @@ def _numbers(x: Array, dtype: Any, half: int | None = None) -> Array:
         half_float = lax.bitcast_convert_type((bits & 0x80) << 8 | (bits & 0x7F) << 7, jnp.float16)
         return jnp.where((x & 0x7F) == 0x7F, jnp.nan, half_float.astype(jnp.float32) * 256)
     if name == "float8_e8m0fnu":
-        bits = jnp.maximum(x.astype(jnp.int32) << 23, 1 << 22)  # the smallest number is 2**-127
-        return jnp.where(x == 255, jnp.nan, lax.bitcast_convert_type(bits, jnp.float32))
+        return e8m0_values(x)
     return x
 
 

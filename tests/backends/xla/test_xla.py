@@ -147,18 +147,26 @@ def test_matrices_are_decoded_in_parts(dtype: str, scaling: Any) -> None:
     assert program.memory_analysis().temp_size_in_bytes < 4 * k * n
 
 
-def test_zero_points_of_the_other_sign() -> None:
-    """uint8 minus int8 has nine bits, one more than bfloat16."""
-    numbers, zeros = np.arange(256, dtype=np.uint8), np.full((1, 1, 256), -127, np.int8)
+@pytest.mark.parametrize(
+    "dtype, zero, scaling, scale",
+    [
+        ("uint8", np.int8(-127), Scaling.of("column"), np.float32(1)),  # the difference has nine bits
+        ("int4", np.int8(100), Scaling((1, 1), "float8_e4m3fn"), jnp.float8_e4m3fn(1.875)),  # eight, and four
+    ],
+)
+def test_zero_points_with_more_bits(dtype: str, zero: Any, scaling: Scaling, scale: Any) -> None:
+    """Values with more bits than bfloat16 has are exact, too."""
+    numbers = every(dtype)
     w = GroupedTensor(
         jnp.asarray(numbers)[None, None],
-        scales=jnp.ones((1, 1, 256)),
-        scaling=Scaling.of("column"),
-        zero_points=jnp.asarray(zeros),
+        scales=jnp.full((1, 1, numbers.size), scale),
+        scaling=scaling,
+        zero_points=jnp.full((1, 1, numbers.size), zero),
+        tensor_scale=jnp.ones(()) if scaling.has_tensor_scale else None,
     )
     one = GroupedTensor(jnp.ones((1, 1), jnp.bfloat16), jnp.array([1]))
     got = ragged.matmul(one, w, preferred_element_type=jnp.float32)
-    np.testing.assert_array_equal(got.data[0], numbers + 127.0)
+    np.testing.assert_array_equal(got.data[0], (numbers.astype(np.float32) - float(zero)) * float(scale))
 
 
 @pytest.mark.parametrize("dtype", [name for name in NARROW if not name.startswith("uint")])
