@@ -17,7 +17,7 @@ to compile, or its result isn't the product.
 Freed memory is kept by the allocator, in both processes: otherwise each call that returns 32 MB or more would pay for
 fresh pages, which no training step does.
 
-All of it takes some twelve minutes on two idle cores, half of them for the series over groups, rows and skew. The file
+All of it takes some twenty minutes on two idle cores, half of them for the series over groups, rows and skew. The file
 is written after each row.
 """
 

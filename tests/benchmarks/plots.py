@@ -212,54 +212,62 @@ def layer(row: dict[str, Any]) -> str:
     return f"{tokens} tokens, d {d}, hidden {hidden}, {experts} experts, top-{top_k}, float32"
 
 
-def tables(cpu: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """What stands between `<!-- NAME -->` and `<!-- /NAME -->` in the page."""
-    versions = ", ".join(f"{name} {version}" for name, version in cpu["versions"].items() if version)
-    busy = "" if cpu["load"] is None else f"; load before it began: {cpu['load']:.1f}"
-    yield "cpu", f"{cpu['device']}, {cpu['date']}; {versions}; {cpu['threads']} threads on both sides{busy}."
+class Products:
+    """The products of a report about a CPU, by shape and dtype."""
 
-    found = by_row(cpu, "shape")
-    pairs: list[tuple[str, str]] = distinct((shape, dtype) for shape, dtype, _ in found)
+    def __init__(self, cpu: dict[str, Any]) -> None:
+        self.cpu, self.found = cpu, by_row(cpu, "shape")
+        self.pairs: list[tuple[str, str]] = distinct((shape, dtype) for shape, dtype, _ in self.found)
 
-    def head(shape: str, dtype: str) -> str:
-        m, k, n, g = next(row["m, k, n, g"] for (s, _, _), row in found.items() if s == shape)
+    def head(self, shape: str, dtype: str) -> str:
+        m, k, n, g = next(row["m, k, n, g"] for (s, _, _), row in self.found.items() if s == shape)
         return f"{shape} {m}×{k}×{n} g{g} · {dtype}"
 
-    def figure(shape: str, dtype: str, product: str, name: str, key: str = "of_dense") -> float | None:
-        return found.get((shape, dtype, product), {"figures": {}})["figures"].get(name, {}).get(key)
+    def figure(self, shape: str, dtype: str, product: str, name: str, key: str = "of_dense") -> float | None:
+        return self.found.get((shape, dtype, product), {"figures": {}})["figures"].get(name, {}).get(key)
 
-    def dense(shape: str, dtype: str) -> str:
-        row = found.get((shape, dtype, "forward"))
+    def dense(self, shape: str, dtype: str) -> str:
+        row = self.found.get((shape, dtype, "forward"))
         return "–" if row is None else f"{row['figures'][row['dense']]['seconds'] * 1e3:.2f} ms, {row['dense'][6:]}"
 
-    def cells(shape: str, dtype: str, product: str, names: Sequence[str]) -> str:
-        return " · ".join(number(figure(shape, dtype, product, name)) for name in names)
+    def cells(self, shape: str, dtype: str, products: Sequence[str], names: Sequence[str]) -> list[str]:
+        """For each product, the figures of some variants."""
+        return [" · ".join(number(self.figure(shape, dtype, product, name)) for name in names) for product in products]
 
-    yield (
-        "cpu-products",
-        table(
-            ["ragged · torch's grouped product", "dense", *PRODUCTS],
-            (
-                [head(*pair), dense(*pair), *(cells(*pair, product, ("ragged", "torch")) for product in PRODUCTS)]
-                for pair in pairs
-            ),
-        ),
-    )
+    def machine(self) -> str:
+        versions = ", ".join(f"{name} {version}" for name, version in self.cpu["versions"].items() if version)
+        busy = "" if self.cpu["load"] is None else f"; load before it began: {self.cpu['load']:.1f}"
+        threads = f"{self.cpu['threads']} threads on both sides"
+        return f"{self.cpu['device']}, {self.cpu['date']}; {versions}; {threads}{busy}."
+
+    def beside_torch(self) -> str:
+        """The table of all products."""
+        rows = (
+            [self.head(*pair), self.dense(*pair), *self.cells(*pair, PRODUCTS, ("ragged", "torch"))]
+            for pair in self.pairs
+        )
+        return table(["ragged · torch's grouped product", "dense", *PRODUCTS], rows)
+
+
+def tables(cpu: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """What stands between `<!-- NAME -->` and `<!-- /NAME -->` in the page."""
+    its = Products(cpu)
+    yield "cpu", its.machine()
+    yield "cpu-products", its.beside_torch()
     others = ("ragged", "torch loop", "JAX loop", "even", "lax.ragged_dot")
     yield (
         "cpu-others",
         table(
             ["forward · wgrad", *others],
             (
-                [head(*pair)]
-                + [" · ".join(number(figure(*pair, product, x)) for product in ("forward", "wgrad")) for x in others]
-                for pair in pairs
+                [its.head(*pair), *(" · ".join(its.cells(*pair, ("forward", "wgrad"), [name])) for name in others)]
+                for pair in its.pairs
             ),
         ),
     )
 
     def cost(shape: str, dtype: str, product: str, key: str, unit: str) -> str:
-        x = figure(shape, dtype, product, "ragged", key)
+        x = its.figure(shape, dtype, product, "ragged", key)
         return "–" if x is None else f"{x:.2f} {unit}" if unit == "s" else f"{x:.1f} {unit}"
 
     both = "forward + backward"
@@ -268,9 +276,9 @@ def tables(cpu: dict[str, Any]) -> Iterator[tuple[str, str]]:
         table(
             ["", f"trace and lower, {both}", f"compile, {both}", "temporary memory: forward", "wgrad", both],
             (
-                [head(*pair), cost(*pair, both, "trace_s", "s"), cost(*pair, both, "compile_s", "s")]
+                [its.head(*pair), cost(*pair, both, "trace_s", "s"), cost(*pair, both, "compile_s", "s")]
                 + [cost(*pair, product, "temporary_mib", "MiB") for product in ("forward", "wgrad", both)]
-                for pair in pairs
+                for pair in its.pairs
             ),
         ),
     )
@@ -317,6 +325,16 @@ def tables(cpu: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "cpu-skipped", "\n".join(skipped) or "Nothing was left out."
 
 
+def other_tables(cpu: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The same of another machine, products alone."""
+    yield "cpu-epyc", Products(cpu).machine()
+    yield "cpu-epyc-products", Products(cpu).beside_torch()
+
+
+TABLES = {"cpu": tables, "cpu-epyc": other_tables}
+"""By file, what it adds to the page."""
+
+
 def fill(page: str, texts: Iterable[tuple[str, str]]) -> str:
     """The page with these texts between their marks, of which it must have one pair each."""
     for name, text in texts:
@@ -347,13 +365,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, default=DOCS / "benchmarks", help="of the figures and plots")
     parser.add_argument("--page", type=Path, default=DOCS / "benchmarks.md", help="whose tables are filled")
     args = parser.parse_args(arguments)
-    paths = {name: args.folder / f"{name}.json" for name in distinct(plot.file for plot in PLOTS.values())}
+    files = distinct([*TABLES, *(plot.file for plot in PLOTS.values())])
+    paths = {name: args.folder / f"{name}.json" for name in files}
     reports = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
     if not reports:
         parser.error(f"{args.folder} has none of {', '.join(path.name for path in paths.values())}")
-    if "cpu" in reports:
-        args.page.write_text(fill(args.page.read_text(), tables(reports["cpu"])))
-        print(args.page)
+    for file, texts in TABLES.items():
+        if file in reports:
+            args.page.write_text(fill(args.page.read_text(), texts(reports[file])))
+            print(args.page)
     if importlib.util.find_spec("matplotlib") is None:
         raise SystemExit("matplotlib isn't installed: `uv sync --group dev`. No plots were drawn.")
     for path in draw(reports, args.folder):

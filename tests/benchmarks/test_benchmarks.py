@@ -41,10 +41,11 @@ def test_a_wrong_result_has_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "its result isn't ragged's" in str(row["skipped"])
 
 
-def test_the_page_has_the_figures_of_the_file() -> None:
+def test_the_page_has_the_figures_of_the_files() -> None:
     text = (DOCS / "benchmarks.md").read_text()
-    figures = json.loads((DOCS / "benchmarks" / "cpu.json").read_text())
-    assert plots.fill(text, plots.tables(figures)) == text
+    for file, texts in plots.TABLES.items():
+        figures = json.loads((DOCS / "benchmarks" / f"{file}.json").read_text())
+        assert plots.fill(text, texts(figures)) == text
 
 
 def test_on_a_gpu(tmp_path: Path) -> None:
