@@ -301,10 +301,13 @@ def scale_modes(call: Call, x: Operands, step: int | None) -> tuple[str, str]:
     return mode(a), mode(b)
 
 
-def cost(call: Call, x: Operands) -> dict[str, Any]:
+def cost(call: Call, x: Operands, not_empty: int | None = None) -> dict[str, Any]:
     """`flops` and `bytes_accessed` of a product, as in `Launch`.
 
     If several letters are ragged, the FLOPs assume that all groups have equal shares of each letter.
+
+    `not_empty`: number of local groups with rows, which are those whose matrices are read. If unknown, there is at most
+    one for each row.
     """
     a, b = call.kernel_operands(x)
     p, batch = call.product, call.batch(x) or 1
@@ -319,10 +322,14 @@ def cost(call: Call, x: Operands) -> dict[str, Any]:
     # All groups together have the whole extent of the first ragged letter. Each group has an equal share of any further
     # ragged letter.
     products = batch * call.shape[-2] * call.shape[-1] * contracted * (1 if x.sizes else groups) * call.num_products
-    return {
-        "flops": 2 * products // max(groups, 1) ** max(len(p.ragged) - 1, 0),
-        "bytes_accessed": sum(array.size * array.dtype.itemsize for array in arrays),
-    }
+    bits = sum(array.size * jax.dtypes.itemsize_bits(array.dtype) for array in arrays)
+    if x.sizes and p.kernel == "grouped_matmul":
+        matrices = call.num_local_groups(x)
+        skipped = matrices - (min(matrices, batch * a.extent(p.ragged)) if not_empty is None else not_empty)
+        for array in jax.tree.leaves((x.rhs if p.is_uniform(p.rhs) else x.lhs, x.epilogue.up)):
+            if array.ndim > 2 and array.shape[-3] == matrices:
+                bits -= array.size // matrices * skipped * jax.dtypes.itemsize_bits(array.dtype)
+    return {"flops": 2 * products // max(groups, 1) ** max(len(p.ragged) - 1, 0), "bytes_accessed": -(-bits // 8)}
 
 
 def apply_epilogue(call: Call, total: Array, existing: Array | None) -> Array:

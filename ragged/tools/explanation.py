@@ -28,7 +28,8 @@ class ProductPlan:
     - `scales`: for each operand, the elements that share a scale, such as `"1 m × all k"`; `""` without scales.
     - `flops`: FLOP on the elements of groups. For unknown sizes, FLOP of full buffers with groups of equal size: an
       upper bound with one ragged dim. None if an extent is symbolic.
-    - `bytes_accessed`: bytes of all buffers, each counted once. None if an extent is symbolic.
+    - `bytes_accessed`: bytes of all buffers, each counted once, without the matrices of empty groups. (For unknown
+      sizes, at most one group for each row isn't empty.) None if an extent is symbolic.
     - `platform`: `"cpu"`, `"cuda"` or `"tpu"`.
     - `device`: the device kind that kernels are compiled for; `""` if unknown.
     - `backend`, `kernel`: names of the backend and kernel that run; `""` if lowering raises.

@@ -74,6 +74,15 @@ def test_unknown_sizes_of_a_tpu() -> None:
     assert plan.bytes_accessed == 4 * (1000 * 256 + 4 * 256 * 384 + 4 + 1000 * 384)
 
 
+def test_bytes_of_few_rows() -> None:
+    """Matrices of empty groups aren't read: all but one per row, or those of the sizes. Two numbers of 4 bits take a
+    byte."""
+    x, w = jax.ShapeDtypeStruct((3, 256), jnp.bfloat16), jax.ShapeDtypeStruct((8, 256, 384), jnp.int4)
+    for sizes, matrices in ((jax.ShapeDtypeStruct((8,), jnp.int32), 3), (jnp.asarray([0, 2, 0, 0, 1, 0, 0, 0]), 2)):
+        plans = ragged.explain(GroupedTensor(x, sizes), w, platform="cuda").plans
+        assert [plan.bytes_accessed for plan in plans] == [2 * 3 * (256 + 384) + matrices * 256 * 384 // 2 + 4 * 8] * 2
+
+
 def test_sources() -> None:
     """The configuration of each product, and where it comes from."""
     x, w = forward()

@@ -132,7 +132,7 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
         mean[r],
         mean[c],
         mean[k],
-        groups=matrices,
+        groups=min(matrices, call.shape[-2]) if r in sizes else matrices,  # no more than that have rows
         itemsize=dot.dtype.itemsize / dot.per_element,
         result=jnp.dtype(stored).itemsize,
         min_k=min_k,

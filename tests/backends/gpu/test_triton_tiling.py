@@ -6,10 +6,15 @@
 import itertools
 from dataclasses import replace
 
+import jax.numpy as jnp
 import pytest
+from jax import ShapeDtypeStruct
 
+import ragged
+from ragged import GroupedTensor
 from ragged.backends.gpu import tiles as triton_tiling
 from ragged.backends.gpu.tiles import Problem, chip, choose, fit, ranked, refuse, resident, shared
+from ragged.tuning import GpuConfig
 
 H200, A100, L4 = (chip((kind, 0)) for kind in ("NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA L4"))
 
@@ -69,6 +74,16 @@ def test_what_memory_bounds_is_not_cut_small() -> None:
     """Where every tile waits for the weights, those that are done in fewer and fuller rounds."""
     for extents in ((8, 14336, 4096), (8, 4096, 14336)):
         assert choose(problem(*extents)._replace(by_thread=True), A100).n >= 64
+
+
+def test_one_token_occupies_most_of_the_chip() -> None:
+    """Four rows are in at most four of 32 groups, so the matrices' columns are cut into more tiles."""
+    rows = GroupedTensor(ShapeDtypeStruct((4, 2880), jnp.bfloat16), ShapeDtypeStruct((32,), jnp.int32))
+    found = ragged.explain(rows, ShapeDtypeStruct((32, 2880, 2880), jnp.bfloat16), device="NVIDIA H200")
+    forward, dgrad = found.plan().config, found.plan("by lhs").config
+    assert isinstance(forward, GpuConfig) and isinstance(dgrad, GpuConfig)
+    assert 4 * -(-2880 // forward.n) > H200.multiprocessors / 2
+    assert 4 * -(-2880 // dgrad.k) > H200.multiprocessors / 2
 
 
 def test_a_tile_that_is_asked_for_is_halved_until_it_fits() -> None:
