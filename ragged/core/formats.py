@@ -10,6 +10,13 @@ from jax import Array, lax
 from ragged.core.errors import Site
 
 AnyArray = Array | np.ndarray
+
+
+def as_array(x: Any) -> Array:
+    """`x` as a JAX array. `jnp.asarray` of a JAX array would trace an operation that changes nothing."""
+    return x if isinstance(x, Array) else jnp.asarray(x)
+
+
 """An array of JAX or NumPy."""
 
 

@@ -14,13 +14,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import keystr
 
 from ragged.core.errors import Site, is_concrete
-from ragged.core.formats import accumulator_dtype, has_derivative
+from ragged.core.formats import accumulator_dtype, as_array, has_derivative
 
 
 def vary_together(args: Sequence[Any], like: Sequence[Any] = ()) -> list[Array]:
     """`args` as arrays that all vary over every mesh axis over which any of `args` or `like` varies. In a `shard_map`,
     a primitive requires this of its operands."""
-    args = [jnp.asarray(x) for x in args]
+    args = [as_array(x) for x in args]
     together = [*args, *like]
     return [_varied(x, axes) if (axes := axes_beyond(x, together)) else x for x in args]
 

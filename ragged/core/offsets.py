@@ -9,6 +9,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Int, Integer, Shaped
 
 from ragged.core.errors import Site, describe
+from ragged.core.formats import as_array
 
 IN_BOUNDS = "promise_in_bounds"
 """Mode of gathers and scatters whose indices are in range. Other modes fail under `checkify.index_checks`."""
@@ -27,7 +28,7 @@ def take(values: Shaped[Array, "n *each"], index: Int[Array, "*p"], fill: Any) -
 def as_int32(x: Any) -> Int[Array, "..."]:
     """Integers as int32. Values out of range are clipped."""
     if getattr(x, "dtype", None) == jnp.int32:
-        return jnp.asarray(x)
+        return as_array(x)
     # JAX would wrap Python ints and NumPy arrays around, so they are clipped before they are converted.
     x = x if hasattr(x, "dtype") else np.int64(min(max(x, -(2**63)), 2**63 - 1))
     return jnp.asarray(clipped(x))

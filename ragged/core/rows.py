@@ -17,7 +17,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Float, Int, Shaped
 
-from ragged.core.formats import accumulator_dtype
+from ragged.core.formats import accumulator_dtype, as_array
 from ragged.core.mesh import axes_beyond, vary_over_reduced, vary_together, varying, with_mesh
 from ragged.core.offsets import take
 
@@ -107,7 +107,7 @@ def _bind(*arrays: Array, collect: bool, dtype: Any = None) -> Array:
     """Binds the primitive to `(x, source, places)`, mapped over leading batch axes. `dtype`: as in `collect_rows`."""
 
     def bind(x: Array, *index: Array) -> Array:
-        x = vary_over_reduced(jnp.asarray(x), index)
+        x = vary_over_reduced(as_array(x), index)
         return rows_p.bind(x, *vary_together(index, like=[x]), collect=collect, dtype=dtype or x.dtype)
 
     axes = tuple(0 if array.ndim > rank else None for array, rank in zip(arrays, (2, 1, 2), strict=True))

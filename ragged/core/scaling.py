@@ -34,6 +34,7 @@ from jax import Array
 from jaxtyping import AbstractDtype
 
 from ragged.core.errors import Site, is_count
+from ragged.core.formats import as_array
 from ragged.core.offsets import max_blocks
 from ragged.core.scales import Scales
 
@@ -151,7 +152,7 @@ NAMED = {
 
 def not_differentiable_8_bits(call: str, x: Any) -> Array:
     """`x`. Differentiating it raises if it holds 8- or 4-bit floats: cotangents would have as few bits."""
-    x = jnp.asarray(x)
+    x = as_array(x)
     return not_differentiable(call, x) if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 1 else x
 
 

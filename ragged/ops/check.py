@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from ragged.backends.base import Refusal, Target
 from ragged.core.errors import Site, check_packed, describe, is_arraylike, is_count, is_extent, wrapped_array
-from ragged.core.formats import accumulator_dtype, promote
+from ragged.core.formats import accumulator_dtype, as_array, promote
 from ragged.core.mesh import explicit_mesh
 from ragged.core.offsets import as_int32
 from ragged.primitive import lowering
@@ -251,7 +251,7 @@ def operand(site: Site, name: str, x: Any, more_dims: bool = False) -> GroupedTe
             merged = f"{g}, -1, {k}" if name == "lhs" else f"{g}, {x.shape[1]}, -1"
             hint += f"\nMerge the dims that aren't contracted: `{name}.reshape({merged})`."
         site.fail(ValueError, f"`{name}` is a plain array with {x.ndim} dims.", hint)
-    return GroupedTensor(jnp.asarray(x)) if x.ndim > 2 else jnp.asarray(x)
+    return GroupedTensor(as_array(x)) if x.ndim > 2 else as_array(x)
 
 
 def has_more_dims(x: Any) -> bool:

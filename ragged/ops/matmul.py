@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from ragged.core.errors import Site, as_extent, describe, is_arraylike, is_concrete, is_extent, known_to_differ
-from ragged.core.formats import AnyArray, accumulator_dtype
+from ragged.core.formats import AnyArray, accumulator_dtype, as_array
 from ragged.core.mesh import is_of_one_device
 from ragged.core.offsets import as_int32
 from ragged.core.scaling import not_differentiable, not_differentiable_8_bits
@@ -277,7 +277,7 @@ def _may_gather(lhs: Any, rhs: Any) -> TypeGuard[Gathered]:
 def _stored(x: GroupedTensor | Array, letters: str) -> tuple[Operand, str]:
     """`(operand, letters)`: the buffer of `x` in storage order, packed axis first, with its scales; and its letters."""
     if isinstance(x, GroupedTensor):
-        data, scales = jnp.asarray(x.data), kernel_scales(x)
+        data, scales = as_array(x.data), kernel_scales(x)
         if is_read_transposed(x):
             data, letters = data.mT, letters[::-1]
     else:

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from ragged.core.formats import accumulator_dtype
+from ragged.core.formats import accumulator_dtype, as_array
 from ragged.core.offsets import take
 from ragged.product.function import Function
 from ragged.product.operands import Operands
@@ -49,7 +49,7 @@ def combined(function: Function | None, z: Sequence[Array], x: Operands, first_d
     if x.offset is not None:
         is_local = per_group(_local_index(out, x)[1])
         out = out.map(lambda data, local: jnp.where(local, data, 0), is_local)
-    return jnp.asarray(out.data)
+    return as_array(out.data)
 
 
 def activated(function: Function, z: Sequence[Array], first_dims: Array | None) -> GroupedTensor:

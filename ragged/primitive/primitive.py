@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ragged.backends.base import Target
 from ragged.core.errors import Site
-from ragged.core.formats import accumulator_dtype
+from ragged.core.formats import accumulator_dtype, as_array
 from ragged.core.mesh import (
     automatic_meshes,
     axes_beyond,
@@ -70,7 +70,7 @@ def vary_except_data(x: Operands, like: Sequence[Any] = ()) -> Operands:
     Data that is replicated in a `shard_map` stays so, since `cotangents` sums its cotangent over devices. But over a
     mesh axis for which its type is `reduced`, the data varies too: there, its cotangent must stay unreduced.
     """
-    x = jax.tree.map(jnp.asarray, x)
+    x = jax.tree.map(as_array, x)
     everything = [*jax.tree.leaves(x), *like]
     if not varying(everything):
         return x

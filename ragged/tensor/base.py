@@ -11,7 +11,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from ragged.core.errors import Site, check_packed, is_arraylike
-from ragged.core.formats import array_field, optional_array_field
+from ragged.core.formats import array_field, as_array, optional_array_field
 from ragged.core.mesh import check_not_explicit, over_explicit_axes
 from ragged.core.offsets import as_int32, element_mask, group_ids, group_offsets, take
 from ragged.core.scales import Scales, spread
@@ -344,7 +344,7 @@ def packs_columns(x: GroupedBase) -> bool:
 def filled(x: GroupedBase, value: Any) -> Array:
     """The buffer with `value` outside of the groups. The buffer of a cotangent is returned unchanged."""
     check_not_quantized(x)
-    data = jnp.asarray(x.data)
+    data = as_array(x.data)
     if x.is_cotangent:
         return data
     check_has_groups(x)

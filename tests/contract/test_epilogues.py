@@ -58,7 +58,7 @@ def long() -> Iterator[Case]:
     columns = itertools.cycle(("halves", "interleaved", "", "", ""))
     for layout, dtype, activation in rotated(*UNGATED):
         yield 30, Epilogue(layout, dtype, activation=activation, bias=next(biases), save=next(saves))
-    for layout, dtype, activation in rotated(*ACTIVATIONS, *ACTIVATIONS):
+    for layout, dtype, activation in rotated(*ACTIVATIONS):
         its: dict[str, Any] = {"bias": next(pairs), "save": next(saves)}
         its |= {"columns": next(columns)} if layout != "inner_rows" else {}  # one weight's groups are matrices
         yield 30, Epilogue(layout, dtype, activation=activation, gate=True, **its)
@@ -68,11 +68,11 @@ def long() -> Iterator[Case]:
         its |= {"columns": one} if layout != "inner_rows" else {}
         yield 20, Epilogue(layout, order=2, activation=activation, save=next(saves), **its)
     operands = ("lhs", "rhs", "up", "bias", "up_bias", "lhs sizes", "sizes", "lhs rhs up bias up_bias", "lhs bias")
-    for mapped, context in itertools.product(operands, ("jit", "devices")):
+    for mapped, context in zip(operands, itertools.cycle(("jit", "devices")), strict=False):
         one = next(columns)
         its = {"activation": "clamped" if one else "silu", "columns": one, "held": 3 * (next(saves) == "out")}
         yield 12, Epilogue("forward", mapped=mapped, context=context, gate=True, bias="each one", **its)
-    for bias, dtype in itertools.product(("each", "one"), ("float16", "bfloat16")):
+    for bias, dtype in (("each", "float16"), ("one", "bfloat16")):
         yield 30, Epilogue("forward", dtype, activation="tanh", bias=bias, existing=True, held=3)
         yield 30, Epilogue("forward", dtype, activation="silu", bias=bias, shared="rhs", bias_dtype="float32")
         yield 30, Epilogue("batched", dtype, "", "float32", bias=bias, existing=True)
@@ -102,14 +102,13 @@ def long_of_kernels() -> Iterator[Case]:
         for i, activation in enumerate(ACTIVATIONS):
             its: dict[str, Any] = {"backend": backend, "activation": activation, "save": next(saves)}
             layouts = ("forward", "batched") if i % 2 else ("batched", "forward")
-            if i % 3 and activation != "clamped":
+            if i % 3 == 0:
+                yield count, Epilogue(layouts[0], "bfloat16", gate=True, bias=next(pairs), **its)
+            elif i % 3 == 1 and activation != "clamped":
                 yield count, Epilogue(layouts[0], bias="each", held=2 * (layouts[0] == "forward"), **its)
             else:
-                yield count, Epilogue(layouts[0], "bfloat16", gate=True, bias=next(pairs), **its)
-            yield (
-                max(count // 3, 2),
-                Epilogue(layouts[1], tiles=tiles[layouts[1]], gate=True, bias=next(pairs), **large, **its),
-            )
+                of_tiles: dict[str, Any] = {"tiles": tiles[layouts[1]], "bias": next(pairs)}
+                yield max(count // 3, 2), Epilogue(layouts[1], gate=True, **of_tiles, **large, **its)
         its = {"backend": backend, "activation": "silu", "gate": True, "bias": "one each"}
         yield count, Epilogue("forward", columns="halves", n=128, **its)
         yield count, Epilogue("batched", columns="interleaved", n=64, **its)

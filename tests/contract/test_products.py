@@ -133,25 +133,28 @@ def peers() -> Iterator[Case]:
         yield 12, Program(layout, *dtypes, **extents)
 
 
-def rotated(*options: Any) -> Iterator[tuple[str, Any]]:
-    """Each option with three layouts: together, those of each kind."""
+def rotated(*options: Any, of: int = 2) -> Iterator[tuple[str, Any]]:
+    """Each option with some layouts of different kinds."""
     layouts = [*LETTERS]
     for i, option in enumerate(options):
-        for at in (i, i + 3, i + 6):
-            yield layouts[at % len(layouts)], option
+        for number in range(of):
+            yield layouts[(i + 3 * number) % len(layouts)], option
 
 
 def long() -> Iterator[Case]:
+    few, many = {"groups": 3, "capacity": 8, "m": 1, "n": 1}, {"groups": 64, "capacity": 200}
     for i, layout in enumerate(LETTERS):
-        few, many = {"groups": 3, "capacity": 8, "m": 1, "n": 1}, {"groups": 64, "capacity": 200}
-        shapes: list[dict[str, Any]] = [LARGE, {"groups": 1}, few, many]
-        for shape in shapes:
-            yield 97, Program(layout, ("float32", "bfloat16")[i % 2], **shape)
-        for swapped, packed_last in enumerate(("lhs", "rhs", "lhs rhs")):
-            yield 20, Program(layout, "bfloat16", packed_last=packed_last, swapped=bool((swapped + i) % 2))
-        yield 20, Program(layout, order=2, packed_last="rhs")
-        yield 12, Program(layout, order=2, mapped="lhs sizes rhs" if LETTERS[layout] else "lhs rhs")
+        orders = [("lhs", "rhs", "lhs rhs")[(i + j) % 3] for j in range(3)]
+        yield 97, Program(layout, ("float32", "bfloat16")[i % 2], **LARGE)
+        yield 97, Program(layout, ("float32", "bfloat16")[i % 2], **(few if i % 3 else many))
+        yield 20, Program(layout, "bfloat16", packed_last=orders[0], swapped=i % 2 == 0)
+        yield (
+            12,
+            Program(layout, order=2, packed_last=orders[1], mapped="lhs sizes rhs" if LETTERS[layout] else "lhs rhs"),
+        )
         yield 60, Program(layout, "bfloat16", existing=True)
+        # Of one group, XLA folds transposes into the dot.
+        yield 20, Program(layout, "bfloat16", groups=1, capacity=40, m=4, k=8, n=16, packed_last=orders[2])
     for layout, tiles in rotated((8, 8, 8), (1, 1, 1), (7, 13, 5)):
         if LETTERS[layout]:
             yield 97, Program(layout, tiles=tiles)
@@ -169,50 +172,46 @@ def long() -> Iterator[Case]:
     ):
         if LETTERS[layout] or "capacity" not in extents:
             yield 5, Program(layout, **extents)
-    for layout, dtypes in rotated(*FLOATS, *INTEGERS):
+    for layout, dtypes in rotated(*FLOATS, *INTEGERS, of=1):
         yield 3, Program(layout, *dtypes)
     for layout in ("forward", "forward_left", "wgrad"):
         yield 60, Program(layout, "bfloat16", held=7 if layout == "wgrad" else 1, existing=True)
         yield 12, Program(layout, held=3, mapped="lhs sizes first", existing=True)
     for layout, shared in (("batched", "rhs"), ("forward_left", "lhs"), ("forward", "rhs")):
-        yield 60, Program(layout, "bfloat16", shared=shared)
-        yield 12, Program(layout, shared=shared, mapped=shared, existing=True)
+        yield 12, Program(layout, "bfloat16", shared=shared, mapped=shared, existing=True)
     yield from peers()
     yield 12, Program("outer", existing=True, mapped="existing")
     yield 3, Program("forward", mapped="lhs", context="scan")
     # XLA's CPU backend can't run each dot of bfloat16s; which one it gets depends on orders and on extents of 1.
+    extents_of_one = itertools.cycle(((1, 64, 6), (64, 64, 1), (5, 1, 6)))
     for packed_last, mapped in itertools.product(("", "lhs", "rhs", "lhs rhs"), ("", "lhs", "rhs", "lhs rhs")):
-        for m, k, n in ((1, 64, 6), (64, 64, 1), (5, 1, 6)):
-            yield (
-                1,
-                Program("batched", "bfloat16", "", "float32", m=m, k=k, n=n, packed_last=packed_last, mapped=mapped),
-            )
-    for layout, packed_last in itertools.product(LETTERS, ("lhs", "rhs", "lhs rhs")):
-        yield 20, Program(layout, "bfloat16", groups=1, capacity=40, m=4, k=8, n=16, packed_last=packed_last)
+        its = dict(zip("mkn", next(extents_of_one), strict=True))
+        yield 1, Program("batched", "bfloat16", "", "float32", packed_last=packed_last, mapped=mapped, **its)
 
 
 def long_of_kernels() -> Iterator[Case]:
     for backend, count in (("pallas_tpu", 60), ("triton_gpu", 6)):
         is_gpu = backend == "triton_gpu"
-        for layout, letters in LETTERS.items():
+        for i, (layout, letters) in enumerate(LETTERS.items()):
             tiles: Any = (32, 32, 64) if is_gpu else tuple(32 if letters == z else 128 for z in "mkn")
             yield count, Program(layout, "bfloat16", backend=backend, tiles=tiles, **LARGE)
             yield count, Program(layout, backend=backend, groups=8, capacity=200, existing=True)
-            yield count // 3, Program(layout, backend=backend, order=2, packed_last="lhs rhs")
-            if not is_gpu:
+            if i % 2:
+                yield count // 3, Program(layout, backend=backend, order=2, packed_last="lhs rhs")
+            elif not is_gpu:
                 yield 3, Program(layout, backend=backend, interpret=TWO_CORES, existing=True, **LARGE)
         if is_gpu:  # loads by TMA, which takes rows of whole 16 bytes; 8 bits with the contracted axis last
             extents: dict[str, Any] = {"m": 48, "k": 64, "n": 48, "width": 48, "capacity": 96, "chip": "NVIDIA H200"}
             for layout, dtypes in rotated(("float32", "", ""), (FP8, "", "float32"), ("int8", "", "")):
                 yield 6, Program(layout, *dtypes, backend=backend, tiles=(32, 32, 32), **extents)
-        for layout, context in rotated("scan", "shard_map unchecked"):
+        for layout, context in rotated("scan", "shard_map unchecked", of=1):
             yield 3, Program(layout, backend=backend, context=context)
         for layout, dtypes in rotated(INTEGERS[0], ("bfloat16", FP8, ""), (FP8, "", ""), FLOATS[3]):
             yield 3, Program(layout, *dtypes, backend=backend, chip=gpu.FIRST_WITH_FP8 if is_gpu else "")
         for layout in ("forward", "forward_left", "wgrad"):
             yield count, Program(layout, "bfloat16", backend=backend, held=3, existing=True)
-        for layout, mapped in itertools.product(("forward", "wgrad"), SUBSETS):
-            yield count // 6, Program(layout, backend=backend, mapped=mapped)
+        for i, mapped in enumerate(SUBSETS):
+            yield count // 6, Program(("forward", "wgrad")[(i + is_gpu) % 2], backend=backend, mapped=mapped)
         for layout in ("batched", "outer"):
             yield count // 6, Program(layout, backend=backend, mapped="lhs")
         yield 3, Program("forward", *INTEGERS[0], backend=backend, k=4000, groups=2)
@@ -222,71 +221,85 @@ def long_of_kernels() -> Iterator[Case]:
 
 def long_of_scales() -> Iterator[Case]:
     layouts = [*LETTERS]
-    yield from quantised("xla", 20, [layouts[i % 8] for i in range(40)], step=7)
+    yield from quantised("xla", 20, layouts * 3, step=7)
+    yield from quantised("xla", 12, layouts, step=23, mapped="lhs")
     for backend, count in (("pallas_tpu", 20), ("triton_gpu", 3)):
-        yield from quantised(backend, count, [layouts[i % 8] for i in range(40)], step=11)
+        yield from quantised(backend, count, layouts * 3, step=11)
         yield from quantised(backend, count, ["forward", "wgrad", "forward_left"] * 2, step=13, held=3, existing=True)
         yield from quantised(backend, count // 2, ["forward", "wgrad", "outer", "batched"], step=17, mapped="lhs")
-    yield from quantised("pallas_tpu", 3, layouts, step=19, interpret=TWO_CORES)
-    yield from quantised("xla", 12, layouts, step=23, mapped="lhs")
+    yield from quantised("pallas_tpu", 3, layouts[::2], step=19, interpret=TWO_CORES)
     # Tensor cores scale blocks of 32 themselves, in both formats of fp8.
-    for layout, dtype in zip(
-        ("batched", "forward", "forward_left", "outer", "ragged"), 2 * BITS[::2] + [FP8], strict=True
-    ):
+    extents = itertools.cycle(((64, None), (150, (32, 32, 32)), (150, (16, 64, 32))))
+    for layout, dtype in itertools.product(("batched", "forward", "forward_left", "outer", "ragged"), BITS[::2]):
         its: dict[str, Any] = {"backend": "triton_gpu", "chip": "NVIDIA B200", "m": 40, "n": 48}
         its |= {"lhs_cast": (dtype, "mx"), "rhs_cast": (FP8, Scaling((32, 1), "float8_e8m0fnu"))}
         its |= {"packed_last": "rhs"} if layout == "ragged" else {}
-        for k, tiles in ((64, None), (150, (32, 32, 32)), (150, (16, 64, 32))):
-            yield 3, Program(layout, k=k, tiles=tiles, **its)
-    wide: dict[str, Any] = {"capacity": 150, "m": 130, "k": 300, "n": 280}
+        its |= dict(zip(("k", "tiles"), next(extents), strict=True))
+        yield 3, Program(layout, **its)
+    for chip in ("NVIDIA B200", "NVIDIA H200"):  # by the tensor cores' own scales, and by the kernel's
+        for block in (32, 128):
+            casts: dict[str, Any] = {"lhs_cast": (FP8, (1, block)), "rhs_cast": (FP8, (block, 1))}
+            yield 3, Program("wgrad", backend="triton_gpu", chip=chip, out_dtype="float32", tiles=(32, 32, 64), **casts)
+
+
+WIDE: dict[str, Any] = {"capacity": 150, "m": 130, "k": 300, "n": 280}
+
+
+def long_of_weights() -> Iterator[Case]:
+    """Matrices of few bits, as models are served with."""
     ways = itertools.product(("forward", "forward_left", "batched"), ("bfloat16", "float16", "float32"), (MX, NVFP4))
-    for layout, dtype, scaling in ways:
-        yield 3, four_bits(layout, dtype, scaling, backend="triton_gpu", chip="NVIDIA H200", tiles=(32, 64, 64), **wide)
-        if dtype != "float16":
-            yield 5, four_bits(layout, dtype, scaling, backend="pallas_tpu", tiles=(128, 128, 128), **wide)
+    for i, (layout, dtype, scaling) in enumerate(ways):
+        if dtype == "float16" or i % 2:
+            its: dict[str, Any] = {"chip": "NVIDIA H200", "tiles": (32, 64, 64), **WIDE}
+            yield 3, four_bits(layout, dtype, scaling, backend="triton_gpu", **its)
+        else:
+            yield 5, four_bits(layout, dtype, scaling, backend="pallas_tpu", tiles=(128, 128, 128), **WIDE)
             yield 5, four_bits(layout, dtype, scaling, backend="pallas_tpu", mapped="lhs")
-    ways = [(MX, "float4_e2m1fn"), (NVFP4, "float4_e2m1fn"), (Scaling((32, 1)), FP8), (Scaling((128, 1)), "int4")]
-    for chip, (scaling, of), order in itertools.product(("v5e", "v6e", "tpu7x"), ways, ("", "rhs")):
-        its = {"backend": "pallas_tpu", "chip": chip, "packed_last": order, "k": 168}
-        yield 12, four_bits("forward", "bfloat16", scaling, of, **its)
-        yield 3, four_bits("forward", "float32", scaling, of, lhs_cast=(FP8, "row"), **its)
-    ways += [(Scaling((128, 128)), FP8), (Scaling((3, 5)), "int4"), (Scaling.of("column"), "int8")]
-    for (scaling, of), order, dtype in itertools.product(ways, ("", "rhs"), ("bfloat16", "float16", "float32")):
+    several = [(MX, "float4_e2m1fn"), (NVFP4, "float4_e2m1fn"), (Scaling((32, 1)), FP8), (Scaling((128, 1)), "int4")]
+    chips = itertools.cycle(("v5e", "v6e", "tpu7x"))
+    for (scaling, of), order in itertools.product(several, ("", "rhs")):
+        its = {"backend": "pallas_tpu", "packed_last": order, "k": 168}
+        yield 12, four_bits("forward", "bfloat16", scaling, of, chip=next(chips), **its)
+        yield 3, four_bits("forward", "float32", scaling, of, chip=next(chips), lhs_cast=(FP8, "row"), **its)
+    # XLA decodes them, some columns at a time.
+    several += [(Scaling((128, 128)), FP8), (Scaling((3, 5)), "int4"), (Scaling.of("column"), "int8")]
+    dtypes = itertools.cycle(("bfloat16", "float16", "float32"))
+    for (scaling, of), order in itertools.product(several, ("", "rhs")):
+        dtype = next(dtypes)
         yield 12, four_bits("forward", dtype, scaling, of, packed_last=order, n=901 + (order == ""))
-        yield 5, four_bits("forward", dtype, scaling, of, packed_last=order, mapped="lhs rhs")
+        yield 5, four_bits("forward", next(dtypes), scaling, of, packed_last=order, mapped="lhs rhs")
         yield 5, four_bits("forward_left", dtype, scaling, of, packed_last=order and "lhs", m=901)
     for backend, count in (("pallas_tpu", 5), ("triton_gpu", 3)):
         yield count, four_bits("forward", "bfloat16", MX.mT, backend=backend, held=3, existing=True)
-    # Zero points, where scales multiply the sum, a step's product and the tile.
+    # Loads by TMA, and the rest without.
+    for scaling, of in ((MX, "float4_e2m1fn"), (NVFP4, "float4_e2m1fn"), (Scaling((64, 1)), "int4")):
+        given: dict[str, Any] = WIDE | {"k": 320, "tiles": (32, 64, 64 if of == "int4" else 128)}
+        yield 3, four_bits("forward", "bfloat16", scaling, of, backend="triton_gpu", chip="NVIDIA H200", **given)
+
+
+def long_of_zero_points() -> Iterator[Case]:
+    """Where scales multiply the sum, a step's product and the tile."""
     scalings: list[tuple[str, Any]] = [
         ("uint4", (128, 1)),
         ("int8", (None, None)),
         ("uint8", (8, 8)),
         ("int4", (40, 1)),
     ]
-    dtypes = itertools.cycle(("bfloat16", "int8", "float32"))
-    for layout, (of, block) in itertools.product(("forward", "batched", "forward_left"), scalings):
-        for backend, tiles, count in (("pallas_tpu", (128, 128, 128), 4), ("triton_gpu", (32, 64, 64), 2)):
-            chip = "NVIDIA H200" * (backend == "triton_gpu")
-            its: dict[str, Any] = {**wide, "k": 256, "backend": backend, "tiles": tiles, "chip": chip}
-            if (dtype := next(dtypes)) == "int8":
-                dtype, its["rhs_dtype"] = ("float32", "int8") if layout == "forward_left" else ("int8", "float32")
-            yield count, four_bits(layout, dtype, Scaling(block), of, "zeros", **its)
+    dtypes, its = itertools.cycle(("bfloat16", "int8", "float32")), {**WIDE, "k": 256}
+    for i, (layout, (of, block)) in enumerate(itertools.product(("forward", "batched", "forward_left"), scalings)):
+        dtype, more = next(dtypes), dict[str, Any](backend="pallas_tpu", tiles=(128, 128, 128))
+        if (i + i // 4) % 2:
+            more = {"backend": "triton_gpu", "tiles": (32, 64, 64), "chip": "NVIDIA H200"}
+        if dtype == "int8":
+            dtype, more["rhs_dtype"] = ("float32", "int8") if layout == "forward_left" else ("int8", "float32")
+        yield 3, four_bits(layout, dtype, Scaling(block), of, "zeros", **its, **more)
+    turned = Scaling((1, 16))
     for backend, count in (("pallas_tpu", 5), ("triton_gpu", 2)):
-        turned = Scaling((1, 16))
         yield count, four_bits("forward", "bfloat16", turned, "uint4", "zeros", backend=backend, held=3, existing=True)
         yield count, four_bits("forward", "bfloat16", turned, "uint8", "zeros", backend=backend, mapped="lhs rhs")
         for scaling, of in ((turned.mT, "uint4"), (Scaling.of("column"), "uint8")):
             yield count, four_bits("forward", "float32", scaling, of, "zeros", backend=backend, packed_last="rhs")
     yield 2, four_bits("forward", "float16", turned.mT, "uint4", "zeros", backend="triton_gpu", packed_last="rhs")
-    # Loads by TMA, and the rest without.
-    for scaling, of in ((MX, "float4_e2m1fn"), (NVFP4, "float4_e2m1fn"), (Scaling((64, 1)), "int4")):
-        given: dict[str, Any] = wide | {"k": 320, "tiles": (32, 64, 64 if of == "int4" else 128)}
-        yield 3, four_bits("forward", "bfloat16", scaling, of, backend="triton_gpu", chip="NVIDIA H200", **given)
-    for chip in ("NVIDIA B200", "NVIDIA H200"):  # by the tensor cores' own scales, and by the kernel's
-        for block in (32, 128):
-            casts: dict[str, Any] = {"lhs_cast": (FP8, (1, block)), "rhs_cast": (FP8, (block, 1))}
-            yield 3, Program("wgrad", backend="triton_gpu", chip=chip, out_dtype="float32", tiles=(32, 32, 64), **casts)
 
 
 def _check(count: int, program: Program) -> None:
@@ -304,8 +317,15 @@ def test_products(count: int, program: Program) -> None:
     _check(count, program)
 
 
+def more() -> Iterator[Case]:
+    """Those that the default tests don't have."""
+    tested = [program for _, program in by_default()]
+    for cases in (long(), long_of_kernels(), long_of_scales(), long_of_weights(), long_of_zero_points()):
+        yield from (case for case in cases if case[1] not in tested)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("count, program", _cases(itertools.chain(long(), long_of_scales(), long_of_kernels())))
+@pytest.mark.parametrize("count, program", _cases(more()))
 def test_more_products(count: int, program: Program) -> None:
     _check(count, program)
 

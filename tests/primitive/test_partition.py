@@ -3,6 +3,7 @@
 The reference is the loop of `tests/contract`. Each case is a program over a mesh, which `Program.context` describes.
 """
 
+import itertools
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -81,26 +82,30 @@ OUT = [  # what splits the operands and what is asked of the result; collectives
 
 
 def long() -> Iterator[Program]:
+    kinds = itertools.cycle(KINDS)
     for i, (layout, context, _) in enumerate(SEVERAL):
-        kind = [*KINDS][i % 2]
-        yield over(layout, f"{kind} {context}", "bfloat16", existing=i % 3 == 0)
-        yield over(layout, f"{[*KINDS][1 - i % 2]} {context}", order=2, packed_last="lhs")
+        if i % 3:
+            yield over(layout, f"{next(kinds)} {context}", "bfloat16", existing=i % 3 == 1)
+        else:
+            yield over(layout, f"{next(kinds)} {context}", order=2, packed_last="lhs")
     for i, (context, _) in enumerate(OUT):
         yield over("forward", f"explicit 2x2 {context}", "float32" if "unreduced" in context or i % 2 else "bfloat16")
+    yield over("forward", f"{next(kinds)} 2x2 m=a k=b", "bfloat16", existing=True)
+    yield over("forward", f"{next(kinds)} 2 g=a", groups=5, held=2)
+    yield over("forward_left", f"{next(kinds)} 2x2 g=a k=b", groups=6, held=4, existing=True)
+    yield over("wgrad", f"{next(kinds)} 2x2 g=a m=b", groups=6, held=4, existing=True)
+    yield over("forward", f"{next(kinds)} 2x2 m=a n=b", shared="rhs")
+    yield over("batched", f"{next(kinds)} 2x2 g=a n=b", shared="rhs")
     for kind in KINDS:
-        yield over("forward", f"{kind} 2x2 m=a k=b", "bfloat16", existing=True)
-        yield over("forward", f"{kind} 2 g=a", groups=5, held=2)
-        yield over("forward_left", f"{kind} 2x2 g=a k=b", groups=6, held=4, existing=True)
-        yield over("wgrad", f"{kind} 2x2 g=a m=b", groups=6, held=4, existing=True)
-        yield over("forward", f"{kind} 2x2 m=a n=b", shared="rhs")
-        yield over("batched", f"{kind} 2x2 g=a n=b", shared="rhs")
         yield over("forward", f"{kind} 4 k=a", "int8", out_dtype="float32", k=4000, groups=2)
-        for context, mapped in (("b=a k=b", "lhs sizes"), ("m=a n=b", "lhs"), ("b=a n=b", "lhs rhs sizes")):
-            yield over("forward", f"{kind} 3x2 {context}", "bfloat16", mapped=mapped)
-        for lhs, rhs in (((1, 8), (8, 1)), ("group", (16, 1)), ("row", "column"), ("mx", "mx"), (None, (8, 8))):
-            casts: dict[str, Any] = {"lhs_cast": lhs and (FP8, lhs), "rhs_cast": (FP8, rhs), "out_dtype": "float32"}
-            yield over("forward", f"{kind} 2x2 m=a k=b", k=48, **casts)
-            yield over("wgrad", f"{kind} 2x2 k=a n=b", **casts)
+    for context, mapped in (("b=a k=b", "lhs sizes"), ("m=a n=b", "lhs"), ("b=a n=b", "lhs rhs sizes")):
+        yield over("forward", f"{next(kinds)} 3x2 {context}", "bfloat16", mapped=mapped)
+    for lhs, rhs in (((1, 8), (8, 1)), ("group", (16, 1)), ("row", "column"), ("mx", "mx"), (None, (8, 8))):
+        casts: dict[str, Any] = {"lhs_cast": lhs and (FP8, lhs), "rhs_cast": (FP8, rhs), "out_dtype": "float32"}
+        kind, other = next(kinds), next(kinds)
+        yield over("forward", f"{kind} 2x2 m=a k=b", k=48, **casts)
+        yield over("wgrad", f"{other} 2x2 k=a n=b", **casts)
+        next(kinds)
     for context in ("auto 8 k=a", "auto 8 n=a", "auto 3x2 m=b g=a", "auto 8 m=a k=a n=a"):
         yield over("forward", context)
         yield over("wgrad", context)

@@ -390,7 +390,7 @@ def _grouped(launch: Launch, x: Operands) -> Array:
     def put(y: Array, at: Array, in_group: Array, out: Array) -> Array:
         old = _slice(out, at, y.shape[0])
         y = apply_epilogue(call, y, None if existing is None else _from_carry(old, call.dtype)).astype(call.dtype)
-        return _put(out, jnp.where(in_group, _to_carry(y), old), at)
+        return _put(out, lax.select(jnp.broadcast_to(in_group, y.shape), _to_carry(y), old), at)
 
     def segment(start: Array, end: Array, matrix: Array, base: Array, out: Array) -> Array:
         multiply = matrix_product(matrix)
@@ -661,7 +661,7 @@ def _window(m: Any, tile: int, start: Array, end: Array) -> tuple[Array, Array]:
 
 def _masked(rows: Array, in_group: Array) -> Array:
     """`rows`, zero where they are not in the group. All products mask in this way: XLA compiles equal fusions once."""
-    return jnp.where(in_group, rows, jnp.zeros((), rows.dtype))
+    return lax.select(jnp.broadcast_to(in_group, rows.shape), rows, lax.full_like(rows, 0))
 
 
 def _next_tile(
