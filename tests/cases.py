@@ -1,5 +1,6 @@
 """The case table: every layout, numbers of groups, ways to spread sizes, with slack or without, NaN in the tails."""
 
+import itertools
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -40,6 +41,13 @@ def split(by_default: Iterable[Any], long: Iterable[Any]) -> list[Any]:
     """Parameters of a test: those that run by default, then those that are `long`. A tuple is of several parameters."""
     rest = (each if isinstance(each, tuple) else (each,) for each in long)
     return [*by_default, *(pytest.param(*each, marks=pytest.mark.long) for each in rest)]
+
+
+def thinned(of: int, *values: Iterable[Any]) -> list[Any]:
+    """Every `of`-th combination, such that a value of one list meets those of the others."""
+    lists = [[*enumerate(each)] for each in values]
+    every = itertools.product(*lists)
+    return [tuple(x for _, x in each) for each in every if sum(i for i, _ in each) % of == 0]
 
 
 def spread(rng: np.random.Generator, kind: str, g: int, total: int) -> np.ndarray:

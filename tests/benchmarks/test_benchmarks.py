@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests import gpu
-from tests.benchmarks import clients, cpu, memory, plots, served
+from tests.benchmarks import calls, clients, cpu, memory, plots, served
 from tests.benchmarks import gpu as on_gpu
 from tests.cases import NAMES
 
@@ -30,6 +30,14 @@ def test_on_a_cpu(tmp_path: Path) -> None:
     (tmp_path / "page.md").write_text((DOCS / "benchmarks.md").read_text())
     plots.main(["--folder", str(tmp_path), "--page", str(tmp_path / "page.md")])
     assert {path.name for path in tmp_path.glob("*.svg")} == {"cpu-products.svg", "cpu-series.svg"}
+
+
+def test_first_calls(tmp_path: Path) -> None:
+    calls.main(["--processes", "1", "--json", str(tmp_path / "calls.json")])
+    seconds = json.loads((tmp_path / "calls.json").read_text())["seconds"]
+    assert (
+        all(each["product"] > each["product again"] > 0 for each in seconds.values()) and "import" in seconds["ragged"]
+    )
 
 
 def test_a_wrong_result_has_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,16 +142,15 @@ def rotated(*options: Any, of: int = 2) -> Iterator[tuple[str, Any]]:
 
 
 def long() -> Iterator[Case]:
-    few, many = {"groups": 3, "capacity": 8, "m": 1, "n": 1}, {"groups": 64, "capacity": 200}
+    few: dict[str, Any] = {"groups": 3, "capacity": 8, "m": 1, "n": 1}
+    many: dict[str, Any] = {"groups": 64, "capacity": 200}
     for i, layout in enumerate(LETTERS):
         orders = [("lhs", "rhs", "lhs rhs")[(i + j) % 3] for j in range(3)]
         yield 97, Program(layout, ("float32", "bfloat16")[i % 2], **LARGE)
         yield 97, Program(layout, ("float32", "bfloat16")[i % 2], **(few if i % 3 else many))
         yield 20, Program(layout, "bfloat16", packed_last=orders[0], swapped=i % 2 == 0)
-        yield (
-            12,
-            Program(layout, order=2, packed_last=orders[1], mapped="lhs sizes rhs" if LETTERS[layout] else "lhs rhs"),
-        )
+        mapped = "lhs sizes rhs" if LETTERS[layout] else "lhs rhs"
+        yield 12, Program(layout, order=2, packed_last=orders[1], mapped=mapped)
         yield 60, Program(layout, "bfloat16", existing=True)
         # Of one group, XLA folds transposes into the dot.
         yield 20, Program(layout, "bfloat16", groups=1, capacity=40, m=4, k=8, n=16, packed_last=orders[2])
@@ -185,7 +184,7 @@ def long() -> Iterator[Case]:
     # XLA's CPU backend can't run each dot of bfloat16s; which one it gets depends on orders and on extents of 1.
     extents_of_one = itertools.cycle(((1, 64, 6), (64, 64, 1), (5, 1, 6)))
     for packed_last, mapped in itertools.product(("", "lhs", "rhs", "lhs rhs"), ("", "lhs", "rhs", "lhs rhs")):
-        its = dict(zip("mkn", next(extents_of_one), strict=True))
+        its: dict[str, Any] = dict(zip("mkn", next(extents_of_one), strict=True))
         yield 1, Program("batched", "bfloat16", "", "float32", packed_last=packed_last, mapped=mapped, **its)
 
 
