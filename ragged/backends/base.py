@@ -327,7 +327,7 @@ def cost(call: Call, x: Operands, not_empty: int | None = None) -> dict[str, Any
         matrices = call.num_local_groups(x)
         skipped = matrices - (min(matrices, batch * a.extent(p.ragged)) if not_empty is None else not_empty)
         for array in jax.tree.leaves((x.rhs if p.is_uniform(p.rhs) else x.lhs, x.epilogue.up)):
-            if array.ndim > 2 and array.shape[-3] == matrices:
+            if matrices and array.ndim > 2 and array.shape[-3] == matrices:
                 bits -= array.size // matrices * skipped * jax.dtypes.itemsize_bits(array.dtype)
     return {"flops": 2 * products // max(groups, 1) ** max(len(p.ragged) - 1, 0), "bytes_accessed": -(-bits // 8)}
 
