@@ -33,7 +33,6 @@ def by_default() -> Iterator[Case]:
     yield 30, Quantised("blockwise", Program("wgrad", **SMALL))
     yield 30, Quantised("delayed", Program("forward_left", **SMALL))
     yield 20, Quantised("rounded", Program("batched", shared="rhs", **SMALL))
-    yield 20, Quantised("fixed", Program("forward", **SMALL))
     yield 4, Quantised("mxfp8", Program("forward", held=3, existing=True, **KERNEL))
 
 

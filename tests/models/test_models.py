@@ -13,9 +13,7 @@ from tests.models import blocks
 @pytest.mark.parametrize(
     ("name", "way"),
     [
-        pytest.param(
-            name, way, marks=[] if (name, way) in {("gpt_oss", "jit"), ("deepseek_v3", "jit")} else pytest.mark.long
-        )
+        pytest.param(name, way, marks=[] if (name, way) in {("gpt_oss", "jit")} else pytest.mark.long)
         for name in blocks.NAMES
         for way in blocks.BOUNDS
     ],

@@ -302,6 +302,7 @@ def test_what_experts_keep(save: str, kept: int) -> None:
     assert [leaf.shape for leaf in jax.tree.leaves(vjp)].count((2 * EXPERTS + 1, HIDDEN)) == kept
 
 
+@pytest.mark.long
 def test_weights_stored_by_column() -> None:
     """Tensors that memory holds as `[experts, out, in]` are weights like arrays: numbers, gradients, what is kept."""
     layer = moe(activation="silu")
@@ -405,6 +406,7 @@ def test_memory_of_a_training_step(case: str, hbm: float, temp: float) -> None:
     assert not [name for name in passes[1] if name.startswith("multiply")], passes
 
 
+@pytest.mark.long
 def test_quantised_weights_over_a_mesh() -> None:
     """The results and the gradients of tokens are those of the numbers that the stored weights stand for, on one
     device. Each weight has another scaling: a device has the scales of its part, or those that all parts share."""

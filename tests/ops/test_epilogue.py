@@ -35,8 +35,7 @@ def operands(k: int = 8, n: int = 16, dtype: Any = jnp.float32) -> tuple[Grouped
     return GroupedTensor(x, jnp.asarray(SIZES, jnp.int32)), gate, up, bias
 
 
-@pytest.mark.parametrize("save", ["pre", "out"])
-@pytest.mark.parametrize("is_gathered", [False, True], ids=["rows", "gathered"])
+@pytest.mark.parametrize("is_gathered, save", [(False, "out"), (True, "pre")])
 def test_a_kernel_adds_the_cotangents_of_rows(is_gathered: bool, save: str) -> None:
     """Of both products of a gate, without a pass over memory. That of the second has a tail of zeros already."""
     x, gate, up, _ = operands()

@@ -164,6 +164,7 @@ jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 """
 
 
+@pytest.mark.long
 def test_symbolic_rows_and_columns_of_activations() -> None:
     """A program of any number of rows and columns equals the program of one shape."""
     in_a_process(SYMBOLIC_ROWS)

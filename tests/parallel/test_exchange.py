@@ -165,12 +165,12 @@ class Layer:
 
 
 def by_default() -> Iterator[Layer]:
-    yield Layer("dense", chunks=2, is_mapped=True)  # which doesn't divide the tokens
     yield Layer("ring", chunks=3, capacity=34, is_mapped=True, data=2, ways=2)
     yield Layer("ragged", capacity=23)
 
 
 def long() -> Iterator[Layer]:
+    yield Layer("dense", chunks=2, is_mapped=True)  # which doesn't divide the tokens
     for transport in ("dense", "ring", "ragged"):
         yield Layer(transport)
         yield Layer(transport, check_vma=False)

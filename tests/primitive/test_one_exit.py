@@ -33,11 +33,12 @@ def sums_doubled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 ALL = [(backend, layout) for backend in ("xla", "pallas_tpu", "triton_gpu") for layout in cases.NAMES]
-DEAR = [("pallas_tpu", layout) for layout in ("forward_left", "inner_rows", "inner_columns", "ragged")]
+ONE_OF_EACH_KERNEL = [("xla", layout) for layout in ("batched", "forward", "wgrad", "outer")]
+ONE_OF_EACH_KERNEL += [("pallas_tpu", "forward"), ("pallas_tpu", "wgrad"), ("triton_gpu", "outer")]
 
 
 @pytest.mark.parametrize(
-    "backend, layout", [pytest.param(*each, marks=[pytest.mark.long] * (each in DEAR)) for each in ALL]
+    "backend, layout", cases.split(ONE_OF_EACH_KERNEL, (each for each in ALL if each not in ONE_OF_EACH_KERNEL))
 )
 def test_every_kernel_has_one_exit(backend: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """If `apply_epilogue` doubles its sums, each product and both cotangents double: no kernel goes round it."""
@@ -65,7 +66,7 @@ def test_every_kernel_has_one_exit(backend: str, layout: str, monkeypatch: pytes
         assert np.abs(np.asarray(want)).max() > 0.1
 
 
-@pytest.mark.parametrize("layout", ["forward", "batched"])
+@pytest.mark.parametrize("layout", cases.split(["forward"], ["batched"]))
 @pytest.mark.parametrize("backend", ["xla", "pallas_tpu", "triton_gpu"])
 def test_kernels_of_two_products_have_it_too(backend: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Doubled sums make the product of a gate and another product four times as large."""

@@ -120,11 +120,11 @@ def case(backend: str, layout: str, draws: int, *marks: Any, tiles: Any = "small
 @pytest.mark.parametrize(
     "backend, layout, tiles, draws, others",
     [
-        case("xla", "forward", 20),
+        case("xla", "forward", 20, pytest.mark.long),
         case("xla", "outer", 20, pytest.mark.long),
         # One dot for the first rows of all groups, and tiles for what it doesn't hold.
         case("xla", "wgrad", 20, tiles=None, groups=6, rows=40, k=16, n=32),
-        case("xla", "forward", 10, held=2),
+        case("xla", "forward", 20, held=2),
         case("pallas_tpu", "forward", 10, held=2),
         case("triton_gpu", "forward", 4, held=2),
         *(case("xla", layout, 40, pytest.mark.long) for layout in LETTERS if layout not in ("forward", "outer")),

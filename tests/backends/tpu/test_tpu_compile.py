@@ -162,7 +162,9 @@ def test_recipes(generation: str, recipe: str) -> None:
     step, avals = partial(train, Recipe.preset(recipe)), trained_avals((2048, 1024, 512, 8))
     assert len(tpu.compile_for(generation, step, *avals).kernels) == 3
     assert not dequantized(lowered(step, *avals), 512 * 1024)
-    assert len(dequantized(lowered(partial(step, backend="xla"), *avals), 512 * 1024)) == 6  # where kernels can't
+    assert (
+        len(dequantized(lowered(partial(step, backend="xla"), *avals), 512 * 1024)) == 4
+    )  # operands that are ragged; matrices in parts
 
 
 @pytest.mark.parametrize(
@@ -177,12 +179,10 @@ def test_weights_of_4_bits(generation: str, scaling: str) -> None:
     assert compiled.memory.temp_size_in_bytes < 2 * 8 * 1024 * 2048  # the weights in bfloat16
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "generation, dtype, scaling",
-    split(
-        [("v5e", "uint4", (1, 128))],
-        thinned(4, ("v5e", "v6e", "tpu7x"), ("uint4", "int8"), ("row", "group", (1, 32), (8, 8))),
-    ),
+    thinned(4, ("v5e", "v6e", "tpu7x"), ("uint4", "int8"), ((1, 128), "row", (1, 32), (8, 8))),
 )
 def test_zero_points(generation: str, dtype: str, scaling: Any) -> None:
     """Forward and dgrad; nothing is dequantised in memory."""

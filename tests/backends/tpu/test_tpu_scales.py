@@ -258,8 +258,7 @@ def test_a_group_ends_with_a_block() -> None:
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-3)
 
 
-@pytest.mark.parametrize("dtype", ["float8_e5m2", "float4_e2m1fn"])
-@pytest.mark.parametrize("k", [64, 200])
+@pytest.mark.parametrize("dtype, k", [("float8_e5m2", 64), ("float4_e2m1fn", 200)])
 def test_few_rows_keep_infinities_and_nan(dtype: str, k: int) -> None:
     """As in decoding, where scales multiply the products of small blocks, with `k` in two tiles: an infinite weight, a
     scale that is NaN, and the smallest scale."""

@@ -12,6 +12,7 @@ from jax import Array
 import ragged
 from ragged import GroupedTensor, Scaling
 from ragged.backends.xla import backend
+from tests.cases import thinned
 
 
 def forward(lhs: Array, rhs: Array, sizes: Array) -> Array:
@@ -129,8 +130,7 @@ def test_every_power_of_two_is_decoded() -> None:
     np.testing.assert_array_equal(got[1:], scales.astype(np.float32)[1:])
 
 
-@pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.parametrize("scaling", [None, (1, 32), "row"])
+@pytest.mark.parametrize("dtype, scaling", thinned(2, NARROW, [None, (1, 32), "row"]))
 def test_matrices_are_decoded_in_parts(dtype: str, scaling: Any) -> None:
     """No buffer holds all matrices in another dtype, nor one matrix in float32."""
     g, k, n = 6, 640, 4 * 768
