@@ -231,6 +231,7 @@ class _Tiles:
     length: dict[str, Array]  # keyed by ragged letter, `(batch * g,)`: group sizes, clipped to all buffers
     starts: dict[str, Array]  # keyed by buffer, `(batch * g,)`: first row of each group
     operands: dict[str, Array]  # keyed by "lhs" and "rhs", padded
+    portable: bool  # of the target
 
     def letters(self, name: str) -> str:
         letters: str = getattr(self.call.product, name)
@@ -272,7 +273,10 @@ class _Tiles:
 
         first, second = ("lhs", "rhs") if p.out[0] in p.lhs else ("rhs", "lhs")
         contract = self.letters(first).index(p.contracted), self.letters(second).index(p.contracted)
-        x, y = _untransposed(tile(first), self.starts["out"].shape[0]), tile(second)
+        x, y = tile(first), tile(second)
+        if contract[0] == 0 and x.dtype.itemsize == 1:  # Otherwise, a transposed tile takes longer than the slower dot.
+            x, contract = _transposed(x, self.portable), (1, contract[1])
+        x = _untransposed(x, self.starts["out"].shape[0])
         return dot(x, y, contract, self.call.options.precision, accumulator_dtype(x.dtype))
 
     def total(self, group: Array, count: dict[str, Array], at: dict[str, Array], extent: list[int]) -> Array:
@@ -311,7 +315,8 @@ def _tiles(launch: Launch, x: Operands) -> _Tiles:
         if other in x.sizes:
             length[other] = jnp.minimum(length[other], columns)
     tile_sizes = {letter: launch.config.along(letter)[0][0] for letter in p.ragged}
-    tiles = _Tiles(call, tile_sizes, {name: shape[-1] for name, shape in shapes.items()}, length, starts, {})
+    columns = {name: shape[-1] for name, shape in shapes.items()}
+    tiles = _Tiles(call, tile_sizes, columns, length, starts, {}, launch.target.portable)
     common = compute_dtype(x.lhs.data.dtype, x.rhs.data.dtype)
     lhs, rhs = (tiles.padded(z.data.astype(common), letters) for z, letters in ((x.lhs, p.lhs), (x.rhs, p.rhs)))
     return replace(tiles, operands={"lhs": lhs, "rhs": rhs})
@@ -736,6 +741,9 @@ def _for_each(chosen: Array, columns: tuple[Array, ...], body: Callable[..., Arr
 def _transposed(x: Array, portable: bool) -> Array:
     """`x.mT`, stored row by row, as the fast dot requires. Without a barrier, XLA folds the transpose into a slow dot.
 
+    In float32, the slow dot is as fast. It converts bfloat16 to float32, and int8 to int32, which takes ten times as
+    long.
+
     The constraint is a custom call, which `jax.export` rejects: with `portable`, the slower dot runs without it.
     """
     if portable:
@@ -779,6 +787,8 @@ def _batched(launch: Launch, x: Operands) -> Array:
         lhs, rhs = _untransposed(lhs, lhs.shape[0]), _untransposed(rhs, rhs.shape[0])
         if of_out[0] in of_rhs:
             lhs, rhs, axes = rhs, lhs, (axes[1], axes[0])
+        if axes[0] == 1 and common.itemsize < 4:
+            lhs, axes = _transposed(lhs, launch.target.portable), (2, axes[1])
         return dot(lhs, rhs, axes, call.options.precision, accumulator_dtype(common), batch=1)
 
     lhs, rhs = x.lhs.data.astype(common), x.rhs.data.astype(common)

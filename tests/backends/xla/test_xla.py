@@ -180,3 +180,20 @@ def test_a_number_times_its_scale_is_exact(dtype: str) -> None:
     one = GroupedTensor(jnp.ones((1, 1), jnp.bfloat16), jnp.array([1]))
     got = ragged.matmul(one, w, preferred_element_type=jnp.float32)
     np.testing.assert_array_equal(got.data[0], numbers.astype(np.float32) * scales.astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    "dtype, of_uniform, of_ragged",
+    [("float32", ["1"], ["0"]), ("bfloat16", ["2"], ["0"]), ("float8_e4m3fn", ["2"], ["0"]), ("int8", ["2"], ["1"])],
+)
+def test_contracted_rows(dtype: str, of_uniform: list[str], of_ragged: list[str]) -> None:
+    """Of the first operand of a dot: a fast dot contracts its last axis, so narrow operands are transposed first."""
+
+    def contracted(lhs: GroupedTensor, rhs: GroupedTensor) -> list[str]:
+        text = jax.jit(lambda x, y: ragged.matmul(x.mT, y).data).lower(lhs, rhs).as_text()
+        return re.findall(r"contracting_dims = \[(\d)\] x \[\d\]", text)
+
+    uniform = GroupedTensor(jnp.zeros((3, 40, 8), dtype))
+    rows = GroupedTensor(jnp.zeros((40, 8), dtype), jnp.array([9, 20, 2]), jnp.array([3, 8, 1]))
+    assert contracted(uniform, uniform) == of_uniform
+    assert contracted(rows, GroupedTensor(rows.data, rows.first_dims)) == of_ragged
