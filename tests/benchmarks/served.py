@@ -39,8 +39,11 @@ def blocks(d: int = D, hidden: int = HIDDEN) -> dict[str, MoE]:
     router = Router(d, EXPERTS, TOP_K, use_bias=True, key=keys[0])
     experts = Experts(d, hidden, EXPERTS, activation=clamped, use_bias=True, dtype=jnp.bfloat16, key=keys[1])
 
+    block = MoE(router, experts)
+
     def with_weights(change: Callable[[Array], Any]) -> MoE:
-        return MoE(router, eqx.tree_at(weights_of, experts, [change(weight.mT) for weight in weights_of(experts)]))
+        changed = [change(weight.mT) for weight in weights_of(experts)]
+        return eqx.tree_at(lambda block: weights_of(block.experts), block, changed)
 
     found = {"bfloat16": with_weights(GroupedTensor)}
     for name, (dtype, scaling, symmetric) in WEIGHTS.items():
