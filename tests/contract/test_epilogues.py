@@ -62,7 +62,7 @@ def long() -> Iterator[Case]:
         its: dict[str, Any] = {"bias": next(pairs), "save": next(saves)}
         its |= {"columns": next(columns)} if layout != "inner_rows" else {}  # one weight's groups are matrices
         yield 30, Epilogue(layout, dtype, activation=activation, gate=True, **its)
-    for layout, _, activation in rotated(*SMOOTH):
+    for layout, _, activation in rotated(*SMOOTH[::2]):
         one = next(columns)
         its = {"gate": True, "bias": "each one"} if one else {"bias": "each"}
         its |= {"columns": one} if layout != "inner_rows" else {}
@@ -76,9 +76,12 @@ def long() -> Iterator[Case]:
         yield 30, Epilogue("forward", dtype, activation="tanh", bias=bias, existing=True, held=3)
         yield 30, Epilogue("forward", dtype, activation="silu", bias=bias, shared="rhs", bias_dtype="float32")
         yield 30, Epilogue("batched", dtype, "", "float32", bias=bias, existing=True)
-    for context in ("eager", "constants", "checkpoint", "scan", "shard_map", "shard_map unchecked", "disable_jit"):
-        yield 3, Epilogue("forward", "bfloat16", context=context, activation="gelu", gate=True, bias="each one")
-        yield 3, Epilogue("forward", context=context, top_k=2, activation="tanh", bias="each", save="out")
+    contexts = "eager", "constants", "checkpoint", "scan", "shard_map", "shard_map unchecked", "disable_jit"
+    for i, context in enumerate(contexts):
+        if i % 2:
+            yield 3, Epilogue("forward", "bfloat16", context=context, activation="gelu", gate=True, bias="each one")
+        else:
+            yield 3, Epilogue("forward", context=context, top_k=2, activation="tanh", bias="each", save="out")
     for mapped, context in (("lhs", "jit"), ("rhs", "devices"), ("lhs sizes rhs", "jit"), ("sizes", "devices")):
         yield 12, Epilogue("forward", top_k=2, mapped=mapped, context=context)
     yield 20, Epilogue("forward", top_k=2, order=2, mapped="sizes")

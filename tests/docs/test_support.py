@@ -112,7 +112,7 @@ def check(layout: str, backend: str, what: str, name: str, launches: ran.Launche
 
 
 @pytest.mark.parametrize(
-    "number, format", [*enumerate(name for name in ones.FORMATS_WITH_ONES if "recipe" not in name)]
+    "number, format", [*enumerate([name for name in ones.FORMATS_WITH_ONES if "recipe" not in name][::2])]
 )
 def test_extents_of_one_are_computed(number: int, format: str) -> None:
     """1, 2 and 3 in any letter, by kernels where they are planned; a backend, a layout and an order of storage each."""

@@ -7,17 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.cases import split, thinned
 from tests.models import blocks
 
+FIRST = ("gpt_oss", "jit")
+REST = [each for each in thinned(2, blocks.NAMES, blocks.BOUNDS) if each != FIRST]
 
-@pytest.mark.parametrize(
-    ("name", "way"),
-    [
-        pytest.param(name, way, marks=[] if (name, way) in {("gpt_oss", "jit")} else pytest.mark.long)
-        for name in blocks.NAMES
-        for way in blocks.BOUNDS
-    ],
-)
+
+@pytest.mark.parametrize(("name", "way"), split([FIRST], REST))
 def test_blocks(name: str, way: str) -> None:
     """Results, and gradients of tokens, router and experts. On a mesh, a padded token is NaN."""
     found = blocks.errors(name, way)
