@@ -41,6 +41,7 @@ from ragged.core.mesh import (
 from ragged.core.rows import collect_rows
 from ragged.primitive import lowering, sharding
 from ragged.product.operands import Call, Epilogue, Index, Operand, Operands
+from ragged.tensor.arithmetic import broadcast_accumulated
 
 
 def bind(x: Operands, call: Call) -> Array:
@@ -292,14 +293,19 @@ def batch(args: Sequence[Any], dims: Sequence[Any], *, tree: Any, call: Call) ->
     )
     batch = next(iter(jax.tree.leaves(extents)), None)
 
+    def spread(array: Array, *shape: int) -> Array:
+        if array.dtype.itemsize != 2:  # Floats of fewer bits have no cotangent.
+            return jnp.broadcast_to(array, shape)
+        return broadcast_accumulated(array, array.dtype, shape)
+
     def merge(array: Array, is_mapped: bool, had_batch: bool, is_required: bool) -> Array:
         """`array` as `[outer * batch, ...]`; unchanged if it has neither axis and `is_required` is false."""
         if not (is_mapped or had_batch or is_required):
             return array
-        array = array if is_mapped else jnp.broadcast_to(array, (outer, *array.shape))
+        array = array if is_mapped else spread(array, outer, *array.shape)
         if batch is None:
             return array
-        array = array if had_batch else jnp.broadcast_to(array[:, None], (outer, batch, *array.shape[1:]))
+        array = array if had_batch else spread(array[:, None], outer, batch, *array.shape[1:])
         return array.reshape(outer * batch, *array.shape[2:])
 
     # The epilogue must have the batch axis, like the result. So must `lhs` if no other operand has it, or if the index

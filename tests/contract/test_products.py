@@ -67,7 +67,7 @@ def by_default() -> Iterator[Case]:
     yield 6, Program("forward_left", held=3, existing=True, backend="triton_gpu")
     yield 60, Program("ragged", "bfloat16", existing=True)
     yield 60, Program("forward", shared="rhs", size_dtype="uint32")
-    yield 20, Program("batched", "bfloat16", shared="lhs", existing=True, mapped="rhs existing")
+    yield 20, Program("batched", "bfloat16", shared="lhs", existing=True, mapped="rhs")
 
     yield from quantised("xla", 20, ["forward", "wgrad", "ragged", "batched", "outer", "inner_rows"])
     yield from quantised("pallas_tpu", 20, ["forward", "wgrad", "outer"])
