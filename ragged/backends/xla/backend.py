@@ -154,9 +154,11 @@ def _tile_sizes(call: Call, x: Operands, tiling: dict[str, int] | None) -> dict[
         tile_sizes = large_groups
         if flops is not None and flops < 2**29:
             tile_sizes = small_product
-        elif isinstance(m, int) and m <= 8 * x.num_groups and b.data.dtype.itemsize == 1:
+        elif not isinstance(m, int) or not isinstance(x.num_groups, int):  # symbolic, under `jax.export`
+            pass
+        elif m <= 8 * x.num_groups and b.data.dtype.itemsize == 1:
             tile_sizes = _FEW_ROWS
-        elif isinstance(m, int) and m <= 64 * x.num_groups:
+        elif m <= 64 * x.num_groups:
             tile_sizes = small_groups
         if not isinstance(m, int):  # symbolic, under `jax.export`: `_padding` pads the buffer
             return {p.ragged: tuple(t for t in tile_sizes if t <= (largest or t)) or (largest or tile_sizes[0],)}
