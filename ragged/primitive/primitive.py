@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ragged.backends.base import Target
 from ragged.core.errors import Site
-from ragged.core.formats import accumulator_dtype, as_array
+from ragged.core.formats import accumulator_dtype, as_array, has_derivative
 from ragged.core.mesh import (
     automatic_meshes,
     axes_beyond,
@@ -293,19 +293,18 @@ def batch(args: Sequence[Any], dims: Sequence[Any], *, tree: Any, call: Call) ->
     )
     batch = next(iter(jax.tree.leaves(extents)), None)
 
-    def spread(array: Array, *shape: int) -> Array:
-        if array.dtype.itemsize != 2:  # Floats of fewer bits have no cotangent.
-            return jnp.broadcast_to(array, shape)
-        return broadcast_accumulated(array, array.dtype, shape)
+    def broadcast(array: Array, *shape: int) -> Array:
+        is_summed = has_derivative(array.dtype)  # its cotangent, over the batch
+        return broadcast_accumulated(array, array.dtype, shape) if is_summed else jnp.broadcast_to(array, shape)
 
     def merge(array: Array, is_mapped: bool, had_batch: bool, is_required: bool) -> Array:
         """`array` as `[outer * batch, ...]`; unchanged if it has neither axis and `is_required` is false."""
         if not (is_mapped or had_batch or is_required):
             return array
-        array = array if is_mapped else spread(array, outer, *array.shape)
+        array = array if is_mapped else broadcast(array, outer, *array.shape)
         if batch is None:
             return array
-        array = array if had_batch else spread(array[:, None], outer, batch, *array.shape[1:])
+        array = array if had_batch else broadcast(array[:, None], outer, batch, *array.shape[1:])
         return array.reshape(outer * batch, *array.shape[2:])
 
     # The epilogue must have the batch axis, like the result. So must `lhs` if no other operand has it, or if the index

@@ -231,8 +231,9 @@ class _Product(NamedTuple):
         p, with_sizes = call.product, _with_sizes(call, x, sizes, offset)
         operands = [(_name(letters), operand, letters) for letters, operand in ((p.lhs, x.lhs), (p.rhs, x.rhs))]
         operands.sort(key=lambda operand: ("lhs", "dout", "rhs").index(operand[0]))
-        costs = cost(call, x)
-        if with_sizes is not None:
+        if with_sizes is None:
+            costs = cost(call, x)
+        else:
             extents = {letter: end - begin for letter, (begin, end) in spans(call, with_sizes).items()}
             costs = cost(call, x, int(np.count_nonzero(extents[p.ragged[:1] or p.out[0]])))
             costs["flops"] = int(2 * np.sum(np.prod([*extents.values()], axis=0))) * (call.batch(x) or 1)

@@ -293,7 +293,7 @@ def _details(call: Call, x: Operands, chip: tiles.Chip) -> Details:
 
 
 def _has_few_rows(call: Call, x: Operands) -> bool:
-    """Whether the mean group has at most as many rows as the smallest tile, as in decoding.
+    """Whether groups are small, as in decoding: on average, no larger than the smallest tile.
 
     Then scaling the products of small blocks takes less time than scaling matrices whose blocks lie along lanes: see
     `tpu_scales.block_products`.
@@ -303,8 +303,7 @@ def _has_few_rows(call: Call, x: Operands) -> bool:
 
 
 def _has_small_blocks(a: KernelOperand, b: KernelOperand, contracted: str) -> bool:
-    """Whether every scaled operand has one scale per row or column of a block, and `tpu_scales.block_products` supports
-    the blocks' extent."""
+    """Whether `tpu_scales.block_products` supports the scales: one per row or column of a block of a fitting extent."""
 
     def is_small(operand: KernelOperand) -> bool:
         (outer,) = (letter for letter in operand.letters if letter != contracted)

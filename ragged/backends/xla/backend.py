@@ -151,14 +151,13 @@ def _tile_sizes(call: Call, x: Operands, tiling: dict[str, int] | None) -> dict[
     if len(p.ragged) == 1:
         m, largest = a.extent(p.ragged), tiling[p.ragged] if tiling else None
         flops, small_product, small_groups, large_groups = cost(call, x)["flops"], *_TILE_SIZES
+        is_known = isinstance(m, int) and isinstance(x.num_groups, int)  # else symbolic, under `jax.export`
         tile_sizes = large_groups
         if flops is not None and flops < 2**29:
             tile_sizes = small_product
-        elif not isinstance(m, int) or not isinstance(x.num_groups, int):  # symbolic, under `jax.export`
-            pass
-        elif m <= 8 * x.num_groups and b.data.dtype.itemsize == 1:
+        elif is_known and m <= 8 * x.num_groups and b.data.dtype.itemsize == 1:
             tile_sizes = _FEW_ROWS
-        elif m <= 64 * x.num_groups:
+        elif is_known and m <= 64 * x.num_groups:
             tile_sizes = small_groups
         if not isinstance(m, int):  # symbolic, under `jax.export`: `_padding` pads the buffer
             return {p.ragged: tuple(t for t in tile_sizes if t <= (largest or t)) or (largest or tile_sizes[0],)}
