@@ -698,9 +698,9 @@ HEAD = """# Errors
 This page lists the errors of the library, with calls that raise them. To find the cause of an error, search the page
 for a part of its text.
 
-Every error has three parts: the call and the problem, the arguments that it received, and a hint. A `TypeError` means a
-wrong kind or dtype. A `ValueError` means wrong shapes, sizes or options. A `NotImplementedError` means a valid request
-that the library doesn't support.
+Every error names the call and the problem, shows the arguments that it received, unless the problem names them already,
+and ends with a hint. A `TypeError` means a wrong kind or dtype. A `ValueError` means wrong shapes, sizes or options. A
+`NotImplementedError` means a valid request that the library doesn't support.
 
 `python -m tests.errors` writes this page. A test checks that each call raises the error shown, and that the page covers
 every place in the package that raises such an error, except those that `tests/errors.py` lists with a reason. All calls

@@ -220,7 +220,8 @@ class Program:
     def result_options(self, arrays: dict[str, Array]) -> dict[str, Any]:
         """The result's dtype, and what it is added to."""
         dtype = {"preferred_element_type": self.out_dtype} if self.out_dtype else {}
-        return dtype | {"existing_out": arrays.get("existing")}
+        existing = arrays.get("existing")
+        return dtype | {"existing_out": existing.mT if self.swapped and existing is not None else existing}
 
     def _config(self) -> Any:
         if self.backend == "xla":
