@@ -51,6 +51,7 @@ def shape(r: Random, layout: str, backend: str) -> dict[str, Any]:
     found["width"] = min(r.choice([1, 4, 20]), found["capacity"])
     if backend == "xla" and LETTERS[layout] and r.random() < 0.5:
         found["tiles"] = (r.choice([n for n in (1, 5, 8, 16) if n <= found["width"]]),) * 3
+    found["in_loops"] = r.random() < 0.7
     if backend == "xla" and r.random() < 0.3:
         found["context"] = r.choice(CONTEXTS)
     return found

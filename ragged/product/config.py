@@ -92,6 +92,7 @@ class XlaConfig(Config):
     k: tuple[int, ...] = ()
     n: tuple[int, ...] = ()
     # For one ragged dim: a batched dot multiplies the first `batched_rows` rows of each group; tiles cover the rest.
+    # Without tiles, `batched_rows` is the capacity, and the dot multiplies all rows by the matrices of all groups.
     batched_rows: int = 0
 
     def __post_init__(self) -> None:

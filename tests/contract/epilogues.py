@@ -165,6 +165,7 @@ class Epilogue(Program):
     columns: str = ""  # whether one weight holds both matrices
     save: str = "pre"
     top_k: int = 0  # how many groups each token is routed to, if its rows are gathered
+    in_loops: bool = False
 
     keeps_primal = True
     inputs = ("lhs", "rhs", "up", "bias", "up_bias", "existing")

@@ -11,8 +11,9 @@ from ragged.primitive.lowering import BACKENDS
 
 
 @contextmanager
-def launches() -> Iterator[list[tuple[str, str]]]:
-    """Lists `(backend, kernel)` of each product that is lowered in here.
+def launches(in_loops: bool = False) -> Iterator[list[tuple[str, str]]]:
+    """Lists `(backend, kernel)` of each product that is lowered in here. With `in_loops`, XLA multiplies small products
+    in loops over tiles, as it does with large ones.
 
     The kernel of rows that are read through an index ends with " by index", and that of an epilogue with the number of
     arrays that it stores, as in "grouped_matmul by index -> 3".
@@ -30,6 +31,8 @@ def launches() -> Iterator[list[tuple[str, str]]]:
                     return run(launch, x)
 
                 patch.setattr(module, "run", run)
+                if in_loops and name == "xla":
+                    patch.setattr(module, "_SMALL", 0)
         yield found
 
 

@@ -92,6 +92,7 @@ class Program:
     existing: bool = False  # whether there is `existing_out`
     order: int = 1  # of derivatives
     context: str = "jit"  # where it is called: see `runner`; or "devices", each with its own element of the batch
+    in_loops: bool = True  # whether XLA multiplies in loops over tiles, although the product is small
 
     inputs = ("lhs", "rhs", "existing")  # names of arrays that it may take
     draws = "draws"  # the function that draws them
@@ -371,7 +372,7 @@ class Program:
                 stack.enter_context((tpu if self.backend == "pallas_tpu" else gpu).on(self.chip))
             if self.context == "disable_jit":
                 stack.enter_context(jax.disable_jit())
-            ran = stack.enter_context(launches())
+            ran = stack.enter_context(launches(self.in_loops and self.over is None))
             run, at_once = self.runner()
             for number, some in enumerate(itertools.batched(inputs, at_once)):
                 if len(some) < at_once:

@@ -67,6 +67,7 @@ def by_default() -> Iterator[Case]:
     yield 6, Program("forward_left", held=3, existing=True, backend="triton_gpu")
     yield 60, Program("ragged", "bfloat16", existing=True)
     yield 60, Program("forward", shared="rhs", size_dtype="uint32")
+    yield from small()
     yield 20, Program("batched", "bfloat16", shared="lhs", existing=True, mapped="rhs")
 
     yield from quantised("xla", 20, ["forward", "wgrad", "ragged", "batched", "outer", "inner_rows"])
@@ -117,6 +118,13 @@ def by_default() -> Iterator[Case]:
     yield 5, Program("wgrad", groups=0)
 
 
+def small() -> Iterator[Case]:
+    """Small products, whose rows XLA multiplies by the matrices of all groups."""
+    for layout in ("forward", "forward_left", "wgrad"):
+        yield 97, Program(layout, "bfloat16", in_loops=False, held=7 if layout == "wgrad" else 3, existing=True)
+        yield 20, Program(layout, in_loops=False, packed_last="lhs rhs", mapped="lhs sizes rhs")
+
+
 def peers() -> Iterator[Case]:
     """Shapes of the tests of other libraries, some of them smaller: JAX (megablox, Mosaic GPU), tokamax, torch."""
     shapes: list[tuple[str, Any, dict[str, Any]]] = [
@@ -161,6 +169,8 @@ def long() -> Iterator[Case]:
     for layout, mapped in rotated(*SUBSETS):
         if LETTERS[layout] or "sizes" not in mapped:
             yield 12, Program(layout, "bfloat16", mapped=mapped)
+        if len(LETTERS[layout]) == 1:
+            yield 12, Program(layout, in_loops=False, mapped=mapped, existing="sizes" in mapped)
     for layout, context in rotated(
         "eager", "constant sizes", "constants", "scan", "checkpoint", "shard_map", "shard_map unchecked"
     ):
@@ -174,6 +184,7 @@ def long() -> Iterator[Case]:
             yield 5, Program(layout, **extents)
     for layout, dtypes in rotated(*FLOATS, *INTEGERS, of=1):
         yield 3, Program(layout, *dtypes)
+        yield 3, Program("forward_left", *dtypes, in_loops=False)
     for layout in ("forward", "forward_left", "wgrad"):
         yield 60, Program(layout, "bfloat16", held=7 if layout == "wgrad" else 1, existing=True)
         yield 12, Program(layout, held=3, mapped="lhs sizes first", existing=True)

@@ -171,7 +171,8 @@ def test_no_more_is_moved_than_the_order_of_letters_forces(
     got = moves(lambda x, w: ragged.einsum(spec, x, w), rows(*lhs), jnp.asarray(floats(*rhs)))
     one = GroupedTensor(jnp.asarray(floats(*flat[0])), jnp.asarray(SIZES) * (flat[0][0] // 12))
     merged = moves(ragged.matmul, one, jnp.asarray(floats(*flat[1])))
-    assert got == {name: count + transposed for name, count in merged.items()}
+    assert got["transpose"] == merged["transpose"] + transposed
+    assert got["copies"] <= merged["copies"] + transposed
 
 
 @pytest.mark.parametrize("e, moved", [(8, (12, 2, 4)), (2, (3, 4, 2, 2))])

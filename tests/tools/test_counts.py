@@ -122,8 +122,9 @@ def case(backend: str, layout: str, draws: int, *marks: Any, tiles: Any = "small
     [
         case("xla", "forward", 20, pytest.mark.long),
         case("xla", "outer", 20, pytest.mark.long),
-        # One dot for the first rows of all groups, and tiles for what it doesn't hold.
-        case("xla", "wgrad", 20, tiles=None, groups=6, rows=40, k=16, n=32),
+        # One dot for the first rows of all groups, and tiles for what it doesn't hold; one dot for all rows.
+        case("xla", "wgrad", 20, tiles=None, groups=6, rows=40, k=64, n=64),
+        case("xla", "wgrad", 3, tiles=None, groups=6, rows=40, k=16, n=32),
         case("xla", "forward", 20, held=2),
         case("pallas_tpu", "forward", 10, held=2),
         case("triton_gpu", "forward", 4, held=2),
@@ -145,8 +146,8 @@ def test_counts(backend: str, layout: str, tiles: Any, draws: int, others: Any, 
 def test_counts_of_one_dot_for_all_groups() -> None:
     """By hand: XLA's dot for the first 16 rows of all groups, and tiles for the rest; tiles alone for few groups."""
     for sizes, visits in (([5, 6, 7, 6, 5, 4], 6), ([3, 4, 25, 0, 2, 1], 6 + 1), ([0, 0, 0, 37, 0, 0], 3)):
-        x = GroupedTensor(jax.ShapeDtypeStruct((40, 16), jnp.float32), jnp.array(sizes, jnp.int32))
-        plan = ragged.explain(x, jax.ShapeDtypeStruct((6, 16, 32), jnp.float32), platform="cpu").plan()
+        x = GroupedTensor(jax.ShapeDtypeStruct((40, 64), jnp.float32), jnp.array(sizes, jnp.int32))
+        plan = ragged.explain(x, jax.ShapeDtypeStruct((6, 64, 64), jnp.float32), platform="cpu").plan()
         assert isinstance(plan.config, XlaConfig) and plan.config.batched_rows == 16
         assert plan.visits == visits
 
