@@ -93,8 +93,8 @@ def product(r: Random, backend: str) -> tuple[Any, Check]:
         option = r.choice(["", "held", "shared"])
         if option == "held" and layout in ("forward", "forward_left", "wgrad"):
             its["held"] = r.randint(1, its["groups"] + 2 * (layout == "wgrad"))
-        elif option == "shared" and UNIFORM.get(layout):
-            its["shared"] = r.choice(UNIFORM[layout])
+        elif option == "shared" and (names := [x for x in UNIFORM.get(layout, ()) if not its.get(f"{x}_cast")]):
+            its["shared"] = r.choice(names)
     if "context" not in its and r.random() < 0.3:
         has_kernel = backend != "pallas_tpu" or len(letters) < 2  # for a map over sizes
         its["mapped"] = some(

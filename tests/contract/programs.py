@@ -190,7 +190,7 @@ class Program:
 
     def values(self, arrays: dict[str, Array], sizes: dict[str, Array], first: Any) -> dict[str, Array]:
         """What the quantised operands stand for."""
-        arrays |= {self.shared: arrays[self.shared][None]} if self.shared else {}
+        arrays = arrays | ({self.shared: arrays[self.shared][None]} if self.shared else {})
         return {name: x.dequantize().data for name, x in self.operands(arrays, sizes).items() if name in self.casts}
 
     def sides(self, arrays: dict[str, Array], sizes: dict[str, Array]) -> tuple[Any, Any]:
