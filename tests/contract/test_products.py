@@ -20,6 +20,7 @@ from ragged.tuning import XlaConfig
 from tests import gpu
 from tests.cases import LETTERS
 from tests.contract.draws import draws
+from tests.contract.launches import launches
 from tests.contract.programs import BITS, FLOATS, FP8, FP8_WIDE, INTEGERS, Case, Program, quantised
 
 LARGE: dict[str, Any] = {"capacity": 150, "width": 140, "m": 37, "k": 150, "n": 140}  # several tiles of each kernel
@@ -357,11 +358,14 @@ def test_same_bits(program: Program) -> None:
     """Of a second call, of a second compilation, and beside what isn't finite in another group."""
     clean, poisoned = (list(draws(program, 8, is_poisoned=is_poisoned)) for is_poisoned in (False, True))
     run = jax.jit(program.compute)
-    first = [jax.tree.map(np.asarray, run(*draw)) for draw in clean]
-    again = [jax.tree.map(np.asarray, run(*draw)) for draw in clean]
-    beside = [jax.tree.map(np.asarray, run(*draw)) for draw in poisoned]
-    jax.clear_caches()
-    compiled = [jax.tree.map(np.asarray, run(*draw)) for draw in clean]
+    with launches(program.in_loops) as ran:
+        first = [jax.tree.map(np.asarray, run(*draw)) for draw in clean]
+        lowered = len(ran)
+        again = [jax.tree.map(np.asarray, run(*draw)) for draw in clean]
+        beside = [jax.tree.map(np.asarray, run(*draw)) for draw in poisoned]
+        jax.clear_caches()
+        compiled = [jax.tree.map(np.asarray, run(*draw)) for draw in clean]
+    assert len(ran) == 2 * lowered > 0
     for result, *others, other in zip(first, again, compiled, beside, strict=True):
         for name, value in result.items():
             bits = value.view(np.uint8)

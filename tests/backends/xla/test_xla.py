@@ -15,6 +15,12 @@ from ragged.backends.xla import backend
 from tests.cases import thinned
 
 
+@pytest.fixture(autouse=True)
+def in_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small products are multiplied as large ones."""
+    monkeypatch.setattr(backend, "_SMALL", 0)
+
+
 def forward(lhs: Array, rhs: Array, sizes: Array) -> Array:
     return ragged.grouped_matmul(lhs, rhs, sizes, backend="xla")
 
@@ -32,7 +38,7 @@ def dots(fn: Any, *shapes: tuple[int, ...], groups: int, dtype: Any = jnp.float3
 
 def test_only_small_groups_are_batched() -> None:
     """One dot for the first rows of all groups where the mean is at most 16 rows, or 64 of a wgrad: as many as it."""
-    d, hidden = 64, 192
+    d, hidden = 32, 64
     for groups, rows in ((16, 16), (8, 16), (4, 16), (2, 32), (1, 64)):
         batched = [x for x in dots(forward, (64, d), (groups, d, hidden), groups=groups) if "batching" in x]
         assert [f"tensor<{groups}x{rows}x{d}xf32>" in x for x in batched] == [True] * (groups >= 4)
@@ -69,8 +75,9 @@ def test_products_share_compiled_reads() -> None:
     assert len(shared) == 3 == sum("f32[1024,64]" in read for read in of_forward)
 
 
-def test_small_products_have_no_loop() -> None:
+def test_small_products_have_no_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """One dot of all rows, which takes as long, and less to compile; where the call asks for tiles, these."""
+    monkeypatch.undo()
     shapes = (64, 32), (4, 32, 16)
     assert len(dots(forward, *shapes, groups=4)) == len(dots(wgrad, (64, 32), (64, 16), groups=4)) == 1
     text = jax.jit(forward).lower(*(jnp.ones(shape) for shape in shapes), jnp.full(4, 9)).as_text()
@@ -81,9 +88,8 @@ def test_small_products_have_no_loop() -> None:
     assert len(dots(forward, (16, 1024), (64, 1024, 1024), groups=64)) == 2
 
 
-def test_constant_sizes_keep_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_constant_sizes_keep_the_loop() -> None:
     """XLA unrolls no loop over groups where the sizes, of one group, are constants of the program."""
-    monkeypatch.setattr(backend, "_SMALL", 0)
     lhs, rhs, sizes = jnp.ones((7, 16)), jnp.ones((1, 16, 24)), jnp.array([7], jnp.int32)
     given = jax.jit(forward).lower(lhs, rhs, sizes)
     constant = jax.jit(lambda lhs, rhs: forward(lhs, rhs, sizes)).lower(lhs, rhs)
