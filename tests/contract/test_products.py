@@ -124,6 +124,8 @@ def small() -> Iterator[Case]:
     for layout in ("forward", "forward_left", "wgrad"):
         yield 97, Program(layout, "bfloat16", in_loops=False, held=7 if layout == "wgrad" else 3, existing=True)
         yield 20, Program(layout, in_loops=False, packed_last="lhs rhs", mapped="lhs sizes rhs")
+    yield 20, four_bits("forward", "bfloat16", Scaling((24, 1)), "uint4", "zeros", in_loops=False, m=8, n=8, groups=3)
+    yield 3, Program("forward_left", "bfloat16", in_loops=False, groups=1, capacity=40, m=4, k=8, n=16)
 
 
 def peers() -> Iterator[Case]:

@@ -150,6 +150,9 @@ def test_counts_of_one_dot_for_all_groups() -> None:
         plan = ragged.explain(x, jax.ShapeDtypeStruct((6, 64, 64), jnp.float32), platform="cpu").plan()
         assert isinstance(plan.config, XlaConfig) and plan.config.batched_rows == 16
         assert plan.visits == visits
+    x = GroupedTensor(jax.ShapeDtypeStruct((40, 16), jnp.float32), jnp.array(sizes, jnp.int32))
+    plan = ragged.explain(x, jax.ShapeDtypeStruct((6, 16, 32), jnp.float32), platform="cpu").plan()
+    assert plan.tiles == tuple((group, 0, 40) for group in range(6))  # of a small product, all rows by each matrix
 
 
 def test_counts_of_a_group_in_the_middle() -> None:

@@ -62,13 +62,11 @@ def candidates(launch: Launch, x: Operands) -> Iterator[XlaConfig]:
             scaled = {z: tuple(max(8, int(tile * ratio)) for tile in current.along(z)[0]) for z in "mkn"}
             yield XlaConfig(m=scaled["m"], k=scaled["k"], n=scaled["n"])
         return
-    tiles: dict[str, Any] = {} if any(current.along(launch.call.product.ragged)) else _tile_sizes(launch.call, x, None)
-    for rows in dict.fromkeys((0, _batched_rows(launch.call, x), 16)):
-        yield replace(current, batched_rows=rows, **tiles)
+    yield from (replace(current, batched_rows=rows) for rows in dict.fromkeys((0, _batched_rows(launch.call, x), 16)))
     for letter, extent in _ragged_extents(launch.call, x).items():
         for tile_sizes in (*_TILE_SIZES, (8, 16, 32, 64), (32, 128, 512), (64, 256)):
             if fitting := tuple(tile for tile in tile_sizes if tile < extent):
-                tiles = {letter: fitting}
+                tiles: Any = {letter: fitting}
                 yield XlaConfig(**tiles)
 
 
