@@ -61,15 +61,20 @@ def some(r: Random, names: Iterable[str]) -> str:
     return " ".join(name for name in names if r.random() < 0.5)
 
 
-def checked(r: Random, program: Program, inputs: Callable[..., Any], share: int = 1) -> Check:
-    """Checks a program on one in `share` of the draws."""
+def counted(check: Callable[[int], Any], most: int | None = None, share: int = 1) -> Check:
+    """Checks one in `share` of the draws, and `most` at most."""
 
-    def check(count: int) -> int:
-        count = min(count, DRAWS[program.backend]) if program.context in COMPILED_EACH_TIME else count // share
-        program.check(inputs(program, count, seed=r.randrange(10**6)))
+    def run(count: int) -> int:
+        count = min(count // share, most or count)
+        check(count)
         return count
 
-    return check
+    return run
+
+
+def checked(r: Random, program: Program, inputs: Callable[..., Any], share: int = 1) -> Check:
+    most = DRAWS[program.backend] if program.context in COMPILED_EACH_TIME else None
+    return counted(lambda count: program.check(inputs(program, count, seed=r.randrange(10**6))), most, share)
 
 
 def product(r: Random, backend: str) -> tuple[Any, Check]:
@@ -153,22 +158,13 @@ def recipe(r: Random, backend: str) -> tuple[Any, Check]:
     its |= {"chip": gpu.FIRST_WITH_FP8} if backend == "triton_gpu" else {}
     names = [name for name in (*PRESETS, *RECIPES) if backend == "xla" or name != "nvfp4"]  # which few kernels have
     quantised = Quantised(r.choice(names), Program(layout, **its))
-
-    def check(count: int) -> int:
-        quantised.check(count)
-        return count
-
-    return quantised, check
+    return quantised, counted(quantised.check)
 
 
 def einsum(r: Random, backend: str) -> tuple[Any, Check]:
     spec = einsums.random_spec(r.randrange(10**6))
-
-    def check(count: int) -> int:
-        einsums.check(spec, count, None if backend == "xla" else INTERPRETED[backend])
-        return count if any(spec.ragged) else 1
-
-    return spec, check
+    config, most = None if backend == "xla" else INTERPRETED[backend], None if any(spec.ragged) else 1
+    return spec, counted(lambda count: einsums.check(spec, count, config), most)
 
 
 def operations(r: Random, _: str) -> tuple[Any, Check]:
@@ -186,12 +182,7 @@ def operations(r: Random, _: str) -> tuple[Any, Check]:
     kind = Kind(letters, **its)
     names = r.sample([*kind.operations], 12)
     differentiated = [name for name in names[:6] if name in kind.differentiable]
-
-    def check(count: int) -> int:
-        tensors.check(kind, count, names, differentiated)
-        return count
-
-    return (kind, names), check
+    return (kind, names), counted(lambda count: tensors.check(kind, count, names, differentiated))
 
 
 ALL = tuple(DRAWS)

@@ -79,7 +79,7 @@ def run(launch: Launch, x: Operands) -> Array:
         "transposed_grouped_matmul": _transposed_grouped,
         "tiled_matmul": _tiled,
     }[launch.kernel]
-    if _is_one_dot(launch.call, x, launch.config):
+    if _is_one_dot(launch.call, launch.config):
         kernel = _one_dot
     launch, x = _without_scales(launch, x)
     # XLA must not fold the loops' bitcasts of floats, hence the barrier: see `formats.bits`.
@@ -92,7 +92,7 @@ def _without_scales(launch: Launch, x: Operands) -> tuple[Launch, Operands]:
     if x.lhs.scales is None and x.rhs.scales is None:
         return launch, x
     dtype, is_single = call.accumulator(x), call.batch(x) in (None, 1)
-    is_loop = launch.kernel == "grouped_matmul" and not _is_one_dot(call, x, launch.config)
+    is_loop = launch.kernel == "grouped_matmul" and not _is_one_dot(call, launch.config)
 
     def times_scales(operand: Operand, letters: str) -> Operand:
         data, scales, _ = operand
@@ -113,10 +113,11 @@ def _without_scales(launch: Launch, x: Operands) -> tuple[Launch, Operands]:
 def _illegal(call: Call, x: Operands, config: XlaConfig) -> Refusal | None:
     """`Refusal` if the product can't have this configuration, else None."""
     p, extents = call.product, _ragged_extents(call, x)
+    is_one_dot = _is_one_dot(call, config) and extents.get(p.ragged) == config.batched_rows
     for letter in p.ragged:
         tile_sizes = config.along(letter)[0]
         allows_several = len(p.ragged) == 1
-        if (not tile_sizes and not _is_one_dot(call, x, config)) or (len(tile_sizes) > 1 and not allows_several):
+        if (not tile_sizes and not is_one_dot) or (len(tile_sizes) > 1 and not allows_several):
             what = "at least one tile size" if allows_several else "one tile size"
             dims = "one ragged dim" if allows_several else f"{len(p.ragged)} ragged dims"
             return Refusal(
@@ -127,7 +128,7 @@ def _illegal(call: Call, x: Operands, config: XlaConfig) -> Refusal | None:
             problem = f"`XlaConfig.{letter}` is {tile_sizes} for a buffer of {extents[letter]}."
             return Refusal(problem, "Tile sizes must not exceed the buffer.")
     if rows := config.batched_rows:
-        if not _can_batch(call, x) and not _is_one_dot(call, x, config):
+        if not is_one_dot and not _can_batch(call, x):
             return Refusal(
                 f"`XlaConfig.batched_rows` is {rows}, but one dot can't multiply rows of all groups in this product.",
                 "Leave it 0.",
@@ -222,22 +223,26 @@ def _can_batch(call: Call, x: Operands) -> bool:
 
 
 def _is_small(call: Call, x: Operands) -> bool:
-    """Whether one dot for all rows of all groups takes about as long as a loop, which takes longer to compile."""
+    """Whether one dot of all rows and the matrices of all groups has at most `_SMALL` FLOPs."""
     flops = cost(call, x)["flops"]
     return len(call.product.ragged) == 1 and flops is not None and flops * call.num_local_groups(x) <= _SMALL
 
 
-def _is_one_dot(call: Call, x: Operands, config: XlaConfig) -> bool:
-    """Whether one dot multiplies all rows of all groups, so that there are no tiles."""
-    letter = call.product.ragged
-    return 0 < config.batched_rows == _ragged_extents(call, x).get(letter) and config.along(letter) == ((),)
+def _is_one_dot(call: Call, config: XlaConfig) -> bool:
+    """Whether a product with one ragged letter has batched rows and no tiles: see `_one_dot`."""
+    return config.batched_rows > 0 and config.along(call.product.ragged) == ((),)
 
 
 def _zeros(launch: Launch, x: Operands) -> Array:
     """Result of an empty product: `existing`, or zeros."""
-    call, batch, existing = launch.call, launch.call.batch(x), x.epilogue.existing
-    shape = (batch, *call.shape) if batch is not None and call.out_batch else call.shape
-    return jnp.zeros(shape, call.dtype) if existing is None else existing
+    call, existing = launch.call, x.epilogue.existing
+    return jnp.zeros(_shape(call, x), call.dtype) if existing is None else existing
+
+
+def _shape(call: Call, x: Operands) -> tuple[Any, ...]:
+    """Of the result, with its batch axis."""
+    batch = call.batch(x)
+    return (batch, *call.shape) if batch is not None and call.out_batch else call.shape
 
 
 @dataclass(frozen=True)
@@ -586,13 +591,12 @@ def _one_dot(launch: Launch, x: Operands) -> Array:
 
     It compiles fast, and is for small products.
     """
-    call, existing, batch = launch.call, x.epilogue.existing, launch.call.batch(x)
+    call, is_wgrad = launch.call, launch.kernel == "transposed_grouped_matmul"
     a, b = call.kernel_operands(x)
-    letter, num_local, elements = call.product.ragged, call.num_local_groups(x), 1 if batch is None else batch
+    letter, num_local, elements = call.product.ragged, call.num_local_groups(x), call.batch(x) or 1
     extent, common = a.extent(letter), compute_dtype(a.data.dtype, b.data.dtype)
-    starts, ends, _ = (z.reshape(-1, 1, 1) for z in _all_segments(x, letter, extent, (elements, num_local)))
-    row = lax.broadcasted_iota(jnp.int32, (1, extent, 1), 1)
-    in_group = (row >= starts) & (row < ends)  # [e * h, rows, 1]
+    starts, ends, _ = (z.reshape(-1) for z in _all_segments(x, letter, extent, (elements, num_local)))
+    _, in_group = jax.vmap(partial(_window, extent, extent))(starts, ends)  # [e * h, rows, 1]
 
     def of_segments(z: Array) -> Array:
         """A matrix for each segment, `[e * h, _, _]`."""
@@ -601,19 +605,17 @@ def _one_dot(launch: Launch, x: Operands) -> Array:
     def rows(z: Array) -> Array:
         return of_segments(z.reshape(-1, 1, *z.shape[-2:]))
 
-    if launch.kernel == "transposed_grouped_matmul":
+    if is_wgrad:
         out = _product_of_rows(launch, [rows(a.data), rows(b.data)], in_group, common, accumulator_dtype(common))
-        summed = None if call.out_batch and batch is not None else 0
     else:
         left = _untransposed(rows(a.data.astype(common)), elements * num_local)
         right, axes = of_segments(b.data.astype(common)), (2, b.axis(call.product.contracted) + 1)
         out = dot(left, right, axes, call.options.precision, accumulator_dtype(common), batch=1)
-        out, summed = _masked(out, in_group), 1  # each row is in one group at most
+        out = _masked(out, in_group)
     out = out.reshape(elements, num_local, *out.shape[1:])
-    if summed is not None:
-        out = jnp.sum(out, axis=summed, dtype=out.dtype)
-    out = out[0] if summed == 1 and batch is None else out
-    return apply_epilogue(call, out, existing).astype(call.dtype)
+    if not (is_wgrad and call.out_batch):  # sums a wgrad over the batch; otherwise over groups: a row is in one at most
+        out = jnp.sum(out, axis=0 if is_wgrad else 1, dtype=out.dtype)
+    return apply_epilogue(call, out.reshape(_shape(call, x)), x.epilogue.existing).astype(call.dtype)
 
 
 def _untransposed(x: Array, num_matrices: Any) -> Array:
@@ -697,7 +699,7 @@ def work(launch: Launch, x: Operands) -> Work:
     tile = {z: max(launch.config.along(z)[0], default=0) if z in p.ragged else int(size[z][0]) for z in "mkn"}
     letter = p.ragged if len(p.ragged) == 1 else p.out[0]
     tiles, rows = [], launch.config.batched_rows
-    is_one_dot = _is_one_dot(launch.call, x, launch.config)
+    is_one_dot = _is_one_dot(launch.call, launch.config)
     is_batched = rows and not is_one_dot and bool(_is_worth(launch, x, size[letter], np))
     in_two_parts = _in_two_parts(launch, x)
     for group, (first, end) in enumerate(zip(*groups[letter], strict=True), int(x.offset or 0)):
