@@ -1,6 +1,7 @@
 """`matmul`: checks the operands, infers the layout, binds the primitive."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeGuard
@@ -9,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax._src.core import trace_state_clean  # no public name
 from jax.lax import PrecisionLike
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
@@ -32,7 +34,7 @@ from ragged.product.operands import Call, Epilogue, Index, Operand, Operands
 from ragged.quant.recipe import Recipe, check_history
 from ragged.quant.weights import QuantizedWeights, unquantized, with_quantized_weights
 from ragged.tensor import arithmetic
-from ragged.tensor.base import is_read_transposed, kernel_scales
+from ragged.tensor.base import is_read_transposed, kernel_scales, with_fields
 from ragged.tensor.route import Gathered
 from ragged.tensor.tensor import KINDS, GroupedTensor
 
@@ -137,9 +139,34 @@ def matmul(
         ```
     """
     arguments = Arguments(**{name: value for name, value in locals().items() if name not in ("lhs", "rhs")})
+    if _is_eager(lhs, rhs, arguments):
+        with suppress(TypeError, ValueError, NotImplementedError):  # Below, the error describes the concrete operands.
+            first_dims, last_dims = _result_dims(lhs, rhs)
+            return with_fields(_compiled(lhs, rhs, arguments), first_dims=first_dims, last_dims=last_dims)
+    return _multiply(lhs, rhs, arguments)
+
+
+def _multiply(lhs: Any, rhs: Any, arguments: Arguments) -> GroupedTensor:
     if check.has_more_dims(lhs) or check.has_more_dims(rhs):
         return _of_more_dims(lhs, rhs, arguments)
     return multiply(lhs, rhs, arguments)
+
+
+_compiled = jax.jit(_multiply, static_argnums=2)
+
+
+def _is_eager(lhs: Any, rhs: Any, arguments: Arguments) -> bool:
+    """Whether `_compiled` may compute the product: outside of all transformations, of arrays on one device.
+
+    It checks the operands once for all calls with these types, since that takes longer than a small product.
+    """
+    leaves = jax.tree.leaves((lhs, rhs))
+    return (
+        trace_state_clean()
+        and arguments.has_only_names
+        and all(isinstance(getattr(x, "sharding", None), SingleDeviceSharding) for x in leaves)
+        and not known_to_differ(getattr(lhs, "last_dims", None), getattr(rhs, "first_dims", None))
+    )
 
 
 def multiply(lhs: Any, rhs: Any, arguments: Arguments, site: Site | None = None) -> GroupedTensor:
@@ -246,7 +273,6 @@ def request_of(lhs: Any, rhs: Any, arguments: Arguments, site: Site | None = Non
     # In `forward_left`, `rhs` has the rows and `lhs` the weights.
     recipe = recipe.transposed if recipe is not None and layout.ragged == "n" else recipe
     operands = with_quantized_weights(recipe, operands, call, *given)
-    first_dims, last_dims = getattr(lhs, "first_dims", None), getattr(rhs, "last_dims", None)
     bias, save, name = arguments.bias, arguments.save, arguments.name
     if name is not None:
         check_names(site, {"name": name}, save)
@@ -255,7 +281,7 @@ def request_of(lhs: Any, rhs: Any, arguments: Arguments, site: Site | None = Non
             site.fail(ValueError, f"`name={name!r}` names pre-activations, but the call has no activation.", hint)
     name = name or PRE_ACTIVATION
     request = Request(
-        operands, recipe, bias, first_dims, last_dims, call, layout, swapped, None, save, name, is_local=is_local
+        operands, recipe, bias, *_result_dims(lhs, rhs), call, layout, swapped, None, save, name, is_local=is_local
     )
     check_epilogue(site, request, arguments.activation)
     operands, call, merge = merged(operands, call)
@@ -267,6 +293,10 @@ def request_of(lhs: Any, rhs: Any, arguments: Arguments, site: Site | None = Non
     if merges and (recipe is not None or not is_unreduced):
         request = replace(request, operands=operands, call=call, merge=merge)
     return replace(request, function=function)
+
+
+def _result_dims(lhs: Any, rhs: Any) -> tuple[Array | None, Array | None]:
+    return getattr(lhs, "first_dims", None), getattr(rhs, "last_dims", None)
 
 
 def _may_gather(lhs: Any, rhs: Any) -> TypeGuard[Gathered]:

@@ -38,6 +38,12 @@ class Arguments:
     recipe: Any = None
     out_sharding: Any = None
 
+    @property
+    def has_only_names(self) -> bool:
+        """Whether all arguments are None, strings or dtypes."""
+        given = [value for name, value in vars(self).items() if name != "preferred_element_type"]
+        return all(value is None or isinstance(value, str) for value in given)
+
     @staticmethod
     def of(site: Site, options: Mapping[str, Any]) -> "Arguments":
         """The arguments from `**options` of another function. `TypeError` for an unknown name."""

@@ -2,7 +2,8 @@
 
 import subprocess
 import sys
-from typing import Any
+from collections import Counter
+from typing import Any, cast
 
 import equinox as eqx
 import jax
@@ -31,6 +32,42 @@ def test_grouped_tensors_cross_transformations_as_pytrees() -> None:
     transposed = eqx.filter_grad(lambda w: jnp.sum(ragged.matmul(case.lhs, w.mT).data ** 2))(case.rhs.mT)
     assert jax.tree.structure(transposed) == jax.tree.structure(case.rhs.mT)
     np.testing.assert_allclose(case.rhs.data - 0.1 * transposed.data.mT, new.data, rtol=1e-5)
+
+
+def test_calls_outside_of_jit() -> None:
+    """The second one runs few Python functions. Its sizes are still compared, and the result has the operand's."""
+    case = small("forward", dtype="float32")
+    y, calls = case.lhs @ case.rhs, Counter[str]()
+    sys.setprofile(lambda _frame, event, _arg: calls.update([event]))
+    again = case.lhs @ case.rhs
+    sys.setprofile(None)
+    assert calls["call"] < 400  # 2,100 if they check everything
+    assert y.first_dims is again.first_dims is case.lhs.first_dims
+    np.testing.assert_array_equal(again.data, y.data)
+
+    first, sizes = case.lhs.mT @ y, jnp.asarray(y.first_dims)
+    for other in (GroupedTensor(y.data, sizes[::-1]), GroupedTensor(y.data, sizes[1:])):
+        with pytest.raises(ValueError, match=r"different sizes: lhs.last_dims=\[|groups"):
+            case.lhs.mT @ other
+    ragged.matmul(case.lhs.mT, y, num_actual_groups=y.num_groups)
+    with pytest.raises(ValueError, match="num_actual_groups"):
+        ragged.matmul(case.lhs.mT, y, num_actual_groups=cast("int", float(y.num_groups)))
+    same = case.lhs.mT @ GroupedTensor(y.data, sizes + 0)
+    np.testing.assert_array_equal(same.data, first.data)
+
+
+def test_a_traced_call_is_one_primitive() -> None:
+    """Also of constants."""
+    case = small("forward", dtype="float32")
+    programs = [
+        jax.make_jaxpr(lambda: (case.lhs @ case.rhs).data)(),
+        jax.make_jaxpr(lambda x: (x @ case.rhs).data)(case.lhs),
+        jax.make_jaxpr(jax.vmap(lambda x: (GroupedTensor(x, case.lhs.first_dims) @ case.rhs).data))(
+            case.lhs.data[None]
+        ),
+    ]
+    for program in programs:
+        assert [equation.primitive.name for equation in program.jaxpr.eqns] == ["ragged_matmul"]
 
 
 def test_a_map_over_nothing() -> None:
