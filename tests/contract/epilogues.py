@@ -316,7 +316,7 @@ class Epilogue(Program):
     @property
     def is_fused(self) -> bool:
         """Whether one kernel computes all of it."""
-        has_epilogue = self.activation or self.bias or self.gate
+        has_epilogue = self.activation or {*self.bias.split()} - {"no"} or self.gate
         is_of_rows = self.layout in ("forward", "batched") and not self.existing and not self.shared
         is_mapped = bool({*self.mapped.split()} - {"lhs", "sizes", "first"}) and self.context != "devices"
         return bool(has_epilogue) and is_of_rows and not is_mapped and self.backend != "xla"

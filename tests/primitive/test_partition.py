@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import ragged
 from ragged import GroupedTensor
 from tests.contract import loop
-from tests.contract.draws import draws
+from tests.contract.draws import LEAST, MOST, draws
 from tests.contract.meshes import KINDS, collectives, mesh_of, table
 from tests.contract.programs import Program
 
@@ -37,7 +37,7 @@ def by_default() -> Iterator[Program]:
     yield over("wgrad", "explicit 2x4 m=a k=b", "bfloat16")
     # The matrices are those from an offset on, of which each device has some. No offset leaves int32.
     yield over("forward", "explicit 2x2 m=a g=b", groups=6, held=4, existing=True)
-    yield over("ragged", "auto 2x2 m=b k=a")
+    yield over("ragged", "auto 2x2 m=b n=a")
     # Three devices have four columns each: half a block of scales.
     casts: dict[str, Any] = {"lhs_cast": (FP8, (1, 8)), "rhs_cast": ("uint8", (8, 1), "zeros"), "out_dtype": "float32"}
     yield over("forward", "explicit 3x2 k=a n=b", **casts, n=8, groups=3)
@@ -91,6 +91,7 @@ def long() -> Iterator[Program]:
     for i, (context, _) in enumerate(OUT):
         yield over("forward", f"explicit 2x2 {context}", "float32" if "unreduced" in context or i % 2 else "bfloat16")
     yield over("forward", f"{next(kinds)} 2x2 m=a k=b", "bfloat16", existing=True)
+    yield over("ragged", "auto 2x2 m=b k=a")
     yield over("forward", f"{next(kinds)} 2 g=a", groups=5, held=2)
     yield over("forward_left", f"{next(kinds)} 2x2 g=a k=b", groups=6, held=4, existing=True)
     yield over("wgrad", f"{next(kinds)} 2x2 g=a m=b", groups=6, held=4, existing=True)
@@ -117,7 +118,13 @@ def long() -> Iterator[Program]:
 
 
 def _check(program: Program) -> None:
+    """On some draws, and on sizes far beyond all shards."""
     program.check(draws(program, 12))
+    if program.ragged and not program.mapped:
+        sizes = np.resize(np.array([5, LEAST, 30, MOST, LEAST + 1, 2], np.int32), program.groups)
+        program.check(
+            draws(program, 2, sizes_of=lambda n: {z: np.roll(sizes, "mkn".index(z) + n) for z in program.ragged})
+        )
 
 
 @pytest.mark.parametrize("program", [*by_default()], ids=str)
