@@ -419,7 +419,7 @@ class Reference:
             scale, begin = np.abs(jacobian) @ np.abs(ct), 0
             if name.startswith("softmax"):  # of a softmax near 1, it is the small difference of two larger terms
                 assert used[0] == "x"
-                scale[: ct.size] += 2 * np.nan_to_num(values[i]).reshape(-1) * np.abs(ct).max()
+                scale[: ct.size] += 2 * np.nan_to_num(values[i]).reshape(-1) * np.abs(ct).max(initial=0)
             every = np.stack([is_bad, jacobian @ ct, scale, second, scale + np.abs(second)])
             for each in used:
                 its = self.inputs[each]
