@@ -8,7 +8,8 @@ import hypothesis
 import jax
 import pytest
 
-pytest.register_assert_rewrite("tests.contract.programs")  # its failures show values, as those of test files do
+# Their failures show values, as those of test files do.
+pytest.register_assert_rewrite("tests.contract.layers", "tests.contract.programs")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -18,6 +18,7 @@ from tests.cases import LETTERS
 from tests.contract import einsums, tensors
 from tests.contract.draws import draws
 from tests.contract.epilogues import ACTIVATIONS, Epilogue, epilogue_draws
+from tests.contract.layers import MODELS, Layer
 from tests.contract.meshes import KINDS
 from tests.contract.programs import BITS, FLOATS, FP8, INTEGERS, PAIRS, Program
 from tests.contract.recipes import PRESETS, RECIPES, Quantised
@@ -185,6 +186,20 @@ def operations(r: Random, _: str) -> tuple[Any, Check]:
     return (kind, names), counted(lambda count: tensors.check(kind, count, names, differentiated))
 
 
+def layer(r: Random, _: str) -> tuple[Any, Check]:
+    """A mixture of experts of a published model, on one device or over a mesh."""
+    its: dict[str, Any] = {"save": r.choice(["pre", "out", "nothing"]), "padding": r.choice(["", "mask", "sizes"])}
+    its["dtype"] = r.choice(["float32", "float32", "bfloat16"])
+    if r.random() < 0.7:
+        its["mesh"] = r.choice(["8x1x1", "4x2x1", "2x4x1", "1x8x1", "2x2x2", "1x1x2", "1x4x2", "1x4x1", "2x2x1"])
+        its["kind"] = r.choice([*KINDS] + ["manual"] * (its["padding"] != "sizes"))
+        its |= {"transport": r.choice(["dense", "ring"]), "chunks": r.choice([1, 1, 2])}
+        if its["mesh"].split("x")[1] != "1" and r.random() < 0.4:
+            its["capacity"] = r.choice([16, 18, 24, 40])
+    program, first = Layer(r.choice([*MODELS]), **its), r.randrange(10**6)
+    return program, counted(lambda count: program.check(range(first, first + count)), share=4)
+
+
 ALL = tuple(DRAWS)
 OPERATIONS: dict[str, tuple[Callable[[Random, str], tuple[Any, Check]], tuple[str, ...]]] = {
     "product": (product, ALL),
@@ -193,6 +208,7 @@ OPERATIONS: dict[str, tuple[Callable[[Random, str], tuple[Any, Check]], tuple[st
     "recipe": (recipe, ALL),
     "einsum": (einsum, ALL),
     "operations": (operations, ("xla",)),
+    "layer": (layer, ("xla",)),
 }
 
 

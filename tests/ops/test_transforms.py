@@ -48,7 +48,7 @@ def test_calls_outside_of_jit() -> None:
     first, sizes = case.lhs.mT @ y, jnp.asarray(y.first_dims)
     for other in (GroupedTensor(y.data, sizes[::-1]), GroupedTensor(y.data, sizes[1:])):
         with pytest.raises(ValueError, match=r"different sizes: lhs.last_dims=\[|groups"):
-            case.lhs.mT @ other
+            _ = case.lhs.mT @ other
     ragged.matmul(case.lhs.mT, y, num_actual_groups=y.num_groups)
     with pytest.raises(ValueError, match="num_actual_groups"):
         ragged.matmul(case.lhs.mT, y, num_actual_groups=cast("int", float(y.num_groups)))
