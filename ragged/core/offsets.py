@@ -50,6 +50,7 @@ def check_integers(sizes: Any) -> None:
         Site("GroupedTensor").fail(TypeError, f"sizes are {describe(sizes)}, not integers.", hint)
 
 
+@jax.jit(static_argnums=1, inline=True)  # Outside of `jit`, one program instead of six.
 def group_offsets(group_sizes: Integer[Array, "*batch g"], capacity: int) -> Int[Array, "*batch g+1"]:
     """Offsets of the groups, `(g + 1,)` int32: 0, then the running sum of the sizes.
 
@@ -75,6 +76,7 @@ def known_offsets(group_sizes: Any, capacity: int) -> np.ndarray:
     return np.minimum(np.concatenate([[0], np.cumsum(sizes)]), capacity)
 
 
+@jax.jit(static_argnums=1, inline=True)
 def group_ids(offsets: Int[Array, " g_plus_1"], capacity: int) -> Int[Array, " capacity"]:
     """The group of each row, int32; `g` in the tail."""
     # A row's id is the number of `offsets[1:]` that are at most the row.
@@ -139,6 +141,7 @@ def rows_from(
     return jnp.where(row < offsets[-1], source, absent)
 
 
+@jax.jit(static_argnums=(2, 3), inline=True)
 def element_mask(
     packed_sizes: Int[Array, " g"], other_sizes: Int[Array, " g"] | None, rows: int, columns: int
 ) -> Bool[Array, "rows columns"]:
