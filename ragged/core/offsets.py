@@ -76,7 +76,7 @@ def known_offsets(group_sizes: Any, capacity: int) -> np.ndarray:
     return np.minimum(np.concatenate([[0], np.cumsum(sizes)]), capacity)
 
 
-@jax.jit(static_argnums=1, inline=True)
+@jax.jit(static_argnums=1, inline=True)  # as `group_offsets`
 def group_ids(offsets: Int[Array, " g_plus_1"], capacity: int) -> Int[Array, " capacity"]:
     """The group of each row, int32; `g` in the tail."""
     # A row's id is the number of `offsets[1:]` that are at most the row.
@@ -141,7 +141,7 @@ def rows_from(
     return jnp.where(row < offsets[-1], source, absent)
 
 
-@jax.jit(static_argnums=(2, 3), inline=True)
+@jax.jit(static_argnums=(2, 3), inline=True)  # as `group_offsets`
 def element_mask(
     packed_sizes: Int[Array, " g"], other_sizes: Int[Array, " g"] | None, rows: int, columns: int
 ) -> Bool[Array, "rows columns"]:

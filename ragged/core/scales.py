@@ -56,14 +56,14 @@ class Scales:
         return self if self.tensor is not None else replace(self, values=self.values.astype(jnp.float32))
 
     def has_exact_differences(self, data: Any) -> bool:
-        """Whether bfloat16 holds `number - zero point` exactly, for every number of dtype `data`."""
+        """True if bfloat16 can represent each number of dtype `data` minus each zero point."""
         if self.zeros is None or not jnp.issubdtype(self.zeros.dtype, jnp.integer):
             return self.zeros is None
         of_data, of_zeros = jnp.iinfo(data), jnp.iinfo(self.zeros.dtype)
         return max(of_data.max - of_zeros.min, of_zeros.max - of_data.min) <= 256
 
     def are_exact(self, data: Any) -> bool:
-        """Whether bfloat16 (eight significant bits) holds every number of dtype `data`, times its scale, exactly."""
+        """True if bfloat16, with eight significant bits, can represent each number of dtype `data` times each scale."""
         of_data = 8 if self.zeros is not None else _BITS.get(jnp.dtype(data).name, 8 * jnp.dtype(data).itemsize)
         of_values = 0 if self.e8m0 else _BITS.get(self.values.dtype.name, 24)  # a power of two adds no bit
         return self.has_exact_differences(data) and of_data + of_values <= 8

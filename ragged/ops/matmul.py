@@ -140,25 +140,25 @@ def matmul(
     """
     arguments = Arguments(**{name: value for name, value in locals().items() if name not in ("lhs", "rhs")})
     if _is_eager(lhs, rhs, arguments):
-        with suppress(TypeError, ValueError, NotImplementedError):  # Below, the error describes the concrete operands.
+        with suppress(TypeError, ValueError, NotImplementedError):  # Raised again below, with concrete operands.
             first_dims, last_dims = _result_dims(lhs, rhs)
             return with_fields(_compiled(lhs, rhs, arguments), first_dims=first_dims, last_dims=last_dims)
-    return _multiply(lhs, rhs, arguments)
+    return _of_any_dims(lhs, rhs, arguments)
 
 
-def _multiply(lhs: Any, rhs: Any, arguments: Arguments) -> GroupedTensor:
+def _of_any_dims(lhs: Any, rhs: Any, arguments: Arguments) -> GroupedTensor:
     if check.has_more_dims(lhs) or check.has_more_dims(rhs):
         return _of_more_dims(lhs, rhs, arguments)
     return multiply(lhs, rhs, arguments)
 
 
-_compiled = jax.jit(_multiply, static_argnums=2)
+_compiled = jax.jit(_of_any_dims, static_argnums=2)
 
 
 def _is_eager(lhs: Any, rhs: Any, arguments: Arguments) -> bool:
-    """Whether `_compiled` may compute the product: outside of all transformations, of arrays on one device.
+    """True if `_compiled` can compute the product: outside of all transformations, with arrays on one device.
 
-    It checks the operands once for all calls with these types, since that takes longer than a small product.
+    `_compiled` checks the operands once for all calls with the same types. Checks take longer than a small product.
     """
     leaves = jax.tree.leaves((lhs, rhs))
     return (
@@ -296,6 +296,7 @@ def request_of(lhs: Any, rhs: Any, arguments: Arguments, site: Site | None = Non
 
 
 def _result_dims(lhs: Any, rhs: Any) -> tuple[Array | None, Array | None]:
+    """`(first_dims, last_dims)` of the result."""
     return getattr(lhs, "first_dims", None), getattr(rhs, "last_dims", None)
 
 

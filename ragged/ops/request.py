@@ -40,7 +40,7 @@ class Arguments:
 
     @property
     def has_only_names(self) -> bool:
-        """Whether all arguments are None, strings or dtypes."""
+        """True if each argument is None, a string or a dtype."""
         given = [value for name, value in vars(self).items() if name != "preferred_element_type"]
         return all(value is None or isinstance(value, str) for value in given)
 

@@ -362,7 +362,7 @@ def _sizes(sizes: Array, letter: str, call: Call, names: Axes, extent: int) -> A
     first = lax.axis_index(names) * extent
     p = call.product
     if any(term[1] == letter for term in (p.lhs, p.rhs, p.out)):  # Left-aligned: each group begins at 0.
-        return jnp.clip(as_int32(sizes), first, first + extent) - first  # a difference before may leave int32
+        return jnp.clip(as_int32(sizes), first, first + extent) - first  # `sizes - first` could leave int32
     ends = group_offsets(sizes, extent * _size(names))
     return jnp.diff(jnp.clip(ends - first, 0, extent))
 

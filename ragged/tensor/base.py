@@ -312,7 +312,7 @@ def _mT(x: Any) -> Any:
     return jax.eval_shape(lambda x: x.mT, x) if isinstance(x, jax.ShapeDtypeStruct) else x.mT
 
 
-@jax.jit(static_argnums=1, inline=True)
+@jax.jit(static_argnums=1, inline=True)  # Outside of `jit`, one program instead of ten.
 @partial(jax.checkpoint, prevent_cse=False, static_argnums=1)
 def _selected(x: GroupedBase, value: Any) -> Array:
     """The buffer with `value` outside of the groups.

@@ -293,7 +293,7 @@ def _details(call: Call, x: Operands, chip: tiles.Chip) -> Details:
 
 
 def _has_few_rows(call: Call, x: Operands) -> bool:
-    """Whether the mean group fits the smallest tile, as in decoding.
+    """True if groups have, on average, at most as many rows as the smallest tile, as in decoding.
 
     Then scaling the products of small blocks takes less time than scaling matrices whose blocks lie along lanes: see
     `tpu_scales.block_products`.

@@ -223,13 +223,13 @@ def _can_batch(call: Call, x: Operands) -> bool:
 
 
 def _is_small(call: Call, x: Operands) -> bool:
-    """Whether one dot of all rows and the matrices of all groups has at most `_SMALL` FLOPs."""
+    """True if multiplying all rows by the matrices of all groups takes at most `_SMALL` FLOPs."""
     flops = cost(call, x)["flops"]
     return len(call.product.ragged) == 1 and flops is not None and flops * call.num_local_groups(x) <= _SMALL
 
 
 def _is_one_dot(call: Call, config: XlaConfig) -> bool:
-    """Whether a product with one ragged letter has batched rows and no tiles: see `_one_dot`."""
+    """True if `_one_dot` computes the product: the configuration has batched rows and no tiles."""
     return config.batched_rows > 0 and config.along(call.product.ragged) == ((),)
 
 
@@ -240,7 +240,7 @@ def _zeros(launch: Launch, x: Operands) -> Array:
 
 
 def _shape(call: Call, x: Operands) -> tuple[Any, ...]:
-    """Of the result, with its batch axis."""
+    """Shape of the result, with its batch axis."""
     batch = call.batch(x)
     return (batch, *call.shape) if batch is not None and call.out_batch else call.shape
 
