@@ -132,8 +132,10 @@ def compiled(function: Run, operands: Sequence[Array], sizes: np.ndarray, flops:
     return Variant(partial(run, *operands), jax.block_until_ready, jnp.asarray)
 
 
-def ours(product: str, dry: bool) -> Run:
-    options: dict[str, Any] = {"backend": GpuConfig(interpret=dry)}
+def ours(product: str, dry: bool, config: GpuConfig | None = None) -> Run:
+    """`ragged`'s kernel, in the library's choice of tiles or in another configuration."""
+    config = replace(config or GpuConfig(), interpret=dry)
+    options: dict[str, Any] = {"backend": config}
     if product == "wgrad":
         return lambda x, dy, sizes: ragged.transposed_grouped_matmul(x.T, dy, sizes, **options)
     if product != "fp8":
@@ -142,17 +144,18 @@ def ours(product: str, dry: bool) -> Run:
     kind = (f"{device.device_kind} {device.compute_capability}", device.core_count) if not dry else ("NVIDIA L4", 0)
 
     def fp8(x: Array, w: Array, x_scales: Array, w_scales: Array, sizes: Array) -> Array:
-        return products.grouped_matmul(
-            "triton_gpu",
-            x,
-            w,
-            sizes,
-            preferred_element_type=jnp.bfloat16,
-            transpose_rhs=True,
-            lhs_scales=Scales(x_scales, (1, None)),
-            rhs_scales=Scales(w_scales, (1, None)),
-            target=Target(interpret=dry, device=kind),
-        )
+        with ragged.tuning.using(replace(config, interpret=False), cached=False):
+            return products.grouped_matmul(
+                "triton_gpu",
+                x,
+                w,
+                sizes,
+                preferred_element_type=jnp.bfloat16,
+                transpose_rhs=True,
+                lhs_scales=Scales(x_scales, (1, None)),
+                rhs_scales=Scales(w_scales, (1, None)),
+                target=Target(interpret=dry, device=kind),
+            )
 
     return fp8
 
@@ -345,16 +348,16 @@ def tune(product: str, data: Data, sizes: np.ndarray, setting: Setting, tried: T
 
     def attempt(config: GpuConfig | None) -> Variant | str:
         try:
-            with ragged.tuning.using(*([] if config is None else [config]), cached=False):
-                return compiled(ours(product, setting.dry), operands, sizes, data.flops)
+            return compiled(ours(product, setting.dry, config), operands, sizes, data.flops)
         except Exception as error:
             return reason(error)
 
     with mock.patch.object(triton_tiling, "choose", lambda *problem: asked.append(problem) or choose(*problem)):
         first = attempt(None)
     assert asked, first
-    chosen = choose(*asked[0])
-    configs = {str(config): config for config in tried(chosen, *asked[0])}
+    problem = asked[-1]  # those before it are of checks at the call, which don't know the device
+    chosen = choose(*problem)
+    configs = {str(config): config for config in tried(chosen, *problem)}
     with ThreadPoolExecutor(12) as pool:
         names = [name for name in configs if name not in setting.skip][: 2 if setting.dry else None]
         made = {"default": first, **dict(zip(names, pool.map(attempt, map(configs.__getitem__, names)), strict=True))}
@@ -364,7 +367,7 @@ def tune(product: str, data: Data, sizes: np.ndarray, setting: Setting, tried: T
     seconds = {name: row["seconds"] for name, row in figures.items() if "seconds" in row}
     best = min(seconds, key=lambda name: seconds[name], default=None)
     return {
-        "problem": asked[0][0]._asdict(),
+        "problem": problem[0]._asdict(),
         "default": str(chosen),
         "best": best,
         "best_over_default": seconds["default"] / seconds[best] if best and "default" in seconds else None,

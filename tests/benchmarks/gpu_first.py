@@ -63,7 +63,7 @@ def plan(kinds: Sequence[str], dry: bool) -> list[Step]:
         ),
         "graph": [{"graphs": graphs} for graphs in ("on", "off")],
         "test": [{}],
-        "measure": [{"product": product, "shape": shape} for product in bench.OPERANDS for shape in shapes],
+        "measure": [{"product": product, "shape": shape} for shape in shapes for product in bench.OPERANDS],
         "sweep": [{"product": product, "shape": s} for product in ("forward", "wgrad", "fp8") for s in shapes[:3]],
     }
     return [

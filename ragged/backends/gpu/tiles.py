@@ -230,14 +230,24 @@ def _config(p: Problem, r: int, c: int, k: int, on: Chip) -> GpuConfig | None:
 def resident(problem: Problem, config: GpuConfig, on: Chip) -> int:
     """Number of programs that a multiprocessor runs at a time: `config.programs`, or as many as fit."""
     assert config.warps is not None
-    return config.programs or min(16 // config.warps, max(1, on.shared // shared(problem, config, on)))
+    r, c, _ = config.along(problem.letters)
+    threads = 32 * config.warps
+    registers = min(255, r * c * problem.sums // threads + _OTHER_REGISTERS)
+    return config.programs or max(1, min(_REGISTERS // (threads * registers), on.shared // shared(problem, config, on)))
 
 
-_LATENCY = 1.5e-6
-"""Seconds that a tile waits for its first operands and its store."""
+_REGISTERS = 65536
+"""Registers of a multiprocessor."""
 
-_L2 = 5.5e12
-"""Bytes per second of an H100's L2 cache. The model scales it with the number of multiprocessors."""
+_OTHER_REGISTERS = 80
+"""Registers of a thread, besides its sums."""
+
+_LATENCY = 3e-6
+"""Seconds from a tile's last product to the next tile's first one, besides the store: measured on an H200. Other
+programs on the multiprocessor multiply meanwhile."""
+
+_L2 = 9e12
+"""Bytes per second of an H200's L2 cache: measured. The model scales it with the number of multiprocessors."""
 
 
 _LANES = 2.2e11
@@ -247,13 +257,13 @@ _LANES = 2.2e11
 def _seconds(p: Problem, config: GpuConfig, on: Chip) -> tuple[float, float]:
     """`(seconds, tie)` of a configuration by the model.
 
-    In a round, the chip computes as many tiles as it can at a time. `seconds` is the time of all rounds or of moving
-    all bytes, whichever is longer. If the bytes take longer, many configurations are equal. Then `tie` decides: the
-    number of rounds, rounded up, times the seconds of a tile.
+    In a round, the chip computes as many tiles as it can at a time. `seconds` is the time of all rounds, or of moving
+    all bytes and ending each round, whichever is longer. `tie` decides between equal ones: the seconds of all rounds
+    without sharing a multiprocessor.
     """
-    # The model assumes equal sizes, and adds half a tile because they rarely are.
+    # The model adds three quarters of a tile to the mean group, because sizes are rarely equal.
     r, c, _ = config.along(p.letters)
-    rows = max(1.0, p.r / r + (0.5 if p.r > r else 0.0))
+    rows = max(1.0, p.r / r + 0.75)
     tiles = p.groups * rows * -(-p.c // c)
     # With narrow tiles, tensor cores wait for shared memory. With fewer than 64 rows, Hopper's are partly idle. A gated
     # product has the columns of two matrices.
@@ -261,11 +271,12 @@ def _seconds(p: Problem, config: GpuConfig, on: Chip) -> tuple[float, float]:
     rate = min(1.0, 0.4 + r / 200) * min(1.0, 0.35 + columns / 256) * on.flops / on.multiprocessors
     compute = 2 * r * columns * p.k / rate * min(1, p.itemsize / 2)
     cached = (r + columns) * p.k * p.itemsize / (_L2 / 132)
-    tile = max(compute, cached) + _LATENCY + r * c * p.results * p.result / (on.bandwidth / on.multiprocessors) / 2
-    tile += r * c * p.instructions / _LANES
-    per_chip = on.multiprocessors * min(2, resident(p, config, on))
-    rounds = max(1.0, tiles / per_chip)
+    at_a_time = min(2, resident(p, config, on))
+    ending = (_LATENCY + r * c * p.results * p.result / (on.bandwidth / on.multiprocessors) / 2) / at_a_time
+    tile = max(compute, cached) + ending + r * c * p.instructions / _LANES
+    per_chip = on.multiprocessors * at_a_time
+    rounds = math.ceil(tiles / per_chip)
     # Programs on one multiprocessor share it, so a round takes as long as all of their tiles.
     busy = rounds * tile * per_chip / on.multiprocessors if tiles > on.multiprocessors else tile
     moved = p.groups * ((p.r + p.products * p.c) * p.k * p.itemsize + p.results * p.r * p.c * p.result)
-    return max(busy, moved / on.bandwidth), math.ceil(rounds) * tile
+    return max(busy, moved / on.bandwidth + rounds * ending), rounds * tile
