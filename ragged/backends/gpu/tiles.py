@@ -243,11 +243,12 @@ _OTHER_REGISTERS = 80
 """Registers of a thread, besides its sums."""
 
 _LATENCY = 3e-6
-"""Seconds from a tile's last product to the next tile's first one, besides the store: measured on an H200. Other
-programs on the multiprocessor multiply meanwhile."""
+"""Seconds from a tile's last product to the next tile's first one, besides the store: chosen so that the model's
+estimates are near the times of whole products on an H200. Other programs on the multiprocessor multiply meanwhile."""
 
 _L2 = 9e12
-"""Bytes per second of an H200's L2 cache: measured. The model scales it with the number of multiprocessors."""
+"""Bytes per second of an H200's L2 cache, chosen like `_LATENCY`. The model scales it with the number of
+multiprocessors."""
 
 
 _LANES = 2.2e11
@@ -277,6 +278,6 @@ def _seconds(p: Problem, config: GpuConfig, on: Chip) -> tuple[float, float]:
     per_chip = on.multiprocessors * at_a_time
     rounds = math.ceil(tiles / per_chip)
     # Programs on one multiprocessor share it, so a round takes as long as all of their tiles.
-    busy = rounds * tile * per_chip / on.multiprocessors if tiles > on.multiprocessors else tile
+    busy = rounds * tile * at_a_time if tiles > on.multiprocessors else tile
     moved = p.groups * ((p.r + p.products * p.c) * p.k * p.itemsize + p.results * p.r * p.c * p.result)
     return max(busy, moved / on.bandwidth + rounds * ending), rounds * tile
