@@ -138,3 +138,13 @@ def bits(x: Array, dtype: Any) -> Array:
     is a transposed constant, XLA then folds the bitcast, and loses the transpose.
     """
     return lax.bitcast_convert_type(lax.optimization_barrier(x), dtype)
+
+
+def as_rounded(x: Array) -> Array:
+    """`x`, behind an optimisation barrier if it has floats of 8 bits or fewer.
+
+    For a GPU, XLA leaves out float32 -> float8_e4m3fn -> float32, as if the numbers had never been rounded, unless
+    `--xla_allow_excess_precision=false`. It keeps the two conversions if a barrier is between them.
+    """
+    is_narrow = jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits <= 8
+    return lax.optimization_barrier(x) if is_narrow else x

@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Int, Shaped
 
+from ragged.core.formats import as_rounded
 from ragged.core.offsets import IN_BOUNDS, aligned_to_blocks, group_ids, group_offsets
 
 
@@ -71,7 +72,7 @@ class Scales:
     @property
     def whole(self) -> "Scales":
         """The same scales in one level, in float32: `values` multiplied by `tensor`."""
-        values = self.values.astype(jnp.float32)
+        values = as_rounded(self.values).astype(jnp.float32)
         return replace(self, values=values if self.tensor is None else values * self.tensor, tensor=None)
 
 

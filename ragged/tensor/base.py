@@ -11,7 +11,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from ragged.core.errors import Site, check_packed, is_arraylike
-from ragged.core.formats import array_field, as_array, optional_array_field
+from ragged.core.formats import array_field, as_array, as_rounded, optional_array_field
 from ragged.core.mesh import check_not_explicit, over_explicit_axes
 from ragged.core.offsets import as_int32, element_mask, group_ids, group_offsets, take
 from ragged.core.scales import Scales, spread
@@ -380,7 +380,7 @@ def is_read_transposed(x: GroupedBase) -> bool:
 
 def float_scales(x: GroupedBase) -> Array:
     """The scales in float32, multiplied by the tensor scale if there is one."""
-    scales = jnp.asarray(x.scales).astype(jnp.float32)
+    scales = as_rounded(jnp.asarray(x.scales)).astype(jnp.float32)
     if x.tensor_scale is None:
         return scales
     tensor_scale = jnp.asarray(x.tensor_scale)

@@ -21,7 +21,7 @@ from jax import Array
 from jaxtyping import Shaped
 
 from ragged.core.errors import Site, is_concrete
-from ragged.core.formats import AnyArray
+from ragged.core.formats import AnyArray, as_rounded
 from ragged.core.mesh import check_not_explicit, over_explicit_axes
 from ragged.core.offsets import check_integers, known_offsets
 from ragged.core.scaling import not_differentiable, not_differentiable_8_bits
@@ -263,7 +263,7 @@ class GroupedTensor(Arithmetic):
 @jax.jit(inline=True)
 def _dequantized(x: GroupedTensor) -> GroupedTensor:
     scales = not_differentiable("GroupedTensor.dequantize", element_scales(x))
-    values = jnp.asarray(x.data).astype(jnp.float32)
+    values = as_rounded(jnp.asarray(x.data)).astype(jnp.float32)
     values = (values if x.zero_points is None else values - element_zeros(x)) * scales
     out = with_fields(x, data=values, scales=None, scaling=None, tensor_scale=None, zero_points=None)
     return out.with_data(filled(out, 0))

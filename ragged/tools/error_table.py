@@ -218,7 +218,8 @@ def _quantized(x: GroupedTensor, cast: Cast, history: Array | None) -> tuple[Arr
     if cast.dtype is None:
         return data, (jnp.zeros((), nonzero.dtype), nonzero, jnp.zeros((), nonzero.dtype), count)
     q = quantize_operand(x, cast, history)
-    lost = jnp.sum((data != 0) & (q.data == 0))
+    values = jnp.asarray(q.dequantize().data)
+    lost = jnp.sum((data != 0) & (values == 0))
     # The margin excludes the largest elements, which exceed the range only by rounding of their scale.
     over = jnp.sum(jnp.abs(data) > element_scales(q) * LARGEST[cast.dtype] * (1 + 1e-6))
-    return jnp.asarray(q.dequantize().data), (lost, nonzero, over, count)
+    return values, (lost, nonzero, over, count)

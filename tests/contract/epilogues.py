@@ -301,10 +301,8 @@ class Epilogue(Program):
         kernels = [kernel for _, kernel in ran]
         if self.is_fused:
             # The result alone, and with pre-activations (without it, if these are computed again).
-            stored, inside = (
-                {"1", str(1 + self.gate + (self.save == "pre"))},
-                {str(1 + self.gate)} if self.mapped else set(),
-            )
+            has_saved = self.save == "pre" and bool(self.gate or self.activation)
+            stored, inside = {"1", str(1 + self.gate + has_saved)}, {str(1 + self.gate)} if self.mapped else set()
             assert stored <= {kernel.rpartition(" -> ")[2] for kernel in kernels if "->" in kernel} <= stored | inside
         else:
             assert not any("->" in kernel for kernel in kernels), kernels

@@ -81,9 +81,9 @@ def run(launch: Launch, x: Operands) -> Array:
     }[launch.kernel]
     if _is_one_dot(launch.call, launch.config):
         kernel = _one_dot
-    launch, x = _without_scales(launch, x)
-    # XLA must not fold the loops' bitcasts of floats, hence the barrier: see `formats.bits`.
-    return kernel(launch, jax.tree.map(lambda z: z if _bits(z.dtype) is None else lax.optimization_barrier(z), x))
+    # XLA must neither fold the loops' bitcasts of floats nor leave out roundings: see `formats.bits` and `as_rounded`.
+    x = jax.tree.map(lambda z: z if _bits(z.dtype) is None else lax.optimization_barrier(z), x)
+    return kernel(*_without_scales(launch, x))
 
 
 def _without_scales(launch: Launch, x: Operands) -> tuple[Launch, Operands]:

@@ -4,6 +4,7 @@ Results are poisoned: see `gpu.poisoning`.
 """
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -190,18 +191,22 @@ def test_recipes(layout: str, recipe: str, launches: list[str]) -> None:
     """Value and gradients of a quantised product, against XLA's on the operands dequantised in float32."""
     case = cases.make(layout, **ALIGNED)
 
-    def products(lhs: Array, rhs: Array, backend: str | None) -> Any:
-        def value(lhs: Array, rhs: Array) -> Array:
-            pair = case.lhs.with_data(lhs), case.rhs.with_data(rhs)
-            return ragged.matmul(*pair, recipe=recipe, backend=backend, **WIDE).data
+    def value(lhs: Array, rhs: Array, backend: str | None) -> Array:
+        pair = case.lhs.with_data(lhs), case.rhs.with_data(rhs)
+        return ragged.matmul(*pair, recipe=recipe, backend=backend, **WIDE).data
 
-        out, pull = jax.vjp(value, lhs, rhs)
-        return out, *pull(jnp.where(jnp.isfinite(out), jnp.cos(out), 0))
+    @partial(jax.jit, static_argnames="backend")
+    def products(lhs: Array, rhs: Array, ct: Array, backend: str | None) -> Any:
+        out, pull = jax.vjp(partial(value, backend=backend), lhs, rhs)
+        return out, *pull(ct)
 
-    run = jax.jit(products, static_argnames="backend")
-    got = run(case.lhs.data, case.rhs.data, None)
+    given = case.lhs.data, case.rhs.data
+    shape = jax.eval_shape(partial(value, backend="xla"), *given).shape
+    # Not a function of the result: what differs by an error of a sum may be rounded to different numbers in fp8.
+    ct = jnp.cos(jnp.arange(math.prod(shape), dtype=jnp.float32)).reshape(shape)
+    got = products(*given, ct, None)
     assert len(launches) == 3, "XLA's kernels ran, not Triton's"
-    for x, want in zip(got, run(case.lhs.data, case.rhs.data, "xla"), strict=True):
+    for x, want in zip(got, products(*given, ct, "xla"), strict=True):
         check_scales(x, np.asarray(want, np.float64))
 
 

@@ -392,6 +392,44 @@ def test_epilogue_kernels(
         assert kernel.sass_counts["QGMMA" if fp8 else "HGMMA"]
 
 
+def test_roundings_to_narrow_floats_are_kept() -> None:
+    """XLA leaves out a conversion to fp4 or fp8 that is undone in the same program, unless a barrier is between them.
+
+    Otherwise the products that XLA computes with a recipe, and what `dequantize` returns, would not be of the quantised
+    numbers, and numbers would be divided by other scales than those stored.
+    """
+    x, w, sizes = Aval((64, 32), jnp.float32), Aval((4, 32, 48), jnp.float32), Aval((4,), jnp.int32)
+    stored, scales = Aval((4, 32, 48), jnp.float4_e2m1fn), Aval((4, 2, 48), jnp.float32)
+    scaling = ragged.Scaling((16, 1), jnp.float8_e4m3fn)
+
+    def quantized(w: Array) -> ragged.GroupedTensor:
+        return ragged.quantize(w, "float4_e2m1fn", scaling)
+
+    def numbers(w: Array) -> Array:
+        return quantized(w).data
+
+    def values(w: Array) -> Array:
+        return quantized(w).dequantize().data
+
+    def values_by(stored: Array, scales: Array) -> Array:
+        given: dict[str, Any] = {"scales": scales.astype("float8_e4m3fn"), "tensor_scale": jnp.float32(2)}
+        return ragged.GroupedTensor(stored, **given, scaling=scaling).dequantize().data
+
+    def product(x: Array, sizes: Array, w: Array) -> Array:
+        return ragged.matmul(ragged.GroupedTensor(x, sizes), w, recipe="nvfp4", backend="xla").data
+
+    of_w = {"f4e2m1fn[4,32,48]", "f8e4m3fn[4,2,48]"}
+    of_both = {"f4e2m1fn[64,32]", "f8e4m3fn[64,2]", "f4e2m1fn[4,48,32]", "f8e4m3fn[4,48,2]"}
+    for function, avals, expected in (
+        (numbers, (w,), of_w),
+        (values, (w,), of_w),
+        (values_by, (stored, scales), {"f8e4m3fn[4,2,48]"}),
+        (product, (x, sizes, w), of_both),
+    ):
+        text = gpu.compile_whole(function, *avals).as_text()
+        assert expected <= {*re.findall(r"= (\w+\[\S+\])\S* convert\(", text)}, function.__name__
+
+
 def check_ones(case: ones.Case, chip: str) -> None:
     """That a product and its derivatives are compiled to kernels where `explain` says that they run."""
     avals = case.avals
