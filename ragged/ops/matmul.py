@@ -83,7 +83,8 @@ def matmul(
     - `preferred_element_type`: the dtype of the result. The default is the dtype of `existing_out`; without it, the
       common dtype of the operands that are floats of 16 bits or more; else bfloat16 if an operand is a smaller float or
       is quantised; else the common integer dtype, or int32 if that has fewer than 32 bits.
-    - `precision`: as in `jax.lax.dot_general`.
+    - `precision`: as in `jax.lax.dot_general`. With `jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM`, the
+      tensor cores of a GPU add up all fp8 products, on Hopper in about 14 bits; by default the sums are float32.
     - `existing_out`: a tensor like the result, or its buffer. It is added to the product before rounding.
     - `group_offset`: `()` int array. The uniform operand (in a wgrad, the result) has only some of the ragged operand's
       groups, from the group `group_offset` on. Rows of the other groups are zero in the result, or, without an

@@ -10,7 +10,8 @@ is the median over the rounds. In a round each is called so often, without waiti
 Operands are larger than the second-level cache. "Dense" is the faster of XLA's cuBLAS and torch's, at the same dtype.
 
 bfloat16, but for the product `fp8`: a forward of float8_e4m3fn into bfloat16, with a scale for each row of `lhs` and of
-the stored `rhs [g, n, k]`; torch's has the same scales, XLA's dense one none.
+the stored `rhs [g, n, k]`; torch's has the same scales, XLA's dense one none. Nobody's tensor cores add up more than a
+step; in `fp8_fast`, everybody's add up all products of a result.
 
 The file is written after every row. What fails is noted in its row, and the others go on.
 """
@@ -59,10 +60,12 @@ TINY = (48, 64, 32, 3)
 OPERANDS = {  # of `Data`
     "forward": ("x", "w"),
     "fp8": ("x8", "w8", "x_scales", "w_scales"),
+    "fp8_fast": ("x8", "w8", "x_scales", "w_scales"),
     "wgrad": ("x", "dy"),
     "dgrad": ("dy", "w"),
 }
-CONTRACTED = {"forward": (1, 0), "fp8": (1, 1), "wgrad": (0, 0), "dgrad": (1, 1)}  # axes of dense operands
+CONTRACTED = {"forward": (1, 0), "wgrad": (0, 0)}  # axes of dense operands; for others, (1, 1)
+FP8 = {"fp8": "highest", "fp8_fast": "default"}  # precisions of XLA's dense products
 PEERS = ("dense", "ragged_dot", "torch", "tokamax")
 SPREADS = ("even", "zipf")
 SERIES: dict[str, list[tuple["Shape", str]]] = {  # with how the rows are spread among the groups
@@ -138,7 +141,7 @@ def ours(product: str, dry: bool, config: GpuConfig | None = None) -> Run:
     options: dict[str, Any] = {"backend": config}
     if product == "wgrad":
         return lambda x, dy, sizes: ragged.transposed_grouped_matmul(x.T, dy, sizes, **options)
-    if product != "fp8":
+    if product not in FP8:
         return partial(ragged.grouped_matmul, transpose_rhs=product == "dgrad", **options)
     device: Any = jax.devices()[0]  # told to the kernel as the lowering rule does
     kind = (f"{device.device_kind} {device.compute_capability}", device.core_count) if not dry else ("NVIDIA L4", 0)
@@ -150,6 +153,7 @@ def ours(product: str, dry: bool, config: GpuConfig | None = None) -> Run:
                 x,
                 w,
                 sizes,
+                precision="ANY_F8_ANY_F8_F32_FAST_ACCUM" if product == "fp8_fast" else None,
                 preferred_element_type=jnp.bfloat16,
                 transpose_rhs=True,
                 lhs_scales=Scales(x_scales, (1, None)),
@@ -162,15 +166,15 @@ def ours(product: str, dry: bool, config: GpuConfig | None = None) -> Run:
 
 def dense(product: str) -> Run:
     """One product of the same FLOPs."""
-    a, b = CONTRACTED[product]
-    numbers = ((a,), (b,)), ((), ())
-    return lambda lhs, rhs, sizes: lax.dot_general(lhs, rhs, numbers, preferred_element_type=jnp.bfloat16)
+    a, b = CONTRACTED.get(product, (1, 1))
+    options: dict[str, Any] = {"precision": FP8.get(product), "preferred_element_type": jnp.bfloat16}
+    return lambda lhs, rhs, sizes: lax.dot_general(lhs, rhs, (((a,), (b,)), ((), ())), **options)
 
 
 def ragged_dot(module: str, product: str, data: Data) -> Run:
     """That of `jax.lax`, or of another module with its interface."""
     lib: Any = importlib.import_module(module)
-    if product == "fp8":
+    if product in FP8:
         raise NotImplementedError("no scales")
     # XLA multiplies a masked copy of the rows for each group; it would try that out before it says what it takes.
     if module == "jax.lax" and (len(data.w) > MOST_WASTE or data.x.nbytes * len(data.w) > MOST_TEMPORARY):
@@ -192,10 +196,10 @@ def torch_variant(product: str, operands: Sequence[Array], grouped: bool) -> Var
 
     a, b, *scales = map(take, operands)
     a = a.t() if product == "wgrad" else a
-    b = b.transpose(-2, -1) if CONTRACTED[product] == (1, 1) else b
+    b = b.transpose(-2, -1) if product not in CONTRACTED else b
     one = b if product == "wgrad" else b[0]
     x_scales, w_scales = (scale[..., 0] for scale in scales or (b, b))  # (m,), [g, n]; else not used
-    options = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
+    options = {"out_dtype": torch.bfloat16, "use_fast_accum": product == "fp8_fast"}
     runs: dict[tuple[bool, bool], Run] = {
         (False, False): lambda ends: torch.mm(a, one),
         (False, True): lambda ends: torch._grouped_mm(a, b, offs=ends),
@@ -206,7 +210,7 @@ def torch_variant(product: str, operands: Sequence[Array], grouped: bool) -> Var
     def ends(sizes: np.ndarray) -> Any:
         return torch.tensor(np.cumsum(sizes), dtype=torch.int32, device="cuda")
 
-    return Variant(runs[product == "fp8", grouped], lambda _: torch.cuda.synchronize(), ends)
+    return Variant(runs[product in FP8, grouped], lambda _: torch.cuda.synchronize(), ends)
 
 
 def variants(
@@ -289,13 +293,8 @@ def interleave(runs: dict[str, Variant], sizes: np.ndarray, setting: Setting) ->
 def add_ratios(product: str, shape: Shape, sizes: np.ndarray, figures: dict[str, dict[str, Any]]) -> None:
     """Adds to the seconds what follows from them."""
     m, k, n, g = shape
-    size, held = 1 if product == "fp8" else 2, int(np.count_nonzero(sizes))  # nobody reads an empty group's matrix
-    moved = {
-        "forward": 2 * (m * k + held * k * n + m * n),
-        "fp8": m * k + held * k * n + 2 * m * n,
-        "wgrad": size * (m * k + m * n + g * k * n),
-        "dgrad": size * (m * n + held * k * n + m * k),
-    }[product]
+    size, held = 1 if product in FP8 else 2, int(np.count_nonzero(sizes))  # nobody reads an empty group's matrix
+    moved = 2 * (m * k + m * n + g * k * n) if product == "wgrad" else size * (m * k + held * k * n) + 2 * m * n
     seconds = {name: row["seconds"] for name, row in figures.items() if "seconds" in row}
     whole = min((s for name, s in seconds.items() if "dense" in name), default=None)
     for name, s in seconds.items():

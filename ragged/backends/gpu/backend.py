@@ -47,10 +47,14 @@ _FP8, _FP4 = ("float8_e4m3fn", "float8_e5m2"), "float4_e2m1fn"
 _STORED = ("bfloat16", "float16", "float32", "int32")
 """Result dtypes that the kernel writes. XLA rounds results of 8 bits, so that they saturate as JAX's casts do."""
 
+_FAST_FP8 = "any_f8_any_f8_f32_fast_accum"
+"""The precision with which tensor cores add up all fp8 products of a result, in about 14 bits on Hopper."""
+
 _PRECISIONS = {
     **dict.fromkeys(("none", "default", "fastest", "tensorfloat32", "bfloat16"), "tf32"),
     **dict.fromkeys(("high", "bfloat16_3x"), "tf32x3"),
     **dict.fromkeys(("highest", "float32"), "ieee"),
+    _FAST_FP8: "tf32",
 }
 """Triton's precision for float32, keyed by JAX's. "tf32" is XLA's default on a GPU, too."""
 
@@ -82,6 +86,7 @@ class _Dot(NamedTuple):
     precision: str  # for float32: "tf32", "tf32x3" or "ieee"
     modes: tuple[str, str]  # scale modes of both operands
     per_element: int = 1  # numbers in a loaded element: 2 for 4-bit floats, loaded as bytes
+    fast: bool = False  # whether tensor cores add up all fp8 products
 
     @property
     def is_fp8(self) -> bool:
@@ -136,7 +141,7 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
         itemsize=dot.dtype.itemsize / dot.per_element,
         result=jnp.dtype(stored).itemsize,
         min_k=min_k,
-        step_accumulator="step" in modes or dot.is_fp8,
+        step_accumulator="step" in modes or (dot.is_fp8 and not dot.fast),
         slow=dot.dtype == jnp.float32 and dot.precision == "ieee",
         by_thread=not (chip.has_tma and (transposes or (_is_aligned(a) and _is_aligned(b)))),
         scaled=_TENSOR_CORE_BLOCKS[call.kernel_operands(x)[0].data.dtype.name] if by_tensor_cores else 0,
@@ -236,6 +241,9 @@ def _refuse(call: Call, x: Operands, target: Target) -> Refusal | None:
         return Refusal(missing)
     if refusal := refuse("triton_gpu", _UNITS, _TAKES, _PRECISIONS, call, x, target, FORMULAS):
         return refusal
+    dtypes = [each.data.dtype.name for each in call.kernel_operands(x)]
+    if precision_name(call.options.precision) == _FAST_FP8 and not {*dtypes} <= {*_FP8}:
+        return Refusal(f"triton_gpu has precision {_FAST_FP8.upper()} only for fp8 × fp8, not {' × '.join(dtypes)}")
     capability = tiles.chip(target.device).capability
     if capability < 80:
         return Refusal(f"triton_gpu has no kernels for compute capability {capability / 10}, below 8.0")
@@ -459,7 +467,8 @@ def _dot(operands: tuple[KernelOperand, KernelOperand], modes: tuple[str, str], 
         # Scaled tiles are float32, and "tf32" would lose bits of them.
         return _Dot(jnp.dtype(jnp.float32), True, "tf32x3" if triton_precision == "tf32" else triton_precision, modes)
     if a.name in _FP8 and b.name in _FP8 and chip.capability >= 89:
-        return _Dot(a, False, triton_precision, modes)  # tensor cores multiply any pair of fp8 formats
+        # Tensor cores multiply any pair of fp8 formats.
+        return _Dot(a, False, triton_precision, modes, fast=precision_name(precision) == _FAST_FP8)
     common = jnp.dtype(compute_dtype(a, b))
     if jnp.float16 in (a, b) and (a == b or 1 in (a.itemsize, b.itemsize)):
         common = jnp.dtype(jnp.float16)  # float16 has all values of int8 and fp8
@@ -563,6 +572,7 @@ def _static(launch: Launch, x: Operands, operands: list[_Operand]) -> dict[str, 
             accumulator=dot.accumulator,
             precision=dot.precision,
             longest_sum=_LONGEST_FP8_SUM if dot.is_fp8 and tile_k > _LONGEST_FP8_SUM else None,
+            adds_steps=dot.is_fp8 and not dot.fast,
         ),
         "SUMMED": details.summed,
         "LINEAR": _linear(launch, x),

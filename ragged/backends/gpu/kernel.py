@@ -550,9 +550,9 @@ def _add(total, x, y, x_scales, y_scales, rest, X: tl.constexpr, Y: tl.constexpr
 
     `x_scales`, `y_scales`: pairs of pointers to the scales of the first block along `k`, and the step's position there.
 
-    Hopper's tensor cores add up fp8 products in too few bits, so each step's sum is added to the total in float32. This
-    is done here, outside of `tl.dot`: inside, the tensor cores' registers would be read so early that ptxas serialises
-    their instructions.
+    Hopper's tensor cores add up fp8 products in few bits, so with `adds_steps`, each step's sum is added to the total
+    in float32. This is done here, outside of `tl.dot`: inside, the tensor cores' registers would be read so early that
+    ptxas serialises their instructions.
     """
     if DOT.cast_to is not None:
         x, y = x.to(DOT.cast_to), y.to(DOT.cast_to)
@@ -576,7 +576,7 @@ def _add(total, x, y, x_scales, y_scales, rest, X: tl.constexpr, Y: tl.constexpr
         if Y.applied_to == "step":
             part *= _load_floats(y_scales[0] + y_scales[1] // Y.k_block * Y.k_stride, Y)[None, :]
         return total + part
-    elif x.dtype.is_fp8():
+    elif DOT.adds_steps:
         return total + tl.dot(x, tl.trans(y), max_num_imprecise_acc=DOT.longest_sum)
     else:
         return tl.dot(x, tl.trans(y), total, input_precision=DOT.precision, out_dtype=total.dtype)

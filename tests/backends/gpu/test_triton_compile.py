@@ -48,7 +48,7 @@ gpu.needs_triton()
 
 A100, H200, B200 = gpu.ARCHITECTURES
 TENSOR_CORES = {A100: ("HMMA", "IMMA"), H200: ("HGMMA", "IGMMA", "QGMMA", "HMMA", "IMMA"), B200: ("UTCHMMA", "UTCQMMA")}
-FP8 = "float8_e4m3fn"
+FP8, FAST_FP8 = "float8_e4m3fn", "ANY_F8_ANY_F8_F32_FAST_ACCUM"
 ADDS_TO_MEMORY = re.compile(r"^\s*(?:@!?%\w+\s+)?((?:atom|red|multimem|cp\.reduce)\.\S+)", re.M)
 """Instructions of PTX. Machine code has `ATOM` for other things too: a tensor map is stored by an exchange."""
 Aval = jax.ShapeDtypeStruct
@@ -137,6 +137,22 @@ def test_what_is_measured(chip: str, shape: Shape) -> None:
         assert kernel.spill_bytes == 0 and not kernel.remarks
         assert kernel.sass_counts["UTMALDG"] or chip == A100
         assert kernel.sass_counts["HGMMA"] or rows == 64  # 8 a group: fewer than HGMMA takes
+
+
+def test_tensor_cores_add_up_fp8_only_if_asked() -> None:
+    """By default each step's sum is added in float32, which takes the registers of half a tile. Neither spills."""
+    m, k, n, g = SHAPES[0]
+    avals = Aval((m, k), FP8), Aval((g, n, k), FP8), Aval((g,), jnp.int32)
+
+    def compiled(precision: Any) -> gpu.Kernel:
+        options: dict[str, Any] = {"transpose_rhs": True, "preferred_element_type": jnp.bfloat16}
+        (kernel,) = gpu.compile_for(H200, partial(ragged.grouped_matmul, precision=precision, **options), *avals)
+        assert kernel.sass_counts["QGMMA"] and kernel.spill_bytes == 0 and not kernel.remarks
+        return kernel
+
+    exact, fast = compiled(None), compiled(FAST_FP8)
+    assert exact.sass_counts["FADD"] > 0 and fast.sass_counts["FADD"] == 0
+    assert fast.shared_bytes > exact.shared_bytes
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ def nothing_but_the_kernels(launches: ran.Launches) -> Iterator[None]:
 
 interpreted = pytest.mark.usefixtures("nothing_but_the_kernels")
 E4M3 = "float8_e4m3fn"
+FAST_FP8 = "ANY_F8_ANY_F8_F32_FAST_ACCUM"
 
 
 def matmul(lhs: Any, rhs: Any, tiles: Any = None, **options: Any) -> GroupedTensor:
@@ -488,6 +489,9 @@ def lowered(chip: str, *, backend: str | None = None, dtype: str = "bfloat16", g
         ("NVIDIA L4", {"dtype": "float8_e4m3fn"}, True),
         ("NVIDIA H200", {"dtype": "int16"}, False),
         ("NVIDIA H200", {"precision": "BF16_BF16_F32_X6"}, False),
+        ("NVIDIA H200", {"precision": FAST_FP8, "dtype": "float8_e4m3fn"}, True),
+        ("NVIDIA L4", {"precision": FAST_FP8, "dtype": "float8_e5m2"}, True),
+        ("NVIDIA A100", {"precision": FAST_FP8, "dtype": "float8_e5m2"}, True),
         ("NVIDIA H200", {"groups": 5000}, False),
         ("Tesla T4 7.5", {}, False),
         ("NVIDIA Something 12.0", {}, True),
@@ -497,6 +501,11 @@ def lowered(chip: str, *, backend: str | None = None, dtype: str = "bfloat16", g
 def test_what_has_no_kernel_runs_in_xla(chip: str, options: dict[str, Any], is_kernel: bool) -> None:
     """Never a traceback from inside Triton."""
     assert ("triton_kernel_call" in lowered(chip, **options)) == is_kernel
+
+
+def test_the_precision_of_fp8_is_of_no_other_dtype() -> None:
+    with pytest.raises(ValueError, match="requires both inputs to have float8 dtypes"):
+        lowered("NVIDIA H200", precision=FAST_FP8)
 
 
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
