@@ -29,7 +29,7 @@ from ragged.backends.base import (
 from ragged.backends.xla.narrow import matrices as narrow_matrices
 from ragged.backends.xla.narrow import multiply as narrow_product
 from ragged.core.formats import AnyArray, accumulator_dtype, compute_dtype
-from ragged.core.offsets import group_offsets, segments
+from ragged.core.offsets import IN_BOUNDS, group_offsets, segments
 from ragged.core.scales import dequantized
 from ragged.product.config import XlaConfig
 from ragged.product.operands import Call, Operand, Operands
@@ -195,7 +195,7 @@ def _batched_rows(call: Call, x: Operands) -> int:
     rows = _ragged_extents(call, x).get(call.product.ragged)
     if not _can_batch(call, x) or rows is None or rows > _BATCHED[call.product.kernel][0] * x.num_groups:
         return 0
-    return min(max(_mean_group(rows, x.num_groups), 16), rows)
+    return min(max(_mean_group(rows, x.num_groups), _BATCHED[call.product.kernel][2]), rows)
 
 
 def _batched_dtype(call: Call, common: Any, existing: Array | None) -> Any:
@@ -404,7 +404,7 @@ def _grouped(launch: Launch, x: Operands) -> Array:
     Segment `i` is one group of one batch element: rows `starts[i]:ends[i]` of the element, which begins at row
     `base[i]`. They are multiplied by `rhs[index[i]]`. Rows of no segment are zero, or `existing`.
 
-    1. If groups are small, one dot multiplies the first `batched_rows` rows of all segments.
+    1. If groups are small, one dot multiplies the first `batched_rows` rows of all segments, and a gather stores them.
     2. A loop over segments with further rows multiplies tiles of static sizes. Both steps apply the epilogue.
     3. A tile that would reach past the buffer begins earlier. A stored tile keeps old values outside of the segment.
     """
@@ -441,35 +441,31 @@ def _grouped(launch: Launch, x: Operands) -> Array:
         return lax.while_loop(lambda carry: carry[0] < end, step, (start, out))[1]
 
     out = jnp.zeros((elements * m, n), call.dtype) if existing is None else existing.reshape(elements * m, n)
-    out, visit_segment = _to_carry(_padded(out, padding)), segment
+    out = _to_carry(_padded(out, padding))
     if rows := launch.config.batched_rows:
-        result = _batched_dtype(call, common, existing)
+        at, result = jnp.minimum(starts, m - rows), _batched_dtype(call, common, existing)
+        # Outside of the branch, so that XLA computes it once for all products of the same groups.
+        which, place = _places(starts + base, jnp.minimum(ends - starts, rows), out.shape[0])
+        source = jnp.where(place < 0, -1, which * rows + (starts - at)[which] + place)
 
-        def first_rows(starts: Array) -> Array:
-            at = jnp.minimum(starts, m - rows)
+        def first_rows(out: Array) -> Array:
             x = _slices(lhs, at + base if is_stacked else at, rows).astype(common)
             x = _untransposed(x, elements * num_local)
-            return dot(x, rhs, (2, b.axis(contracted) + 1), call.options.precision, result, batch=1)
+            # `_can_batch` requires a matrix for each segment.
+            y = dot(x, rhs, (2, b.axis(contracted) + 1), call.options.precision, result, batch=1).reshape(-1, n)
+            y = y.at[jnp.maximum(source, 0)].get(mode=IN_BOUNDS)
+            y = apply_epilogue(call, y, None if existing is None else _from_carry(out, call.dtype)).astype(call.dtype)
+            return lax.select(jnp.broadcast_to(source[:, None] >= 0, y.shape), _to_carry(y), out)
 
         batch_them = _is_worth(launch, x, ends - starts)
-        zeros = jnp.zeros((elements * num_local, rows, n), result)
-        first_y = lax.cond(batch_them, first_rows, lambda _: zeros, starts)
-        done = jnp.where(batch_them, rows, 0)
-
-        def store_first_rows(start: Array, end: Array, matrix: Array, base: Array, out: Array) -> Array:
-            rest = jnp.minimum(end, start + done)
-            at, in_group = _window(m, rows, start, rest)
-            # `_can_batch` requires a matrix for each segment, so `matrix` is also the segment's index.
-            out = put(_slice(first_y, matrix, 1)[0], at + base, in_group, out)
-            return lax.cond(rest < end, segment, lambda *args: args[-1], rest, end, matrix, base, out)
-
-        visit_segment = store_first_rows
+        out = lax.cond(batch_them, first_rows, lambda out: out, out)
+        starts = jnp.where(batch_them, starts + rows, starts)
     # Without a batch, `index` is the segment's number and `base` is 0: columns would only take time to compile.
     columns = (starts, ends) if batch is None else (starts, ends, index, base)
 
     def visit_number(number: Array, start: Array, end: Array, *rest: Array) -> Array:
         matrix, row, out = rest if batch is not None else (number, jnp.int32(0), *rest)
-        return visit_segment(start, end, matrix, row, out)
+        return segment(start, end, matrix, row, out)
 
     out = _for_each(ends > starts, columns, visit_number, out)
     out = _from_carry(out[: elements * m] if padding else out, call.dtype)
@@ -650,12 +646,12 @@ _FEW_ROWS = 4, 8, 16, 64
 _OVERHEAD = 24
 """Fixed cost of a tile, in rows. Measured: 20 to 40."""
 
-_BATCHED = {"grouped_matmul": (16, 24), "transposed_grouped_matmul": (64, 128)}
-"""`(largest mean group, loop overhead)` in rows, keyed by kernel.
+_BATCHED = {"grouped_matmul": (16, 24, 8), "transposed_grouped_matmul": (64, 128, 16)}
+"""`(largest mean group, loop overhead, fewest rows)`, in rows, keyed by kernel.
 
-Up to the largest mean group, one dot multiplies the first rows of all groups. In the loop, a group costs its rows plus
-the overhead. A wgrad's loop also zeroes the result, and copies each sum into it. Measured with random, Zipf and even
-sizes at means of 4 to 128, in float32 and bfloat16.
+Up to the largest mean group, one dot multiplies the first rows of all groups: as many as the mean group has, but not
+fewer than the fewest. In the loop, a group costs its rows plus the overhead. A wgrad's loop also zeroes the result, and
+copies each sum into it. Measured with random, Zipf and even sizes at means of 1 to 128, in float32 and bfloat16.
 """
 
 _SMALL = 2**20
@@ -732,6 +728,18 @@ def _window(m: Any, tile: int, start: Array, end: Array) -> tuple[Array, Array]:
     row = lax.iota(jnp.int32, tile) - (start - at)
     # As unsigned numbers, rows before the start are large, so one comparison is enough.
     return at, (row.astype(jnp.uint32) < (end - start).astype(jnp.uint32))[:, None]
+
+
+def _places(starts: Array, sizes: Array, rows: int) -> tuple[Array, Array]:
+    """`(segment, place)` of each of `rows` rows: the number of its segment, and its place there, `[rows]`.
+
+    `starts`, `sizes`: of the segments, in order; where empty ones begin doesn't matter. A row of none gets -1 as place.
+    """
+    number = jnp.arange(starts.shape[0], dtype=jnp.int32)
+    first = jnp.zeros(rows, jnp.int32).at[jnp.where(sizes > 0, starts, rows)].max(number, mode="drop")
+    segment = lax.cummax(first)
+    place = jnp.arange(rows, dtype=jnp.int32) - starts[segment]
+    return segment, jnp.where((place >= 0) & (place < sizes[segment]), place, -1)
 
 
 def _masked(rows: Array, in_group: Array) -> Array:
