@@ -576,8 +576,8 @@ def _transposed_grouped(launch: Launch, x: Operands) -> Array:
     starts, ends = (jnp.broadcast_to(z, (problem.elements, num_local)) for z in (starts, ends))
     tile, in_tile = launch.config.along(problem.letters)[0], "tile" in launch.details.modes
     scales = (
-        tpu_scales.of_rows(a.scales, problem.a, True, x.offset, num_local, tile, in_tile),
-        tpu_scales.of_rows(b.scales, problem.b, False, x.offset, num_local, tile, in_tile),
+        tpu_scales.of_rows(a.scales, problem.a, x.offset, num_local, tile, in_tile),
+        tpu_scales.of_rows(b.scales, problem.b, x.offset, num_local, tile, in_tile),
     )
     kernel, keeps_batch = Kernel(launch, scales), call.out_batch and batch is not None
     out = multiply_groups(
@@ -631,13 +631,13 @@ def multiply_groups(
         def block_index(i: Any, j: Any, e: Any, at: Any, v: Visits) -> Any:
             return element(scales.values.shape[0], e, v.piece[at], v), v.tile[at], 0, (i, j)[which]
 
-        # by row [e, m, blocks]; by group [e, h, a, 1] or [e, h, 1, b]; by block of rows [e, tiles, blocks, a or b]
+        # by row [e, m, blocks]; by group [e, h, 1, a or b]; by block of rows [e, tiles, blocks, a or b]
         scales = kernel.scales[which]
         if isinstance(scales, tpu_scales.RowBlocks):
             spec = pl.BlockSpec((None, None, scales.values.shape[2], (ta, tb)[which]), block_index)
             return Input(scales.values, spec)
         by_row = scales is not None and scales.values.ndim == 3
-        return tpu_scales.fetched(scales, -2 if by_row else which - 2, tm if by_row else (ta, tb)[which], index)
+        return tpu_scales.fetched(scales, -2 if by_row else -1, tm if by_row else (ta, tb)[which], index)
 
     return kernel.run(
         _groups_body(kernel, by_visit and batch > 1),

@@ -232,13 +232,14 @@ class Kernel:
         return self.rescale(total, *refs) if self.rescales_each else total
 
     def rescale(self, total: Array, x_scales: Any, y_scales: Any, has_rows: Any = True) -> Array:
-        """`total` times the scales that are constant along the contracted axis.
+        """`total` times the scales that are constant along the contracted axis. In a wgrad, both operands' are rows.
 
         An empty group's scales may be NaN, so they count as zero without `has_rows`.
         """
-        for ref, blocks in zip((x_scales, y_scales), self.scales[:2], strict=True):
+        for operand, (ref, blocks) in enumerate(zip((x_scales, y_scales), self.scales[:2], strict=True)):
             if blocks is not None and blocks.extent is None:
                 scales = ref[...] if has_rows is True else jnp.where(has_rows, ref[...], 0)
+                scales = scales.T if self.problem.kind == "groups" and not operand else scales
                 total = total.astype(jnp.float32) * scales
         return total
 

@@ -222,7 +222,6 @@ class RowBlocks(NamedTuple):
 def of_rows(
     scales: Scales | None,
     columns: int,
-    first: bool,
     group_offset: Array | None,
     num_local: int,
     tile: int,
@@ -231,7 +230,8 @@ def of_rows(
     """Arranges a wgrad operand's scales.
 
     - Scales by row: `Blocks` of `[batch or 1, m, blocks]`, with the extent of a block along columns.
-    - Scales by group: `Blocks` of `[batch or 1, local groups, columns or 1, 1]`; transposed unless `first`.
+    - Scales by group: `Blocks` of `[batch or 1, local groups, 1, columns or 1]`, of both operands. In memory, a column
+      would take 128 times as many bytes.
     - Scales by block of rows: `RowBlocks`.
 
     `in_tile`: whether the scales multiply tiles of `tile` rows.
@@ -239,7 +239,7 @@ def of_rows(
     if scales is None:
         return None
     if scales.block[0] is None:
-        blocks = arrange(local_scales(scales, group_offset, num_local), 1, columns, first, ndim=4)
+        blocks = arrange(local_scales(scales, group_offset, num_local), 1, columns, False, ndim=4)
         return None if blocks is None else blocks._replace(extent=None)
     values = scales.values.astype(jnp.float32)
     values = values if values.ndim == 3 else values[None]

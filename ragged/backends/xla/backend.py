@@ -733,13 +733,14 @@ def _window(m: Any, tile: int, start: Array, end: Array) -> tuple[Array, Array]:
 def _places(starts: Array, sizes: Array, rows: int) -> tuple[Array, Array]:
     """`(segment, place)` of each of `rows` rows: the number of its segment, and its place there, `[rows]`.
 
-    `starts`, `sizes`: of the segments, in order; where empty ones begin doesn't matter. A row of none gets -1 as place.
+    `starts`, `sizes`: of the segments, in order; where empty ones begin doesn't matter. The place of a row of none is
+    negative.
     """
     number = jnp.arange(starts.shape[0], dtype=jnp.int32)
     first = jnp.zeros(rows, jnp.int32).at[jnp.where(sizes > 0, starts, rows)].max(number, mode="drop")
     segment = lax.cummax(first)
     place = jnp.arange(rows, dtype=jnp.int32) - starts[segment]
-    return segment, jnp.where((place >= 0) & (place < sizes[segment]), place, -1)
+    return segment, jnp.where(place < sizes[segment], place, -1)
 
 
 def _masked(rows: Array, in_group: Array) -> Array:
