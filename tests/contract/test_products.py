@@ -62,7 +62,7 @@ def by_default() -> Iterator[Case]:
     yield 12, Program("wgrad", groups=1, mapped="sizes", backend="pallas_tpu")
 
     for layout in ("forward", "forward_left", "wgrad"):
-        yield 60, Program(layout, held=3, existing=True)
+        yield 60, Program(layout, held=3, existing=True, capacity=70)
     yield 60, Program("wgrad", "bfloat16", held=3, existing=True, backend="pallas_tpu")
     yield 60, Program("forward", held=3, backend="pallas_tpu", size_dtype="uint32")
     yield 6, Program("forward_left", held=3, existing=True, backend="triton_gpu")
