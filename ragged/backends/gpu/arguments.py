@@ -75,7 +75,7 @@ class Dot(NamedTuple):
     # After this many fp8 products, their sum is added to a float32 accumulator. None if a step has no more, and for
     # other dtypes.
     longest_sum: int | None
-    # Whether the fp8 products of each step are summed alone, and added to the total in float32.
+    # If true, each step has its own sum of fp8 products, which is added to the total in float32.
     adds_steps: bool
 
 
