@@ -105,6 +105,13 @@ def by_default() -> Iterator[Case]:
     for layout, dtypes in (("forward", ("bfloat16", "", "")), ("wgrad", (FP8, "", "float32"))):  # loads by TMA
         yield 3, Program(layout, *dtypes, backend="triton_gpu", chip="NVIDIA H200", **extents)
     yield 3, Program("wgrad", backend="triton_gpu", mapped="sizes")
+    # The loop over the steps of all tiles: each kind of ragged letter, local groups, batch elements, old values.
+    extents |= {"backend": "triton_gpu", "chip": "NVIDIA H200", "width": 48, "groups": 5}
+    yield 4, Program("wgrad", "bfloat16", held=3, existing=True, **extents)
+    yield 4, Program("forward", "bfloat16", held=3, mapped="lhs sizes rhs", **extents)
+    yield 4, Program("ragged", "bfloat16", mapped="sizes", **extents)
+    for layout in ("outer", "inner_rows"):
+        yield 4, Program(layout, "bfloat16", **extents)
 
     for layout, dtypes in zip(itertools.cycle(["forward", "outer", "wgrad"]), [*FLOATS, *INTEGERS][::2], strict=False):
         yield 3, Program(layout, *dtypes)

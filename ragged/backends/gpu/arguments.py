@@ -37,6 +37,7 @@ class Buffer(NamedTuple):
     edge: bool  # whether tiles may pass the end of the outer axis, which isn't packed
     tile_k: int
     tma: bool  # whether TMA loads whole tiles
+    ends: bool = False  # whether TMA's tiles end with their group along `k`
     numbers: int = 1  # per element: 2 if an element is a byte of two 4-bit numbers along `k`, which the kernel decodes
     decodes: str = ""  # the dtype of the numbers, if elements are bytes that the kernel decodes
     source_stride: int = 0  # batch stride of the index of gathered rows
@@ -77,6 +78,7 @@ class Dot(NamedTuple):
     longest_sum: int | None
     # If true, each step has its own sum of fp8 products, which is added to the total in float32.
     adds_steps: bool
+    flat: bool  # whether the kernel's loop is over the steps of all tiles
 
 
 class Result(NamedTuple):

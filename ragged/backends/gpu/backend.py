@@ -4,6 +4,7 @@ On Hopper and Blackwell, TMA loads the tiles of operands whose rows begin at mul
 other tiles, and all tiles of a program that is compiled for sm_80.
 """
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -70,12 +71,6 @@ _MAX_ELEMENTS = 65535
 
 _LONGEST_FP8_SUM = 128
 """Number of fp8 products that tensor cores add up (on Hopper in about 14 bits) before a float32 accumulator does."""
-
-_SLICE = 32
-"""Elements of a thread that go through the epilogue at a time. More would need registers that hold the other sums.
-
-If tensor cores apply the scales, a quarter of this is used: `gelu` spills 96 bytes with 32 elements, 8 bytes with 16.
-"""
 
 
 class _Dot(NamedTuple):
@@ -147,6 +142,7 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
         scaled=_TENSOR_CORE_BLOCKS[call.kernel_operands(x)[0].data.dtype.name] if by_tensor_cores else 0,
         ragged=len(sizes) == 3,
         letters=r + c + k,
+        flat=_is_flat((a, b), dot, p, chip) and summed == 1,
         products=call.num_products,
         results=call.num_stored,
         instructions=call.epilogue.instructions if call.epilogue else 0,
@@ -370,6 +366,22 @@ def _is_aligned(operand: KernelOperand) -> bool:
     return operand.data.shape[-1] * operand.data.dtype.itemsize % 16 == 0
 
 
+def _is_flat(operands: tuple[KernelOperand, KernelOperand], dot: _Dot, product: Product, chip: Chip) -> bool:
+    """Whether the kernel's loop is over the steps of all tiles, so that loads run ahead of the end of a tile.
+
+    TMA must load every tile, also the last one of a group, and Hopper's tensor cores read both tiles as they are.
+    """
+    k, first = product.contracted, [operand.letters[0] == product.contracted for operand in operands]
+    # Rows of a tile, not columns, can end with a group: see `Tiles.of_rows`.
+    ends = all(first) if k in product.ragged else True
+    as_stored = not dot.cast and (dot.dtype.itemsize == 2 or (dot.is_fp8 and dot.fast and not any(first)))
+    return chip.capability == 90 and ends and as_stored and dot.modes in _SUMS and all(map(_has_tma, operands))
+
+
+_SUMS = tuple(itertools.product(("", "total"), repeat=2))
+"""Scale modes of both operands that multiply nothing but the sum."""
+
+
 def _transposes(operands: tuple[KernelOperand, KernelOperand], dot: _Dot, product: Product, chip: Chip) -> bool:
     """Whether both operands are transposed in memory before the kernel.
 
@@ -549,13 +561,13 @@ def _static(launch: Launch, x: Operands, operands: list[_Operand]) -> dict[str, 
     """The kernel's static arguments, keyed by parameter."""
     call, p, config, details = launch.call, launch.call.product, launch.config, launch.details
     dot = details.dot
-    tile_r, tile_c, tile_k = config.along(p.out + p.contracted)
+    _, tile_c, tile_k = config.along(p.out + p.contracted)
     r_stride, c_stride, k_stride = (
         x.num_groups if z in x.sizes and x.sizes[z].ndim > 1 else 0 for z in (*p.out, p.contracted)
     )
-    per_thread = _SLICE // 4 if "unit" in dot.modes else _SLICE
-    # All threads, 32 in a warp, share a slice of `tile_r` rows.
-    columns = min(tile_c, max(16, per_thread * 32 * config.warps // (call.num_products * tile_r)))
+    flat = details.tiled.flat and bool(config.tma)
+    # What is stored at once takes shared memory beside the next tile's loads, and an epilogue's takes registers.
+    columns = tiles.slice_of(details.tiled, config) if flat or call.epilogue is not None else tile_c
     static: dict[str, Any] = {
         "SIZES": Sizes(
             groups=x.num_groups,
@@ -573,6 +585,7 @@ def _static(launch: Launch, x: Operands, operands: list[_Operand]) -> dict[str, 
             precision=dot.precision,
             longest_sum=_LONGEST_FP8_SUM if dot.is_fp8 and tile_k > _LONGEST_FP8_SUM else None,
             adds_steps=dot.is_fp8 and not dot.fast,
+            flat=flat,
         ),
         "SUMMED": details.summed,
         "LINEAR": _linear(launch, x),
@@ -586,7 +599,8 @@ def _static(launch: Launch, x: Operands, operands: list[_Operand]) -> dict[str, 
         tile |= {"tile_k": tile_k // _per_byte(given)}
         if mode != "unit":  # else tensor cores decode
             tile |= {"numbers": _per_byte(given), "decodes": given.decodes or ""}
-        static[name] = buffer(stored, outer, p, given.letters[0], **tile, tma=tma)
+        ends = flat and p.contracted in x.sizes
+        static[name] = buffer(stored, outer, p, given.letters[0], **tile, tma=tma, ends=ends)
         static[f"{name}_SCALES"] = scaling(given, mode, outer, p, (tile["tile"], tile_k))
     return static
 
@@ -627,5 +641,6 @@ def _arrays(x: Operands, p: Product, operands: list[_Operand], static: dict[str,
         arrays[name] = stored.data
         arrays[f"{name}_scales"], arrays[f"{name}_tensor"] = (scales.values, scales.tensor) if scales else (None, None)
         tile = (buffer.tile, buffer.tile_k) if buffer.k_stride == 1 else (buffer.tile_k, buffer.tile)
-        arrays[f"{name}_tiles"] = Tiles.of_matrices(name, stored.data.shape, tile) if buffer.tma else None
+        described = Tiles.of_rows if buffer.ends else Tiles.of_matrices
+        arrays[f"{name}_tiles"] = described(name, stored.data.shape, tile) if buffer.tma else None
     return arrays

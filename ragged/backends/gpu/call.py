@@ -109,6 +109,10 @@ def backend_options() -> dict[str, int | bool]:
     return {"enable_fp_fusion": True} | ({"ptx_version": newest_ptx()} if written > newest_ptx() else {})
 
 
+LAST = 2**30
+"""See `Tiles.of_rows`."""
+
+
 class Tiles(NamedTuple):
     """Fields of a TMA descriptor."""
 
@@ -122,6 +126,17 @@ class Tiles(NamedTuple):
         """Tiles of an array `[..., p, q]`, described as `[matrices, p, q]`."""
         p, q = shape[-2:]
         return Tiles(of, (math.prod(shape[:-2]), p, q), (p * q, q, 1), (1, *tile))
+
+    @staticmethod
+    def of_rows(of: str, shape: tuple[int, ...], tile: tuple[int, int]) -> "Tiles":
+        """Tiles of the rows of an array `[..., p, q]`, each with zeros from any given row on.
+
+        The tile from row `i` to before row `j` has the coordinates `(last, j, last - (j - i), column)`, where `last`
+        is 2**30. The third one is out of bounds from row `j` on. Its stride `q`, the second's `q` and the first's
+        `2**34 - q` add up to `2**64 + i * q` elements, of which the address keeps `i * q`.
+        """
+        q = shape[-1]
+        return Tiles(of, (LAST + 1, 2**31 - 1, LAST, q), (2**34 - q, q, q, 1), (1, 1, *tile))
 
 
 def call(

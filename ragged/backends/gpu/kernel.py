@@ -25,7 +25,7 @@ The kernel is one long function, because its parts share most variables. `x`, `y
 
 # pyright takes Triton's types for values, and doesn't know that Triton resolves each `if` on a constant.
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
-# pyright: reportPossiblyUnboundVariable=false, reportAttributeAccessIssue=false
+# pyright: reportPossiblyUnboundVariable=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
 
 import inspect
 from typing import Any
@@ -80,8 +80,11 @@ def grouped_product(
 
     1. Count the tiles of groups and gaps.
     2. For each tile: find its group, matrix, and first row and column in every buffer.
-    3. Add up the products of the operands' tiles along `k`.
+    3. Add up the products of the operands' tiles along `k`, step by step.
     4. Apply scales and epilogue, round, and store the tile, with zeros outside of the group.
+
+    If `FLAT`, one loop is over the steps of all tiles: 2 is a part of a tile's first step, and 4 of its last one. Loads
+    are some steps ahead, so the next tile's begin before this one is stored.
     """
     R: tl.constexpr = OUT.rows
     C: tl.constexpr = OUT.columns
@@ -97,18 +100,20 @@ def grouped_product(
     SCATTERED: tl.constexpr = a_source is not None and A.packs == "k"  # each `k` has its own row
     TRANSPOSED: tl.constexpr = A.tma and A.packs == "k" and A.k_stride == 1  # then `b` is stored transposed too
     GATED: tl.constexpr = up is not None
+    FLAT: tl.constexpr = DOT.flat
     element = tl.program_id(1)
     index = tl.arange(0, SIZES.width)
+    r_sizes = None if sizes_r is None else _all_sizes(sizes_r + element * SIZES.r_stride, index, GROUPS)
+    c_sizes = None if sizes_c is None else _all_sizes(sizes_c + element * SIZES.c_stride, index, GROUPS)
 
     # 1. The number of tiles.
     first = 0
     if offset is not None:  # clipped, so that `first + MATRICES` can't wrap around
         first = tl.minimum(tl.maximum(tl.load(offset + element * SIZES.offset_stride), -MATRICES), GROUPS)
+    is_local = (index >= first) & (index < first + MATRICES)
     if sizes_r is not None:
-        sizes = _all_sizes(sizes_r + element * SIZES.r_stride, index, GROUPS)
-        ends = tl.cumsum(sizes, 0)
-        rows = (tl.minimum(ends, R) - tl.minimum(ends - sizes, R)).to(tl.int32)
-        tiles = tl.where((index >= first) & (index < first + MATRICES), (rows + TILE_R - 1) // TILE_R, 0)
+        _, rows = _fit(_starts(r_sizes), r_sizes, R)
+        tiles = tl.where(is_local, (rows + TILE_R - 1) // TILE_R, 0)
         tile_ends = tl.cumsum(tiles, 0)
         group_tiles = tl.sum(tiles, 0)
         # The rows [0, low) and [high, R) belong to no local group.
@@ -119,188 +124,248 @@ def grouped_product(
     else:
         count = MATRICES * TILES_R * TILES_C
 
-    for tile in tl.range(tl.program_id(0), count, tl.num_programs(0)):
-        # 2. The tile. `local` counts the tiles of the group or the gap. `r` and `c`: the tile's first row and column,
-        # counted from the start of the group or the gap.
-        if sizes_r is not None:
-            is_before = tile_ends <= tile // TILES_C
-            is_gap = tile >= group_tiles * TILES_C
-            group = tl.minimum(tl.sum(is_before.to(tl.int32), 0), GROUPS - 1)
-            local = tile - tl.where(is_gap, group_tiles, tl.sum(tl.where(is_before, tiles, 0), 0)) * TILES_C
-            start_r, size_r = _span(sizes_r + element * SIZES.r_stride, index, group, GROUPS)
-            out_row, out_rows = _fit(start_r, size_r, R)
-            # A gap is before all local groups, or after them.
-            is_low = is_gap & (local // TILES_C < low_tiles)
-            local -= tl.where(is_gap & (local // TILES_C >= low_tiles), low_tiles * TILES_C, 0)
-            out_row = tl.where(is_gap, tl.where(is_low, 0, high), out_row)
-            out_rows = tl.where(is_gap, tl.where(is_low, low, R - high), out_rows)
-            tile_r, tile_c = _in_bands(local, tl.cdiv(out_rows, TILE_R), TILES_C, BAND)
-            matrix = tl.minimum(tl.maximum(group - first, 0), MATRICES - 1)
-        else:
-            matrix = tile // (TILES_R * TILES_C)
-            group = tl.minimum(tl.maximum(first + matrix, 0), GROUPS - 1)
-            is_gap = group != first + matrix
-            start_r, size_r = tl.full((), 0, tl.int64), A.outer
-            out_row, out_rows = 0, R
-            tile_r, tile_c = _in_bands(tile % (TILES_R * TILES_C), TILES_R, TILES_C, BAND)
-        r, c = tile_r * TILE_R, tile_c * TILE_C
-        start_c, size_c = tl.full((), 0, tl.int64), B.outer
-        if sizes_c is not None:
-            start_c, size_c = _span(sizes_c + element * SIZES.c_stride, index, group, GROUPS)
-        a_first, size_r = _locate(start_r, size_r, A.outer, A.packs == "outer")
-        b_first, size_c = _locate(start_c, size_c, B.outer, B.packs == "outer")
-        # Along `r` or `c`, a group may be larger than a buffer that has this axis but doesn't pack it. Past the end of
-        # this buffer, load the first tile: the result is masked there.
-        if sizes_r is not None and A.packs == "k":
-            a_first += tl.where(r < size_r, r, 0)
-        else:
-            a_first += r
-        if sizes_c is not None and B.packs == "k":
-            b_first += tl.where(c < size_c, c, 0)
-        else:
-            b_first += c * BOTH
-
-        # 3. The product. `depth`: elements along `k`, of all summands.
-        total, depth = tl.zeros((TILE_R, TILE_B), DOT.accumulator), 0
+    iterations = _share(count)  # of the loop below, which is over tiles; or, if `FLAT`, over the steps of all tiles
+    tile = tl.program_id(0) - tl.num_programs(0)  # the one before this program's first
+    if FLAT:
+        k_sizes = None if sizes_k is None else _all_sizes(sizes_k + element * SIZES.k_stride, index, GROUPS)
+        depths = A.k
+        if sizes_k is not None:
+            a_k, b_k, depths = _along_k(_starts(k_sizes), k_sizes, A, B)
+        if sizes_r is None:
+            tiles, tile_ends = TILES_R, (index - first + 1) * TILES_R
+        mine = _share(tile_ends * TILES_C) - _share((tile_ends - tiles) * TILES_C)
+        more = mine * (_steps(depths, TILE_K) - 1)  # a tile has one already
+        iterations += tl.sum(tl.where(is_local & (index < GROUPS), more, 0), 0)
+        step, steps, depth, a_k, b_k, a_first, b_first, c, size_c = -1, 0, 0, 0, 0, 0, 0, 0, 0
+        group, matrix, rows_in, rows_out, corner = 0, 0, 0, 0, tl.full((), 0, tl.int64)
+        total = tl.zeros((TILE_R, TILE_B), DOT.accumulator)
         if GATED:
             up_total = tl.zeros((TILE_R, TILE_C), DOT.accumulator)
-        for summand in range(SUMMED):
-            e = element if SUMMED == 1 else summand
-            start_k, size_k = tl.full((), 0, tl.int64), A.k * A.numbers
-            if sizes_k is not None:
-                start_k, size_k = _span(sizes_k + e * SIZES.k_stride, index, group, GROUPS)
-            a_k, size_k = _locate(start_k, size_k, A.k * A.numbers, A.packs == "k")
-            b_k, size_k = _locate(start_k, size_k, B.k * B.numbers, B.packs == "k")
-            size_k = tl.where(is_gap, 0, size_k)
-            depth += size_k
-            x_at, x_inside = _pointers(a, a_source, e, matrix, a_first, a_k, A)
-            y_at, y_inside = _pointers(b, None, e, matrix, b_first, b_k, B)
-            x_scales = _scale_pointers(a_scales, e, group, matrix, a_first, A_SCALES, A)
-            y_scales = _scale_pointers(b_scales, e, group, matrix, b_first, B_SCALES, B)
-            y_zeros = _zero_pointers(b_zeros, e, group, matrix, b_first, B_SCALES, B)
-            if GATED:
-                u_at, u_inside = _pointers(up, None, e, matrix, b_first + OUT.up_column, b_k, B)
-                u_scales = _scale_pointers(up_scales, e, group, matrix, b_first, B_SCALES, B)
-                u_zeros = _zero_pointers(up_zeros, e, group, matrix, b_first, B_SCALES, B)
-            begin, ahead = 0, 0
-            # TMA requires tiles that begin at multiples of 16 bytes. Elements are bytes here, so the first tile has up
-            # to 15 elements ahead of the group, which are masked below.
-            if TRANSPOSED:
-                ahead = tl.where(size_k > 0, a_k % 16, 0)
-                a_k, b_k, size_k = a_k - ahead, b_k - ahead, size_k + ahead
-                begin = tl.where(ahead > 0, 1, 0)
-            if SCATTERED:
-                rows = _rows(a_source, e, a_k, 0, TILE_K, A.k, A)
-            for step in tl.range(begin, size_k // TILE_K):
-                x_k, y_k = a_k + step * TILE_K, b_k + step * TILE_K
-                if SCATTERED:
-                    x = _load(x_at + rows[None, :] * A.k_stride, x_inside, None, A)
-                    rows = _rows(a_source, e, a_k, step * TILE_K + TILE_K, TILE_K, A.k, A)
-                else:
-                    x, x_at = _next(a_tiles, x_at, x_inside, e, matrix, a_first, x_k, A)
-                y, y_at = _next(b_tiles, y_at, y_inside, e, matrix, b_first, y_k, B)
-                x = _scaled(x, x_scales, 0, x_k, None, A_SCALES, A)
-                y = _scaled(y, y_scales, y_zeros, y_k, None, B_SCALES, B)
-                total = _add(total, x, y, (x_scales, x_k), (y_scales, y_k), None, A_SCALES, B_SCALES, DOT)
-                if GATED:
-                    u, u_at = _next(up_tiles, u_at, u_inside, e, matrix, b_first + OUT.up_column, y_k, B)
-                    u = _scaled(u, u_scales, u_zeros, y_k, None, B_SCALES, B)
-                    up_total = _add(up_total, x, u, (x_scales, x_k), (u_scales, y_k), None, A_SCALES, B_SCALES, DOT)
-            if TRANSPOSED:
-                # The first and the last tile, if they have elements outside of the group.
-                last = tl.where(size_k % TILE_K > 0, size_k // TILE_K, -1)
-                for edge in tl.range(begin + tl.where(last >= begin, 1, 0), num_stages=1):
-                    k = tl.where(edge < begin, 0, last) * TILE_K
-                    x_k, y_k = a_k + k, b_k + k
-                    x = _fetch(a_tiles, e, matrix, a_first, x_k, A)
-                    y = _fetch(b_tiles, e, matrix, b_first, y_k, B)  # both loads start before the masks
-                    x, y = _between(x, ahead - k, size_k - k), _between(y, ahead - k, size_k - k)
-                    total = _add(total, x, y, (x_scales, x_k), (y_scales, y_k), None, A_SCALES, B_SCALES, DOT)
-            elif sizes_k is not None or A.k % TILE_K != 0:
-                # The rest, less than a tile of `k`. Another group, or the end of the buffer, follows.
-                rest = size_k % TILE_K
-                if rest > 0:
-                    k = size_k - rest
-                    x_k, y_k = a_k + k, b_k + k
-                    if SCATTERED:
-                        x_at += rows[None, :] * A.k_stride
-                    x = _scaled(_load_rest(x_at, x_inside, k, rest, A), x_scales, 0, x_k, rest, A_SCALES, A)
-                    y = _scaled(_load_rest(y_at, y_inside, k, rest, B), y_scales, y_zeros, y_k, rest, B_SCALES, B)
-                    total = _add(total, x, y, (x_scales, x_k), (y_scales, y_k), rest, A_SCALES, B_SCALES, DOT)
-                    if GATED:
-                        u = _scaled(_load_rest(u_at, u_inside, k, rest, B), u_scales, u_zeros, y_k, rest, B_SCALES, B)
-                        up_total = _add(up_total, x, u, (x_scales, x_k), (u_scales, y_k), rest, A_SCALES, B_SCALES, DOT)
+    for _ in tl.range(iterations):
+        if FLAT:
+            step += 1
+        if not FLAT or step == steps:
+            # 2. The tile. `local` counts the tiles of the group or the gap. `r` and `c`: the tile's first row and
+            # column, counted from the start of the group or the gap.
+            tile += tl.num_programs(0)
+            if sizes_r is not None:
+                is_before = tile_ends <= tile // TILES_C
+                is_gap = tile >= group_tiles * TILES_C
+                group = tl.minimum(tl.sum(is_before.to(tl.int32), 0), GROUPS - 1)
+                local = tile - tl.max(tl.where(is_before, tile_ends, 0), 0) * TILES_C
+                start_r, size_r = _span(r_sizes, index, group)
+                out_row, out_rows = _fit(start_r, size_r, R)
+                # A gap is before all local groups, or after them.
+                is_low = is_gap & (local // TILES_C < low_tiles)
+                local -= tl.where(is_gap & (local // TILES_C >= low_tiles), low_tiles * TILES_C, 0)
+                out_row = tl.where(is_gap, tl.where(is_low, 0, high), out_row)
+                out_rows = tl.where(is_gap, tl.where(is_low, low, R - high), out_rows)
+                tile_r, tile_c = _in_bands(local, tl.cdiv(out_rows, TILE_R), TILES_C, BAND)
+                matrix = tl.minimum(tl.maximum(group - first, 0), MATRICES - 1)
+            else:
+                matrix = tile // (TILES_R * TILES_C)
+                group = tl.minimum(tl.maximum(first + matrix, 0), GROUPS - 1)
+                is_gap = group != first + matrix
+                start_r, size_r = tl.full((), 0, tl.int64), A.outer
+                out_row, out_rows = 0, R
+                tile_r, tile_c = _in_bands(tile % (TILES_R * TILES_C), TILES_R, TILES_C, BAND)
+            r, c = tile_r * TILE_R, tile_c * TILE_C
+            start_c, size_c = tl.full((), 0, tl.int64), B.outer
+            if sizes_c is not None:
+                start_c, size_c = _span(c_sizes, index, group)
+            a_first, size_r = _locate(start_r, size_r, A.outer, A.packs == "outer")
+            b_first, size_c = _locate(start_c, size_c, B.outer, B.packs == "outer")
+            # Along `r` or `c`, a group may be larger than a buffer that has this axis but doesn't pack it. Past the end
+            # of this buffer, load the first tile: the result is masked there.
+            if sizes_r is not None and A.packs == "k":
+                a_first += tl.where(r < size_r, r, 0)
+            else:
+                a_first += r
+            if sizes_c is not None and B.packs == "k":
+                b_first += tl.where(c < size_c, c, 0)
+            else:
+                b_first += c * BOTH
+            # From the tile's first row on: rows of the group, and rows of the result to write. `corner`: its place.
+            rows_in, rows_out = tl.where(is_gap, 0, size_r - r), out_rows - r
+            corner = element.to(tl.int64) * OUT.batch_stride + matrix.to(tl.int64) * OUT.matrix_stride
+            corner += (out_row + r).to(tl.int64) * C
+            if FLAT:
+                a_k, b_k, depth = 0, 0, A.k
+                if sizes_k is not None:
+                    start_k, size_k = _span(k_sizes, index, group)
+                    a_k, b_k, depth = _along_k(start_k, size_k, A, B)
+                depth = tl.where(is_gap, 0, depth)
+                step, steps = 0, tl.where(is_gap, 1, _steps(depth, TILE_K))
 
-        # 4. The result.
-        if OUT.interleaved:
-            total, up_total = tl.split(total.reshape(TILE_R, TILE_C, 2))
-        if A_SCALES.applied_to == "total":
-            x_scale = tl.load(_scale_pointers(a_scales, element, group, matrix, a_first, A_SCALES, A))[:, None]
-            total = total.to(tl.float32) * x_scale
+        # 3. The product. `depth`: elements along `k`, of all summands.
+        if FLAT:
+            x_k, y_k = a_k + step * TILE_K, b_k + step * TILE_K
+            x = _fetch(a_tiles, element, matrix, a_first, x_k, a_k + depth, A)
+            y = _fetch(b_tiles, element, matrix, b_first, y_k, b_k + depth, B)
+            total = _add(total, x, y, (0, x_k), (0, y_k), None, A_SCALES, B_SCALES, DOT)
             if GATED:
-                up_total = up_total.to(tl.float32) * x_scale
-        if B_SCALES.applied_to == "total":
-            y_scale = tl.load(_scale_pointers(b_scales, element, group, matrix, b_first, B_SCALES, B))[None, :]
-            total = total.to(tl.float32) * y_scale
-            if GATED:
-                u_scale = tl.load(_scale_pointers(up_scales, element, group, matrix, b_first, B_SCALES, B))[None, :]
-                up_total = up_total.to(tl.float32) * u_scale
-        if a_tensor is not None:
-            tensor_scale = tl.load(a_tensor + _tensor_scale(element, matrix, A_SCALES))
-            total *= tensor_scale
-            if GATED:
-                up_total *= tensor_scale
-        if b_tensor is not None:
-            total *= tl.load(b_tensor + _tensor_scale(element, matrix, B_SCALES))
-            if GATED:
-                up_total *= tl.load(up_tensor + _tensor_scale(element, matrix, B_SCALES))
-        in_r, in_c = r + tl.arange(0, TILE_R), c + tl.arange(0, TILE_C)
-        if (sizes_r is not None or sizes_c is not None or sizes_k is not None) and not OUT.fuses:
-            # Mask elements outside of the group, and all if the group is empty along `k`: its scales are undefined.
-            # With an `EpilogueSpec`, `_store` masks after the epilogue.
-            in_group = (in_r < tl.where(depth > 0, size_r, 0))[:, None] & (in_c < size_c)[None, :]
-            total = tl.where(in_group, total, tl.zeros_like(total))
-        corner = element.to(tl.int64) * OUT.batch_stride + matrix.to(tl.int64) * OUT.matrix_stride
-        corner += (out_row + r).to(tl.int64) * C
-        place = corner + (tl.arange(0, TILE_R)[:, None] * C + in_c[None, :])
-        mask = (in_r < out_rows)[:, None] & (in_c < C)[None, :]
-        if OUT.adds:
-            total = LINEAR(total, tl.load(out + place, mask=mask, other=0.0))
-        elif LINEAR is not None:
-            total = LINEAR(total)
-            if GATED or OUT.interleaved:
-                up_total = LINEAR(up_total)
-        if not OUT.fuses:
-            tl.store(out + place, total.to(out.dtype.element_ty), mask=mask)
+                u = _fetch(up_tiles, element, matrix, b_first + OUT.up_column, y_k, b_k + depth, B)
+                up_total = _add(up_total, x, u, (0, x_k), (0, y_k), None, A_SCALES, B_SCALES, DOT)
         else:
+            total, depth = tl.zeros((TILE_R, TILE_B), DOT.accumulator), 0
+            if GATED:
+                up_total = tl.zeros((TILE_R, TILE_C), DOT.accumulator)
+            for summand in range(SUMMED):
+                e = element if SUMMED == 1 else summand
+                start_k, size_k = tl.full((), 0, tl.int64), A.k * A.numbers
+                if sizes_k is not None:
+                    start_k, size_k = _span(_all_sizes(sizes_k + e * SIZES.k_stride, index, GROUPS), index, group)
+                a_k, b_k, size_k = _along_k(start_k, size_k, A, B)
+                size_k = tl.where(is_gap, 0, size_k)
+                depth += size_k
+                x_at, x_inside = _pointers(a, a_source, e, matrix, a_first, a_k, A)
+                y_at, y_inside = _pointers(b, None, e, matrix, b_first, b_k, B)
+                x_scales = _scale_pointers(a_scales, e, group, matrix, a_first, A_SCALES, A)
+                y_scales = _scale_pointers(b_scales, e, group, matrix, b_first, B_SCALES, B)
+                y_zeros = _zero_pointers(b_zeros, e, group, matrix, b_first, B_SCALES, B)
+                if GATED:
+                    u_at, u_inside = _pointers(up, None, e, matrix, b_first + OUT.up_column, b_k, B)
+                    u_scales = _scale_pointers(up_scales, e, group, matrix, b_first, B_SCALES, B)
+                    u_zeros = _zero_pointers(up_zeros, e, group, matrix, b_first, B_SCALES, B)
+                begin, ahead = 0, 0
+                # TMA requires tiles that begin at multiples of 16 bytes. Elements are bytes here, so the first tile has
+                # up to 15 elements ahead of the group, which are masked below.
+                if TRANSPOSED:
+                    ahead = tl.where(size_k > 0, a_k % 16, 0)
+                    a_k, b_k, size_k = a_k - ahead, b_k - ahead, size_k + ahead
+                    begin = tl.where(ahead > 0, 1, 0)
+                if SCATTERED:
+                    rows = _rows(a_source, e, a_k, 0, TILE_K, A.k, A)
+                for step in tl.range(begin, size_k // TILE_K):
+                    x_k, y_k = a_k + step * TILE_K, b_k + step * TILE_K
+                    if SCATTERED:
+                        x = _load(x_at + rows[None, :] * A.k_stride, x_inside, None, A)
+                        rows = _rows(a_source, e, a_k, step * TILE_K + TILE_K, TILE_K, A.k, A)
+                    else:
+                        x, x_at = _next(a_tiles, x_at, x_inside, e, matrix, a_first, x_k, A)
+                    y, y_at = _next(b_tiles, y_at, y_inside, e, matrix, b_first, y_k, B)
+                    x = _scaled(x, x_scales, 0, x_k, None, A_SCALES, A)
+                    y = _scaled(y, y_scales, y_zeros, y_k, None, B_SCALES, B)
+                    total = _add(total, x, y, (x_scales, x_k), (y_scales, y_k), None, A_SCALES, B_SCALES, DOT)
+                    if GATED:
+                        u, u_at = _next(up_tiles, u_at, u_inside, e, matrix, b_first + OUT.up_column, y_k, B)
+                        u = _scaled(u, u_scales, u_zeros, y_k, None, B_SCALES, B)
+                        up_total = _add(up_total, x, u, (x_scales, x_k), (u_scales, y_k), None, A_SCALES, B_SCALES, DOT)
+                if TRANSPOSED:
+                    # The first and the last tile, if they have elements outside of the group.
+                    last = tl.where(size_k % TILE_K > 0, size_k // TILE_K, -1)
+                    for edge in tl.range(begin + tl.where(last >= begin, 1, 0), num_stages=1):
+                        k = tl.where(edge < begin, 0, last) * TILE_K
+                        x_k, y_k = a_k + k, b_k + k
+                        x = _fetch(a_tiles, e, matrix, a_first, x_k, 0, A)
+                        y = _fetch(b_tiles, e, matrix, b_first, y_k, 0, B)  # both loads start before the masks
+                        x, y = _between(x, ahead - k, size_k - k), _between(y, ahead - k, size_k - k)
+                        total = _add(total, x, y, (x_scales, x_k), (y_scales, y_k), None, A_SCALES, B_SCALES, DOT)
+                elif sizes_k is not None or A.k % TILE_K != 0:
+                    # The rest, less than a tile of `k`. Another group, or the end of the buffer, follows.
+                    rest = size_k % TILE_K
+                    if rest > 0:
+                        k = size_k - rest
+                        x_k, y_k = a_k + k, b_k + k
+                        if SCATTERED:
+                            x_at += rows[None, :] * A.k_stride
+                        x = _scaled(_load_rest(x_at, x_inside, k, rest, A), x_scales, 0, x_k, rest, A_SCALES, A)
+                        y = _scaled(_load_rest(y_at, y_inside, k, rest, B), y_scales, y_zeros, y_k, rest, B_SCALES, B)
+                        total = _add(total, x, y, (x_scales, x_k), (y_scales, y_k), rest, A_SCALES, B_SCALES, DOT)
+                        if GATED:
+                            u = _scaled(
+                                _load_rest(u_at, u_inside, k, rest, B), u_scales, u_zeros, y_k, rest, B_SCALES, B
+                            )
+                            up_total = _add(
+                                up_total, x, u, (x_scales, x_k), (u_scales, y_k), rest, A_SCALES, B_SCALES, DOT
+                            )
+
+        if not FLAT or step == steps - 1:
+            # 4. The result.
+            left, right = total, total
+            if OUT.interleaved:
+                left, right = tl.split(total.reshape(TILE_R, TILE_C, 2))
+            elif GATED:
+                right = up_total
+            if A_SCALES.applied_to == "total":
+                x_scale = tl.load(_scale_pointers(a_scales, element, group, matrix, a_first, A_SCALES, A))[:, None]
+                left = left.to(tl.float32) * x_scale
+                if GATED:
+                    right = right.to(tl.float32) * x_scale
+            if B_SCALES.applied_to == "total":
+                y_scale = tl.load(_scale_pointers(b_scales, element, group, matrix, b_first, B_SCALES, B))[None, :]
+                left = left.to(tl.float32) * y_scale
+                if GATED:
+                    u_scale = tl.load(_scale_pointers(up_scales, element, group, matrix, b_first, B_SCALES, B))[None, :]
+                    right = right.to(tl.float32) * u_scale
+            if a_tensor is not None:
+                tensor_scale = tl.load(a_tensor + _tensor_scale(element, matrix, A_SCALES))
+                left *= tensor_scale
+                if GATED:
+                    right *= tensor_scale
+            if b_tensor is not None:
+                left *= tl.load(b_tensor + _tensor_scale(element, matrix, B_SCALES))
+                if GATED:
+                    right *= tl.load(up_tensor + _tensor_scale(element, matrix, B_SCALES))
+            inside = rows_in
+            if not OUT.fuses:  # a group that is empty along `k` is zero: its scales are undefined
+                inside = tl.where(depth > 0, rows_in, 0)
+            in_r = tl.arange(0, TILE_R)[:, None]
             # Slice by slice: there are too few registers for the epilogue of all columns at once.
-            in_group = (in_r < tl.where(is_gap, 0, size_r))[:, None]
             for i in tl.static_range(TILE_C // OUT.slice):
                 in_c = c + i * OUT.slice + tl.arange(0, OUT.slice)
-                place = corner + (tl.arange(0, TILE_R)[:, None] * C + in_c[None, :])
-                mask = (in_r < out_rows)[:, None] & (in_c < C)[None, :]
-                part = _biased(_columns(total, i, OUT.slice), bias, matrix, in_c, OUT.bias_stride, C)
-                _store(z, place, in_group, mask, part)
-                if GATED or OUT.interleaved:
-                    up_part = _biased(_columns(up_total, i, OUT.slice), up_bias, matrix, in_c, OUT.up_bias_stride, C)
-                    _store(up_z, place, in_group, mask, up_part)
-                    part = FUNCTION(part, up_part)
-                elif FUNCTION is not None:
-                    part = FUNCTION(part)
-                _store(out, place, in_group, mask, part)
+                place = corner + (in_r * C + in_c[None, :])
+                mask = (in_r < rows_out) & (in_c < C)[None, :]
+                # Outside of the group, the result is zero.
+                in_group = in_r < inside
+                if sizes_c is not None:
+                    in_group = in_group & (in_c < size_c)[None, :]
+                part = _columns(left, i, OUT.slice)
+                if not OUT.fuses and (sizes_r is not None or sizes_c is not None or sizes_k is not None):
+                    part = tl.where(in_group, part, tl.zeros_like(part))
+                if OUT.adds:
+                    part = LINEAR(part, tl.load(out + place, mask=mask, other=0.0))
+                elif LINEAR is not None:
+                    part = LINEAR(part)
+                if not OUT.fuses:
+                    tl.store(out + place, part.to(out.dtype.element_ty), mask=mask)
+                else:
+                    part = _biased(part, bias, matrix, in_c, OUT.bias_stride, C)
+                    _store(z, place, in_group, mask, part)
+                    if GATED or OUT.interleaved:
+                        up_part = _columns(right, i, OUT.slice)
+                        if LINEAR is not None:
+                            up_part = LINEAR(up_part)
+                        up_part = _biased(up_part, up_bias, matrix, in_c, OUT.up_bias_stride, C)
+                        _store(up_z, place, in_group, mask, up_part)
+                        part = FUNCTION(part, up_part)
+                    elif FUNCTION is not None:
+                        part = FUNCTION(part)
+                    _store(out, place, in_group, mask, part)
+            if FLAT:
+                total = tl.zeros((TILE_R, TILE_B), DOT.accumulator)
+                if GATED:
+                    up_total = tl.zeros((TILE_R, TILE_C), DOT.accumulator)
 
 
 @_jit
 def _all_sizes(sizes, index, GROUPS: tl.constexpr):
-    """`(SIZES.width,)` int64: the sizes, negative ones as 0, padded with zeros."""
-    return tl.maximum(tl.load(sizes + index, mask=index < GROUPS, other=0), 0).to(tl.int64)
+    """`(SIZES.width,)` int32: the sizes, negative ones as 0, padded with zeros."""
+    return tl.maximum(tl.load(sizes + index, mask=index < GROUPS, other=0), 0).to(tl.int32)
 
 
 @_jit
-def _span(sizes, index, group, GROUPS: tl.constexpr):
+def _starts(sizes):
+    """`(SIZES.width,)` int64: the number of elements of the groups before each."""
+    sizes = sizes.to(tl.int64)
+    return tl.cumsum(sizes, 0) - sizes
+
+
+@_jit
+def _span(sizes, index, group):
     """`(start, size)` of a group, not clipped to a buffer. `start`: number of elements of the groups before."""
-    before = tl.sum(tl.where(index < group, _all_sizes(sizes, index, GROUPS), 0), 0)
-    return before, tl.maximum(tl.load(sizes + group), 0)
+    start = tl.sum(tl.where(index < group, sizes, 0).to(tl.int64), 0)
+    return start, tl.sum(tl.where(index == group, sizes, 0), 0)
 
 
 @_jit
@@ -320,12 +385,34 @@ def _locate(start, size, EXTENT: tl.constexpr, PACKED: tl.constexpr):
 
 
 @_jit
+def _along_k(start, size, A: tl.constexpr, B: tl.constexpr):
+    """`(a_k, b_k, size)` of a group, or of all groups: where it starts along `k` in both operands, and its extent."""
+    a_k, size = _locate(start, size, A.k * A.numbers, A.packs == "k")
+    b_k, size = _locate(start, size, B.k * B.numbers, B.packs == "k")
+    return a_k, b_k, size
+
+
+@_jit
+def _steps(depth, TILE_K: tl.constexpr):
+    """Number of steps along `k`, of which a tile has at least one: it writes the result."""
+    return tl.maximum((depth + TILE_K - 1) // TILE_K, 1)
+
+
+@_jit
+def _share(tiles):
+    """How many of the first `tiles` tiles are this program's: every `num_programs`-th."""
+    programs = tl.num_programs(0)
+    return (tiles + (programs - 1 - tl.program_id(0))) // programs
+
+
+@_jit
 def _in_bands(tile, tiles_r, TILES_C: tl.constexpr, BAND: tl.constexpr):
     """`(row, column)` of a tile. Each band of `BAND` rows of tiles is visited column by column."""
     band = tile // (BAND * TILES_C)
     height = tl.minimum(tiles_r - band * BAND, BAND)
     local = tile % (BAND * TILES_C)
-    return band * BAND + local % height, local // height
+    column = local // height
+    return band * BAND + (local - column * height), column
 
 
 @_jit
@@ -385,17 +472,21 @@ def _load_rest(pointers, inside, k, rest, A: tl.constexpr):
 def _next(tiles, pointers, inside, e, matrix, first, k, A: tl.constexpr):
     """`(tile, pointers)`: a whole tile `[tile, tile_k]`, and, without TMA, pointers to the next one."""
     if A.tma:
-        return _fetch(tiles, e, matrix, first, k, A), pointers
+        return _fetch(tiles, e, matrix, first, k, 0, A), pointers
     else:
         return _load(pointers, inside, None, A), pointers + A.tile_k * A.k_stride
 
 
 @_jit
-def _fetch(tiles, e, matrix, first, k, A: tl.constexpr):
-    """Loads a tile `[tile, tile_k]` by TMA, with zeros past the buffer's end."""
+def _fetch(tiles, e, matrix, first, k, end, A: tl.constexpr):
+    """Loads a tile `[tile, tile_k]` by TMA, with zeros past the buffer's end and, if `A.ends`, past `end` along `k`."""
     # The descriptor is `[matrices, p, q]`; `place` is the index of the matrix.
     place = e * (A.batch_stride // (A.outer * A.k)) + matrix * (A.matrix_stride // (A.outer * A.k))
-    if A.k_stride == 1:
+    if A.ends:  # see `call.Tiles.of_rows`
+        last = 2**30
+        box = tiles.load([last, place * A.k + end, last - (end - k), first])
+        return tl.trans(box.reshape(A.tile_k, A.tile))
+    elif A.k_stride == 1:
         return tiles.load([place, first, k // A.numbers]).reshape(A.tile, A.tile_k)
     else:
         return tl.trans(tiles.load([place, k, first]).reshape(A.tile_k, A.tile))

@@ -97,6 +97,7 @@ class Problem(NamedTuple):
     by_thread: bool = False  # whether an operand is loaded without TMA: addresses then need registers
     scaled: int = 0  # extent of a block of scales, if tensor cores apply them; else 0
     ragged: bool = False  # whether all three letters are ragged: offsets and sizes then need many registers
+    flat: bool = False  # whether the kernel's loop is over the steps of all tiles
     letters: str = "mnk"  # the product's letters for `r`, `c` and `k`
     products: int = 1  # number of matrices that the rows are multiplied with
     results: int = 1  # number of stored arrays
@@ -134,7 +135,7 @@ def min_k(bits: int) -> int:
 
 
 def shared(problem: Problem, config: GpuConfig, on: Chip) -> int:
-    """Upper bound on the bytes of shared memory: tiles in flight, or a tile of the result before it is stored."""
+    """Upper bound on the bytes of shared memory: tiles in flight, and what is stored at a time of the result."""
     # Blackwell's tensor cores require one order of float32 operands, so Triton transposes tiles in shared memory.
     transposed = 2 if on.capability >= 100 and problem.itemsize == 4 else 0
     r, c, k = config.along(problem.letters)
@@ -144,7 +145,25 @@ def shared(problem: Problem, config: GpuConfig, on: Chip) -> int:
         loaded += config.stages * (r + problem.products * c) * max(4, k // problem.scaled)
     if problem.scaled and r < SCALED_ROWS:  # Triton then applies the scales to tiles in bfloat16
         loaded += (r + problem.products * c) * k * 2
+    if problem.flat:  # the next tile's loads have begun
+        return loaded + r * slice_of(problem, config) * problem.result + 1024
     return max(loaded, r * c * 4 // (1 if problem.slow else 2)) + 1024
+
+
+def slice_of(problem: Problem, config: GpuConfig) -> int:
+    """How many columns of a tile of the result go through an epilogue at a time."""
+    r, c, _ = config.along(problem.letters)
+    assert config.warps is not None
+    per_thread = _SLICE // 4 if problem.scaled else _SLICE
+    # All threads, 32 in a warp, share the tile's rows.
+    return min(c, max(SMALLEST, per_thread * 32 * config.warps // (problem.products * r)))
+
+
+_SLICE = 32
+"""Elements of a thread that go through the epilogue at a time. More would need registers that hold the other sums.
+
+If tensor cores apply the scales, a quarter of this is used: `gelu` spills 96 bytes with 32 elements, 8 bytes with 16.
+"""
 
 
 def refuse(tile: dict[str, int]) -> Refusal | None:
@@ -178,7 +197,9 @@ def choose(problem: Problem, on: Chip) -> GpuConfig:
     # 128 bytes along `k`, or 64 if addresses need registers.
     depth = SMALLEST if problem.slow else int((64 if problem.by_thread else 128) / problem.itemsize)
     depth = min(depth, 1 << (problem.k - 1).bit_length())
-    configs = (_config(problem, r, c, depth, on) for r, c in itertools.product(rows, columns))
+    # Where loads run ahead of a tile's end, three stages suffice, and more programs fit a multiprocessor.
+    most_stages = (4, 3) if problem.flat else (4,)
+    configs = (_config(problem, r, c, depth, on, s) for r, c, s in itertools.product(rows, columns, most_stages))
     return min((c for c in configs if c is not None), key=lambda config: _seconds(problem, config, on))
 
 
@@ -209,7 +230,7 @@ def ranked(problem: Problem, on: Chip) -> list[GpuConfig]:
     return [first, *rest[:8], *others, *rest[8:]]
 
 
-def _config(p: Problem, r: int, c: int, k: int, on: Chip) -> GpuConfig | None:
+def _config(p: Problem, r: int, c: int, k: int, on: Chip, most_stages: int = 4) -> GpuConfig | None:
     """The configuration with this tile, and warps and stages that fit; None if none do."""
     r, k = max(r, p.min_r), max(k, p.min_k)
     # Hopper's and Blackwell's tensor cores read operands from shared memory, which leaves half of the registers for
@@ -218,9 +239,11 @@ def _config(p: Problem, r: int, c: int, k: int, on: Chip) -> GpuConfig | None:
     is_crowded = not on.has_tma or p.by_thread or p.ragged or p.itemsize >= 4
     sums, per_thread = r * c * p.sums, MAX_SUM_REGISTERS // (1 + is_crowded) // (1 + p.unpacks)
     warps = 8 if sums > per_thread * 128 or (p.slow and sums > 32 * 32) else 4
-    if sums > per_thread * 32 * warps:
+    # Blackwell's tensor cores have memory of their own. Beside float32 operands, it has too little for wider sums.
+    is_too_wide = on.capability >= 100 and p.itemsize >= 4 and p.products * c > 128
+    if is_too_wide or sums > per_thread * 32 * warps:
         return None
-    for stages in (4, 3, 2):
+    for stages in range(most_stages, 1, -1):
         config = p.config(r, c, k, warps=warps, stages=stages)
         if shared(p, config, on) <= on.shared:
             return config
@@ -242,13 +265,16 @@ _REGISTERS = 65536
 _OTHER_REGISTERS = 80
 """Registers of a thread, besides its sums."""
 
-_LATENCY = 3e-6
-"""Seconds from a tile's last product to the next tile's first one, besides the store: chosen so that the model's
-estimates are near the times of whole products on an H200. Other programs on the multiprocessor multiply meanwhile."""
+_RATE = 0.7
+"""Share of the data sheet's FLOPs per second that an H200 reaches. This and the next three constants were chosen so
+that the model's estimates are near measured times of whole products, and its choice is near the fastest tile."""
 
-_L2 = 9e12
-"""Bytes per second of an H200's L2 cache, chosen like `_LATENCY`. The model scales it with the number of
-multiprocessors."""
+_L2 = 10e12
+"""Bytes per second of an H200's L2 cache. The model scales it with the number of multiprocessors."""
+
+_LATENCY, _FLAT_LATENCY = 2e-6, 0.5e-6
+"""Seconds from a tile's last product to the next tile's first one, besides the store. Other programs on the
+multiprocessor multiply meanwhile. The second is for kernels whose loads run ahead of a tile's end."""
 
 
 _LANES = 2.2e11
@@ -266,14 +292,16 @@ def _seconds(p: Problem, config: GpuConfig, on: Chip) -> tuple[float, float]:
     r, c, _ = config.along(p.letters)
     rows = max(1.0, p.r / r + 0.75)
     tiles = p.groups * rows * -(-p.c // c)
-    # With narrow tiles, tensor cores wait for shared memory. With fewer than 64 rows, Hopper's are partly idle. A gated
-    # product has the columns of two matrices.
+    at_a_time = min(2, resident(p, config, on))
+    # With narrow tiles, tensor cores wait for shared memory, unless they have another program's to multiply. With fewer
+    # than 64 rows, Hopper's are partly idle. A gated product has the columns of two matrices.
     columns = p.products * c
-    rate = min(1.0, 0.4 + r / 200) * min(1.0, 0.35 + columns / 256) * on.flops / on.multiprocessors
+    rate = min(1.0, 0.4 + r / 200) * min(1.0, (0.4 if at_a_time == 2 else 0.35) + columns / 256)
+    rate *= _RATE * on.flops / on.multiprocessors
     compute = 2 * r * columns * p.k / rate * min(1, p.itemsize / 2)
     cached = (r + columns) * p.k * p.itemsize / (_L2 / 132)
-    at_a_time = min(2, resident(p, config, on))
-    ending = (_LATENCY + r * c * p.results * p.result / (on.bandwidth / on.multiprocessors) / 2) / at_a_time
+    latency = _FLAT_LATENCY if p.flat else _LATENCY
+    ending = (latency + 0.75 * r * c * p.results * p.result / (on.bandwidth / on.multiprocessors)) / at_a_time
     tile = max(compute, cached) + ending + r * c * p.instructions / _LANES
     per_chip = on.multiprocessors * at_a_time
     rounds = math.ceil(tiles / per_chip)
