@@ -11,7 +11,8 @@ Operands are larger than the second-level cache. "Dense" is the faster of XLA's 
 
 bfloat16, but for the product `fp8`: a forward of float8_e4m3fn into bfloat16, with a scale for each row of `lhs` and of
 the stored `rhs [g, n, k]`; torch's has the same scales, XLA's dense one none. Nobody's tensor cores add up more than a
-step; in `fp8_fast`, everybody's add up all products of a result.
+step; in `fp8_fast`, everybody's add up all products of a result. `fp8_blocks` has scales for 1 × 128 and 128 × 128
+numbers. `gated` is `silu(x @ w) * (x @ up)`: one kernel of ours, of others two products and what follows.
 
 The file is written after every row. What fails is noted in its row, and the others go on.
 """
@@ -61,11 +62,13 @@ OPERANDS = {  # of `Data`
     "forward": ("x", "w"),
     "fp8": ("x8", "w8", "x_scales", "w_scales"),
     "fp8_fast": ("x8", "w8", "x_scales", "w_scales"),
+    "fp8_blocks": ("x8", "w8", "x_blocks", "w_blocks"),
+    "gated": ("x", "w", "up"),
     "wgrad": ("x", "dy"),
     "dgrad": ("dy", "w"),
 }
-CONTRACTED = {"forward": (1, 0), "wgrad": (0, 0)}  # axes of dense operands; for others, (1, 1)
-FP8 = {"fp8": "highest", "fp8_fast": "default"}  # precisions of XLA's dense products
+CONTRACTED = {"forward": (1, 0), "gated": (1, 0), "wgrad": (0, 0)}  # axes of dense operands; for others, (1, 1)
+FP8 = {"fp8": "highest", "fp8_fast": "default", "fp8_blocks": "highest"}  # precisions of XLA's dense products
 PEERS = ("dense", "ragged_dot", "torch", "tokamax")
 SPREADS = ("even", "zipf")
 SERIES: dict[str, list[tuple["Shape", str]]] = {  # with how the rows are spread among the groups
@@ -74,6 +77,7 @@ SERIES: dict[str, list[tuple["Shape", str]]] = {  # with how the rows are spread
     "skew": [((32768, 2048, 2048, 64), kind) for kind in ("even", "half_empty", "zipf", "giant")],
 }
 BANDWIDTH = 4.8e12  # of an H200's memory, bytes a second, by its data sheet
+BLOCK = 128  # of scales
 MOST_TEMPORARY = 40 << 30  # bytes that a variant may take,
 MOST_WASTE = 32  # and the FLOPs, as a multiple of those it needs
 Shape = tuple[int, int, int, int]
@@ -95,10 +99,13 @@ class Data(NamedTuple):
     x: Array  # [m, k]
     w: Array  # [g, k, n]
     dy: Array  # [m, n]
+    up: Array  # [g, k, n]
     x8: Array
     w8: Array  # [g, n, k]
     x_scales: Array  # [m, 1]
     w_scales: Array  # [g, n, 1]
+    x_blocks: Array  # [m, k / 128]
+    w_blocks: Array  # [g, n / 128, k / 128]
 
     @property
     def flops(self) -> float:
@@ -108,11 +115,11 @@ class Data(NamedTuple):
 @partial(jax.jit, static_argnums=0)
 def make(shape: Shape) -> Data:
     m, k, n, g = shape
-    keys = jax.random.split(jax.random.key(0, impl="unsafe_rbg"), 5)
-    shapes = ((m, k), (g, k, n), (m, n))
-    x, w, dy = (jax.random.normal(key, s, jnp.bfloat16) for key, s in zip(keys[:3], shapes, strict=True))
-    scales = (jax.random.uniform(key, s, minval=0.5) for key, s in zip(keys[3:], ((m, 1), (g, n, 1)), strict=True))
-    return Data(x, w, dy, x.astype(jnp.float8_e4m3fn), w.mT.astype(jnp.float8_e4m3fn), *scales)
+    keys = iter(jax.random.split(jax.random.key(0, impl="unsafe_rbg"), 8))
+    x, w, dy, up = (jax.random.normal(next(keys), s, jnp.bfloat16) for s in ((m, k), (g, k, n), (m, n), (g, k, n)))
+    of_rows, of_blocks = ((m, 1), (g, n, 1)), ((m, -(-k // BLOCK)), (g, -(-n // BLOCK), -(-k // BLOCK)))
+    scales = [jax.random.uniform(next(keys), s, minval=0.5) for s in (*of_rows, *of_blocks)]
+    return Data(x, w, dy, up, x.astype(jnp.float8_e4m3fn), w.mT.astype(jnp.float8_e4m3fn), *scales)
 
 
 class Variant(NamedTuple):
@@ -121,6 +128,7 @@ class Variant(NamedTuple):
     run: Run
     wait: Callable[[Any], Any]
     sizes: Callable[[np.ndarray], Any]
+    temporary: int | None = None  # bytes of memory, besides operands and results
 
 
 def compiled(function: Run, operands: Sequence[Array], sizes: np.ndarray, flops: float) -> Variant:
@@ -132,7 +140,8 @@ def compiled(function: Run, operands: Sequence[Array], sizes: np.ndarray, flops:
         raise MemoryError(f"{memory.temp_size_in_bytes / 2**30:.0f} GiB of temporaries")
     if (waste := cost.get("flops", 0) / flops) > MOST_WASTE:
         raise MemoryError(f"{waste:.0f} times the FLOPs")
-    return Variant(partial(run, *operands), jax.block_until_ready, jnp.asarray)
+    temporary = None if memory is None else memory.temp_size_in_bytes
+    return Variant(partial(run, *operands), jax.block_until_ready, jnp.asarray, temporary)
 
 
 def ours(product: str, dry: bool, config: GpuConfig | None = None) -> Run:
@@ -141,10 +150,16 @@ def ours(product: str, dry: bool, config: GpuConfig | None = None) -> Run:
     options: dict[str, Any] = {"backend": config}
     if product == "wgrad":
         return lambda x, dy, sizes: ragged.transposed_grouped_matmul(x.T, dy, sizes, **options)
+    if product == "gated":
+        return lambda x, w, up, sizes: (
+            ragged.gated_matmul(ragged.GroupedTensor(x, first_dims=sizes), w, up, **options).data
+        )
     if product not in FP8:
         return partial(ragged.grouped_matmul, transpose_rhs=product == "dgrad", **options)
     device: Any = jax.devices()[0]  # told to the kernel as the lowering rule does
     kind = (f"{device.device_kind} {device.compute_capability}", device.core_count) if not dry else ("NVIDIA L4", 0)
+
+    blocks = ((1, BLOCK), (BLOCK, BLOCK)) if product == "fp8_blocks" else ((1, None), (1, None))
 
     def fp8(x: Array, w: Array, x_scales: Array, w_scales: Array, sizes: Array) -> Array:
         with ragged.tuning.using(replace(config, interpret=False), cached=False):
@@ -156,8 +171,8 @@ def ours(product: str, dry: bool, config: GpuConfig | None = None) -> Run:
                 precision="ANY_F8_ANY_F8_F32_FAST_ACCUM" if product == "fp8_fast" else None,
                 preferred_element_type=jnp.bfloat16,
                 transpose_rhs=True,
-                lhs_scales=Scales(x_scales, (1, None)),
-                rhs_scales=Scales(w_scales, (1, None)),
+                lhs_scales=Scales(x_scales, blocks[0]),
+                rhs_scales=Scales(w_scales, blocks[1]),
                 target=Target(interpret=dry, device=kind),
             )
 
@@ -168,7 +183,16 @@ def dense(product: str) -> Run:
     """One product of the same FLOPs."""
     a, b = CONTRACTED.get(product, (1, 1))
     options: dict[str, Any] = {"precision": FP8.get(product), "preferred_element_type": jnp.bfloat16}
-    return lambda lhs, rhs, sizes: lax.dot_general(lhs, rhs, (((a,), (b,)), ((), ())), **options)
+
+    def dot(lhs: Array, rhs: Array, *more: Array) -> Array:
+        return lax.dot_general(lhs, rhs, (((a,), (b,)), ((), ())), **options)
+
+    return gated(dot) if product == "gated" else dot
+
+
+def gated(product: Run) -> Run:
+    """`silu(x @ w) * (x @ up)` by two products."""
+    return lambda x, w, up, sizes: jax.nn.silu(product(x, w, sizes)) * product(x, up, sizes)
 
 
 def ragged_dot(module: str, product: str, data: Data) -> Run:
@@ -182,35 +206,44 @@ def ragged_dot(module: str, product: str, data: Data) -> Run:
     if product == "wgrad":
         numbers = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
         return partial(lib.ragged_dot_general, ragged_dot_dimension_numbers=numbers)
+    if product == "gated":
+        return gated(lib.ragged_dot)
     return lib.ragged_dot if product == "forward" else lambda dy, w, sizes: lib.ragged_dot(dy, w.mT, sizes)
 
 
 def torch_variant(product: str, operands: Sequence[Array], grouped: bool) -> Variant:
     """Torch's grouped product, which is given the ends of the groups, or its dense one; on the same memory."""
     torch: Any = importlib.import_module("torch")
+    if product == "fp8_blocks":
+        raise NotImplementedError("no blocks of scales on Hopper")
 
     def take(x: Array) -> Any:
         if x.dtype != jnp.float8_e4m3fn:
             return torch.from_dlpack(jax.block_until_ready(x))
         return torch.from_dlpack(jax.block_until_ready(x.view(jnp.uint8))).view(torch.float8_e4m3fn)
 
-    a, b, *scales = map(take, operands)
+    a, b, *more = map(take, operands)
     a = a.t() if product == "wgrad" else a
     b = b.transpose(-2, -1) if product not in CONTRACTED else b
-    one = b if product == "wgrad" else b[0]
-    x_scales, w_scales = (scale[..., 0] for scale in scales or (b, b))  # (m,), [g, n]; else not used
     options = {"out_dtype": torch.bfloat16, "use_fast_accum": product == "fp8_fast"}
-    runs: dict[tuple[bool, bool], Run] = {
-        (False, False): lambda ends: torch.mm(a, one),
-        (False, True): lambda ends: torch._grouped_mm(a, b, offs=ends),
-        (True, False): lambda ends: torch._scaled_mm(a, one, x_scales[:, None], w_scales[:1], **options),
-        (True, True): lambda ends: torch._scaled_grouped_mm(a, b, x_scales, w_scales, offs=ends, **options),
-    }
+
+    def multiply(b: Any, ends: Any) -> Any:
+        return torch._grouped_mm(a, b, offs=ends) if grouped else torch.mm(a, b if product == "wgrad" else b[0])
+
+    def run(ends: Any) -> Any:
+        if product == "gated":
+            return torch.nn.functional.silu(multiply(b, ends)) * multiply(more[0], ends)
+        if product not in FP8:
+            return multiply(b, ends)
+        x_scales, w_scales = (scale[..., 0] for scale in more)  # (m,), [g, n]
+        if grouped:
+            return torch._scaled_grouped_mm(a, b, x_scales, w_scales, offs=ends, **options)
+        return torch._scaled_mm(a, b[0], x_scales[:, None], w_scales[:1], **options)
 
     def ends(sizes: np.ndarray) -> Any:
         return torch.tensor(np.cumsum(sizes), dtype=torch.int32, device="cuda")
 
-    return Variant(runs[product in FP8, grouped], lambda _: torch.cuda.synchronize(), ends)
+    return Variant(run, lambda _: torch.cuda.synchronize(), ends)
 
 
 def variants(
@@ -218,7 +251,8 @@ def variants(
 ) -> tuple[dict[str, Variant], dict[str, str]]:
     """All competitors that there are for a product, and why there is no other."""
     operands = [getattr(data, name) for name in OPERANDS[product]]
-    matrices = [operands[0], operands[1] if product == "wgrad" else operands[1][0]]
+    matrices = [each if product == "wgrad" or each.ndim < 3 else each[0] for each in operands]
+    matrices = matrices if product == "gated" else matrices[:2]
     build = partial(compiled, sizes=sizes, flops=data.flops)
     makers: dict[str, Callable[[], Variant]] = {
         "ours": lambda: build(ours(product, setting.dry), operands),
@@ -287,18 +321,22 @@ def interleave(runs: dict[str, Variant], sizes: np.ndarray, setting: Setting) ->
             except Exception as error:
                 failed[name] = {"error": reason(error)}
     medians = {name: np.median(taken[name], axis=0).tolist() for name in names if name not in failed}
-    return {name: {"seconds": done, "enqueue_s": enqueued} for name, (enqueued, done) in medians.items()} | failed
+    return {
+        name: {"seconds": done, "enqueue_s": enqueued, "temporary_bytes": runs[name].temporary}
+        for name, (enqueued, done) in medians.items()
+    } | failed
 
 
 def add_ratios(product: str, shape: Shape, sizes: np.ndarray, figures: dict[str, dict[str, Any]]) -> None:
     """Adds to the seconds what follows from them."""
     m, k, n, g = shape
     size, held = 1 if product in FP8 else 2, int(np.count_nonzero(sizes))  # nobody reads an empty group's matrix
-    moved = 2 * (m * k + m * n + g * k * n) if product == "wgrad" else size * (m * k + held * k * n) + 2 * m * n
+    count = 2 if product == "gated" else 1  # products
+    moved = 2 * (m * k + m * n + g * k * n) if product == "wgrad" else size * (m * k + count * held * k * n) + 2 * m * n
     seconds = {name: row["seconds"] for name, row in figures.items() if "seconds" in row}
     whole = min((s for name, s in seconds.items() if "dense" in name), default=None)
     for name, s in seconds.items():
-        figures[name]["tflops"] = 2 * m * k * n / s / 1e12
+        figures[name]["tflops"] = 2 * count * m * k * n / s / 1e12
         if "dense" in name:
             continue
         figures[name] |= {"gb_per_s": moved / s / 1e9, "of_memory_roofline": moved / s / BANDWIDTH}
@@ -386,7 +424,7 @@ def clocks() -> str | None:
 
 def line(row: dict[str, Any]) -> str:
     """A row of the table that is printed: as ours, then how many times as long each other takes."""
-    mine, head = row["figures"].get("ours", {}), f"{row['product']:<8}{tuple(row['shape'])!s:<26}{row['sizes']:<5}"
+    mine, head = row["figures"].get("ours", {}), f"{row['product']:<11}{tuple(row['shape'])!s:<26}{row['sizes']:<5}"
     if "seconds" not in mine:
         return head + str(mine.get("error", row["failed"].get("ours")))[:90]
     others = ", ".join(f"{name} {ratio:.2f}" for name, ratio in mine["speed_over"].items())
@@ -430,7 +468,7 @@ def machine() -> dict[str, Any]:
 def tuned_line(row: dict[str, Any]) -> str:
     ratio = row["best_over_default"]
     best = f"best {row['best']}" + (f", {ratio:.2f} times as fast" if ratio else ", nothing to compare it with")
-    return f"{row['product']:<8}{tuple(row['shape'])!s:<26}default {row['default']}; {best}"
+    return f"{row['product']:<11}{tuple(row['shape'])!s:<26}default {row['default']}; {best}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -47,7 +47,7 @@ TPU = [
 
 GPU = [
     ("kernel", "tl.load(offset + element * SIZES.offset_stride)", "tl.load(offset)"),
-    ("kernel", "rows = (tl.minimum(ends, R) - tl.minimum(ends - sizes, R)).to(tl.int32)", "rows = sizes.to(tl.int32)"),
+    ("kernel", "_, rows = _fit(_starts(r_sizes), r_sizes, R)", "rows = r_sizes"),
     ("kernel", "low = tl.sum(tl.where(index < first,", "low = tl.sum(tl.where(index <= first,"),
     ("kernel", "is_before = tile_ends <= tile // TILES_C", "is_before = tile_ends < tile // TILES_C"),
     ("kernel", "is_gap = tile >= group_tiles * TILES_C", "is_gap = tile > group_tiles * TILES_C"),

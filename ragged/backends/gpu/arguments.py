@@ -97,6 +97,36 @@ class Result(NamedTuple):
     interleaved: bool  # whether columns of two matrices alternate in `b`, and so in the sums
 
 
+LAST = 2**30
+"""See `Tiles.of_rows`."""
+
+
+class Tiles(NamedTuple):
+    """Fields of a TMA descriptor."""
+
+    of: str  # the array's name
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # in elements
+    tile: tuple[int, ...]
+
+    @staticmethod
+    def of_matrices(of: str, shape: tuple[int, ...], tile: tuple[int, int]) -> "Tiles":
+        """Tiles of an array `[..., p, q]`, described as `[matrices, p, q]`."""
+        p, q = shape[-2:]
+        return Tiles(of, (math.prod(shape[:-2]), p, q), (p * q, q, 1), (1, *tile))
+
+    @staticmethod
+    def of_rows(of: str, shape: tuple[int, ...], tile: tuple[int, int]) -> "Tiles":
+        """Tiles of the rows of an array `[..., p, q]`, each with zeros from any given row on.
+
+        The tile from row `i` to before row `j` has the coordinates `(last, j, last - (j - i), column)`, where `last`
+        is 2**30. The third one is out of bounds from row `j` on. Its stride `q`, the second's `q` and the first's
+        `2**34 - q` add up to `2**64 + i * q` elements, of which the address keeps `i * q`.
+        """
+        q = shape[-1]
+        return Tiles(of, (LAST + 1, 2**31 - 1, LAST, q), (2**34 - q, q, q, 1), (1, 1, *tile))
+
+
 def result(call: Call, x: Operands, matrices: int, columns_at_a_time: int) -> Result:
     """Describes the result. `matrices`: their number, if it isn't packed. `columns_at_a_time`: see `Result.slice`."""
     (rows, columns), by_matrix = call.shape[-2:], call.product.out[0] not in x.sizes

@@ -33,8 +33,7 @@ from ragged.backends.base import (
 )
 from ragged.backends.gpu import call as triton_call
 from ragged.backends.gpu import tiles
-from ragged.backends.gpu.arguments import Dot, Sizes, buffer, result, scaling
-from ragged.backends.gpu.call import Tiles
+from ragged.backends.gpu.arguments import Dot, Sizes, Tiles, buffer, result, scaling
 from ragged.backends.gpu.functions import FORMULAS
 from ragged.backends.gpu.tiles import Chip, Problem
 from ragged.core.formats import FORMATS, accumulator_dtype, bits, compute_dtype
@@ -142,7 +141,7 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
         scaled=_TENSOR_CORE_BLOCKS[call.kernel_operands(x)[0].data.dtype.name] if by_tensor_cores else 0,
         ragged=len(sizes) == 3,
         letters=r + c + k,
-        flat=_is_flat((a, b), dot, p, chip) and summed == 1,
+        flat=_is_flat((a, b), dot, p, chip) and summed == call.num_products == 1 and c not in sizes,
         products=call.num_products,
         results=call.num_stored,
         instructions=call.epilogue.instructions if call.epilogue else 0,
@@ -369,7 +368,8 @@ def _is_aligned(operand: KernelOperand) -> bool:
 def _is_flat(operands: tuple[KernelOperand, KernelOperand], dot: _Dot, product: Product, chip: Chip) -> bool:
     """Whether the kernel's loop is over the steps of all tiles, so that loads run ahead of the end of a tile.
 
-    TMA must load every tile, also the last one of a group, and Hopper's tensor cores read both tiles as they are.
+    TMA must load every tile, also the last one of a group, and Hopper's tensor cores read both tiles as they are. Of
+    two sums, ptxas would serialise the tensor cores' instructions.
     """
     k, first = product.contracted, [operand.letters[0] == product.contracted for operand in operands]
     # Rows of a tile, not columns, can end with a group: see `Tiles.of_rows`.

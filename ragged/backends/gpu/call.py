@@ -4,13 +4,12 @@ Triton is imported only if a kernel is called.
 """
 
 import json
-import math
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from inspect import signature
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,6 +19,7 @@ from jaxlib import gpu_triton
 from jaxlib.plugin_support import import_from_plugin
 
 from ragged.backends.gpu import functions
+from ragged.backends.gpu.arguments import Tiles
 from ragged.backends.gpu.tiles import Chip
 from ragged.product.config import GpuConfig
 from ragged.product.function import Function
@@ -107,36 +107,6 @@ def backend_options() -> dict[str, int | bool]:
     default = compiler.CUDAOptions()
     written = max(compiler.get_ptx_version_from_options(default, arch) for arch in (80, 90, 100))
     return {"enable_fp_fusion": True} | ({"ptx_version": newest_ptx()} if written > newest_ptx() else {})
-
-
-LAST = 2**30
-"""See `Tiles.of_rows`."""
-
-
-class Tiles(NamedTuple):
-    """Fields of a TMA descriptor."""
-
-    of: str  # the array's name
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]  # in elements
-    tile: tuple[int, ...]
-
-    @staticmethod
-    def of_matrices(of: str, shape: tuple[int, ...], tile: tuple[int, int]) -> "Tiles":
-        """Tiles of an array `[..., p, q]`, described as `[matrices, p, q]`."""
-        p, q = shape[-2:]
-        return Tiles(of, (math.prod(shape[:-2]), p, q), (p * q, q, 1), (1, *tile))
-
-    @staticmethod
-    def of_rows(of: str, shape: tuple[int, ...], tile: tuple[int, int]) -> "Tiles":
-        """Tiles of the rows of an array `[..., p, q]`, each with zeros from any given row on.
-
-        The tile from row `i` to before row `j` has the coordinates `(last, j, last - (j - i), column)`, where `last`
-        is 2**30. The third one is out of bounds from row `j` on. Its stride `q`, the second's `q` and the first's
-        `2**34 - q` add up to `2**64 + i * q` elements, of which the address keeps `i * q`.
-        """
-        q = shape[-1]
-        return Tiles(of, (LAST + 1, 2**31 - 1, LAST, q), (2**34 - q, q, q, 1), (1, 1, *tile))
 
 
 def call(

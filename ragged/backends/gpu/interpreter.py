@@ -27,7 +27,7 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
-from ragged.backends.gpu.call import LAST
+from ragged.backends.gpu.arguments import LAST
 
 # `Any`, because the types are for kernels, and differ between versions.
 tl: Any = triton.language

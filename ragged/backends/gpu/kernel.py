@@ -139,8 +139,6 @@ def grouped_product(
         step, steps, depth, a_k, b_k, a_first, b_first, c, size_c = -1, 0, 0, 0, 0, 0, 0, 0, 0
         group, matrix, rows_in, rows_out, corner = 0, 0, 0, 0, tl.full((), 0, tl.int64)
         total = tl.zeros((TILE_R, TILE_B), DOT.accumulator)
-        if GATED:
-            up_total = tl.zeros((TILE_R, TILE_C), DOT.accumulator)
     for _ in tl.range(iterations):
         if FLAT:
             step += 1
@@ -203,9 +201,6 @@ def grouped_product(
             x = _fetch(a_tiles, element, matrix, a_first, x_k, a_k + depth, A)
             y = _fetch(b_tiles, element, matrix, b_first, y_k, b_k + depth, B)
             total = _add(total, x, y, (0, x_k), (0, y_k), None, A_SCALES, B_SCALES, DOT)
-            if GATED:
-                u = _fetch(up_tiles, element, matrix, b_first + OUT.up_column, y_k, b_k + depth, B)
-                up_total = _add(up_total, x, u, (0, x_k), (0, y_k), None, A_SCALES, B_SCALES, DOT)
         else:
             total, depth = tl.zeros((TILE_R, TILE_B), DOT.accumulator), 0
             if GATED:
@@ -344,8 +339,6 @@ def grouped_product(
                     _store(out, place, in_group, mask, part)
             if FLAT:
                 total = tl.zeros((TILE_R, TILE_B), DOT.accumulator)
-                if GATED:
-                    up_total = tl.zeros((TILE_R, TILE_C), DOT.accumulator)
 
 
 @_jit
@@ -482,7 +475,7 @@ def _fetch(tiles, e, matrix, first, k, end, A: tl.constexpr):
     """Loads a tile `[tile, tile_k]` by TMA, with zeros past the buffer's end and, if `A.ends`, past `end` along `k`."""
     # The descriptor is `[matrices, p, q]`; `place` is the index of the matrix.
     place = e * (A.batch_stride // (A.outer * A.k)) + matrix * (A.matrix_stride // (A.outer * A.k))
-    if A.ends:  # see `call.Tiles.of_rows`
+    if A.ends:  # see `arguments.Tiles.of_rows`
         last = 2**30
         box = tiles.load([last, place * A.k + end, last - (end - k), first])
         return tl.trans(box.reshape(A.tile_k, A.tile))

@@ -269,7 +269,7 @@ _RATE = 0.7
 """Share of the data sheet's FLOPs per second that an H200 reaches. This and the next three constants were chosen so
 that the model's estimates are near measured times of whole products, and its choice is near the fastest tile."""
 
-_L2 = 10e12
+_L2 = 13e12
 """Bytes per second of an H200's L2 cache. The model scales it with the number of multiprocessors."""
 
 _LATENCY, _FLAT_LATENCY = 2e-6, 0.5e-6
@@ -293,11 +293,12 @@ def _seconds(p: Problem, config: GpuConfig, on: Chip) -> tuple[float, float]:
     rows = max(1.0, p.r / r + 0.75)
     tiles = p.groups * rows * -(-p.c // c)
     at_a_time = min(2, resident(p, config, on))
-    # With narrow tiles, tensor cores wait for shared memory, unless they have another program's to multiply. With fewer
-    # than 64 rows, Hopper's are partly idle. A gated product has the columns of two matrices.
+    # With few rows, tensor cores are partly idle, and with few columns they wait for shared memory. They also wait
+    # while a step's sums are added to the total. Another program on the multiprocessor occupies them meanwhile. A
+    # gated product has the columns of two matrices.
     columns = p.products * c
-    rate = min(1.0, 0.4 + r / 200) * min(1.0, (0.4 if at_a_time == 2 else 0.35) + columns / 256)
-    rate *= _RATE * on.flops / on.multiprocessors
+    rate = min(1.0, 0.4 + at_a_time * r / 200) * min(1.0, (0.4 if at_a_time == 2 else 0.35) + columns / 256)
+    rate *= (0.85 if p.step_accumulator and at_a_time == 1 else 1.0) * _RATE * on.flops / on.multiprocessors
     compute = 2 * r * columns * p.k / rate * min(1, p.itemsize / 2)
     cached = (r + columns) * p.k * p.itemsize / (_L2 / 132)
     latency = _FLAT_LATENCY if p.flat else _LATENCY

@@ -51,10 +51,11 @@ def test_every_choice_fits(on: triton_tiling.Chip) -> None:
 
 
 def test_few_rows_get_flat_tiles_and_many_get_square_ones() -> None:
-    """A group of 8 rows isn't multiplied as 128; one of thousands is, with as many columns as registers hold."""
+    """A group of 8 rows isn't multiplied as 128; one of thousands is, with as many columns as registers hold. With two
+    accumulators, two programs at a time are faster than one of twice the rows."""
     assert choose(problem(8, 14336, 4096), H200).m <= 32
     assert choose(problem(1024, 14336, 4096), H200).along("mn") == (128, 256)
-    assert choose(problem(1024, 14336, 4096, wide=True), H200).along("mn") in ((128, 128), (64, 256))
+    assert choose(problem(1024, 14336, 4096, wide=True), H200).along("mn") == (64, 128)
 
 
 def test_two_products_share_registers_and_shared_memory() -> None:
@@ -62,7 +63,7 @@ def test_two_products_share_registers_and_shared_memory() -> None:
     one = problem(1024, 14336, 4096)
     two = one._replace(products=2, results=3)
     assert choose(two, H200).along("mn") == (128, 128)
-    assert choose(two._replace(itemsize=1, step_accumulator=True), H200).along("mn") in ((128, 64), (64, 128))
+    assert choose(two._replace(itemsize=1, step_accumulator=True), H200).along("mn") == (64, 64)
     config = choose(two, H200)
     assert shared(two, config, H200) - shared(one, config, H200) == config.stages * config.n * config.k * 2
     every = ranked(two, H200)
