@@ -25,6 +25,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import product as cartesian
@@ -369,6 +370,14 @@ def differences(runs: dict[str, Variant], sizes: np.ndarray) -> dict[str, float 
     return found
 
 
+@contextmanager
+def problems() -> Iterator[list[tuple[triton_tiling.Problem, triton_tiling.Chip]]]:
+    """The problems that tiles are chosen for in here."""
+    found, choose = [], triton_tiling.choose
+    with mock.patch.object(triton_tiling, "choose", lambda *problem: found.append(problem) or choose(*problem)):
+        yield found
+
+
 Tried = Callable[[GpuConfig, triton_tiling.Problem, triton_tiling.Chip], list[GpuConfig]]
 
 
@@ -380,8 +389,7 @@ def others(chosen: GpuConfig, problem: triton_tiling.Problem, on: triton_tiling.
 
 def tune(product: str, data: Data, sizes: np.ndarray, setting: Setting, tried: Tried = others) -> dict[str, Any]:
     """The seconds of the default configuration, and of others."""
-    operands, asked = [getattr(data, name) for name in OPERANDS[product]], []
-    choose = triton_tiling.choose
+    operands = [getattr(data, name) for name in OPERANDS[product]]
 
     def attempt(config: GpuConfig | None) -> Variant | str:
         try:
@@ -389,11 +397,11 @@ def tune(product: str, data: Data, sizes: np.ndarray, setting: Setting, tried: T
         except Exception as error:
             return reason(error)
 
-    with mock.patch.object(triton_tiling, "choose", lambda *problem: asked.append(problem) or choose(*problem)):
+    with problems() as asked:
         first = attempt(None)
     assert asked, first
     problem = asked[-1]  # those before it are of checks at the call, which don't know the device
-    chosen = choose(*problem)
+    chosen = triton_tiling.choose(*problem)
     configs = {str(config): config for config in tried(chosen, *problem)}
     with ThreadPoolExecutor(12) as pool:
         names = [name for name in configs if name not in setting.skip][: 2 if setting.dry else None]
@@ -440,11 +448,17 @@ def measure(
     """A row for each way to spread the sizes."""
     rng, data = np.random.default_rng(0), jax.block_until_ready(make(shape))
     sizes = {kind: spread(rng, kind, shape[3], shape[0]) for kind in spreads}
-    runs, failed = variants(product, data, sizes[spreads[-1]], peers, setting)
+    with problems() as asked:
+        runs, failed = variants(product, data, sizes[spreads[-1]], peers, setting)
+    model_s = None
+    if asked:  # of even sizes
+        problem, chip = asked[-1]
+        model_s, _ = triton_tiling.seconds(problem, triton_tiling.choose(problem, chip), chip)
     for kind in spreads:
         figures = interleave(runs, sizes[kind], setting)
         add_ratios(product, shape, sizes[kind], figures)
         row = {"product": product, "shape": shape, "sizes": kind, "figures": figures, "failed": failed}
+        row["model_s"] = model_s
         yield row | {"clocks": clocks(), "differences": differences(runs, sizes[kind])}
 
 

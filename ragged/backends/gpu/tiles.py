@@ -191,7 +191,7 @@ def fit(problem: Problem, tile: tuple[int, int, int], on: Chip) -> GpuConfig:
 
 @cache
 def choose(problem: Problem, on: Chip) -> GpuConfig:
-    """The configuration with the least time by the model `_seconds`."""
+    """The configuration with the least time by the model `seconds`."""
     columns = (SMALLEST, 32) if problem.slow else (32, 64, 128, 256)
     rows = (SMALLEST, 32) if problem.slow else (SCALED_ROWS,) if problem.scaled else (16, 32, 64, 128)
     # 128 bytes along `k`, or 64 if addresses need registers.
@@ -200,7 +200,7 @@ def choose(problem: Problem, on: Chip) -> GpuConfig:
     # Where loads run ahead of a tile's end, three stages suffice, and more programs fit a multiprocessor.
     most_stages = (4, 3) if problem.flat else (4,)
     configs = (_config(problem, r, c, depth, on, s) for r, c, s in itertools.product(rows, columns, most_stages))
-    return min((c for c in configs if c is not None), key=lambda config: _seconds(problem, config, on))
+    return min((c for c in configs if c is not None), key=lambda config: seconds(problem, config, on))
 
 
 def ranked(problem: Problem, on: Chip) -> list[GpuConfig]:
@@ -224,7 +224,7 @@ def ranked(problem: Problem, on: Chip) -> list[GpuConfig]:
         )
         if fits and r <= max(SMALLEST, 2 * problem.r) and config != first and config not in rest:
             rest.append(config)
-    rest.sort(key=lambda config: _seconds(problem, config, on))
+    rest.sort(key=lambda config: seconds(problem, config, on))
     others = [replace(first, band=4), replace(first, band=16), replace(first, programs=1)]
     others += [replace(first, tma=False)] * on.has_tma
     return [first, *rest[:8], *others, *rest[8:]]
@@ -281,7 +281,7 @@ _LANES = 2.2e11
 """Instructions per second of all lanes of an H100's multiprocessor. Epilogues don't overlap with other work."""
 
 
-def _seconds(p: Problem, config: GpuConfig, on: Chip) -> tuple[float, float]:
+def seconds(p: Problem, config: GpuConfig, on: Chip) -> tuple[float, float]:
     """`(seconds, tie)` of a configuration by the model.
 
     In a round, the chip computes as many tiles as it can at a time. `seconds` is the time of all rounds, or of moving
@@ -294,11 +294,11 @@ def _seconds(p: Problem, config: GpuConfig, on: Chip) -> tuple[float, float]:
     tiles = p.groups * rows * -(-p.c // c)
     at_a_time = min(2, resident(p, config, on))
     # With few rows, tensor cores are partly idle, and with few columns they wait for shared memory. They also wait
-    # while a step's sums are added to the total. Another program on the multiprocessor occupies them meanwhile. A
-    # gated product has the columns of two matrices.
-    columns = p.products * c
-    rate = min(1.0, 0.4 + at_a_time * r / 200) * min(1.0, (0.4 if at_a_time == 2 else 0.35) + columns / 256)
-    rate *= (0.85 if p.step_accumulator and at_a_time == 1 else 1.0) * _RATE * on.flops / on.multiprocessors
+    # while a step's sums are added to the total. On Hopper, another program on the multiprocessor occupies them
+    # meanwhile. A gated product has the columns of two matrices.
+    columns, together = p.products * c, at_a_time if on.capability == 90 else 1
+    rate = min(1.0, 0.4 + together * r / 200) * min(1.0, (0.4 if together == 2 else 0.35) + columns / 256)
+    rate *= (0.85 if p.step_accumulator and together == 1 else 1.0) * _RATE * on.flops / on.multiprocessors
     compute = 2 * r * columns * p.k / rate * min(1, p.itemsize / 2)
     cached = (r + columns) * p.k * p.itemsize / (_L2 / 132)
     latency = _FLAT_LATENCY if p.flat else _LATENCY

@@ -1,4 +1,5 @@
-"""The Triton kernels on a real GPU, against NumPy in float64: `python -m pytest tests -m gpu -n 4`, a few minutes.
+"""The Triton kernels on a real GPU, against NumPy in float64: `python -m pytest tests -m gpu -n 12`, in two minutes if
+`OPENBLAS_NUM_THREADS` is 1. (Else each process has as many threads of NumPy as the machine has cores.)
 
 Results are poisoned: see `gpu.poisoning`.
 """
