@@ -141,7 +141,7 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
         scaled=_TENSOR_CORE_BLOCKS[call.kernel_operands(x)[0].data.dtype.name] if by_tensor_cores else 0,
         ragged=len(sizes) == 3,
         letters=r + c + k,
-        flat=_is_flat((a, b), dot, p, chip) and summed == call.num_products == 1 and c not in sizes,
+        flat=_is_flat((a, b), dot, p, chip) and summed == call.num_products == 1,
         products=call.num_products,
         results=call.num_stored,
         instructions=call.epilogue.instructions if call.epilogue else 0,

@@ -316,15 +316,17 @@ def grouped_product(
                 if sizes_c is not None:
                     in_group = in_group & (in_c < size_c)[None, :]
                 part = _columns(left, i, OUT.slice)
-                if not OUT.fuses and (sizes_r is not None or sizes_c is not None or sizes_k is not None):
-                    part = tl.where(in_group, part, tl.zeros_like(part))
                 if OUT.adds:
+                    part = tl.where(in_group, part, tl.zeros_like(part))
                     part = LINEAR(part, tl.load(out + place, mask=mask, other=0.0))
-                elif LINEAR is not None:
-                    part = LINEAR(part)
-                if not OUT.fuses:
                     tl.store(out + place, part.to(out.dtype.element_ty), mask=mask)
+                elif not OUT.fuses:
+                    if LINEAR is not None:
+                        part = LINEAR(part)
+                    _store(out, place, in_group, mask, part)
                 else:
+                    if LINEAR is not None:
+                        part = LINEAR(part)
                     part = _biased(part, bias, matrix, in_c, OUT.bias_stride, C)
                     _store(z, place, in_group, mask, part)
                     if GATED or OUT.interleaved:
@@ -691,9 +693,15 @@ def _biased(total, bias, matrix, columns, STRIDE: tl.constexpr, C: tl.constexpr)
 
 @_jit
 def _store(out, place, in_group, mask, x):
-    """Unless `out` is None, rounds and stores a tile, with zeros in rows that aren't `in_group`."""
+    """Unless `out` is None, rounds and stores a tile, with zeros in elements that aren't `in_group`.
+
+    In two stores: if the tile was masked by `tl.where`, ptxas would serialise the tensor cores' instructions where
+    columns are ragged.
+    """
     if out is not None:
-        tl.store(out + place, tl.where(in_group, x, 0.0).to(out.dtype.element_ty), mask=mask)
+        x = x.to(out.dtype.element_ty)
+        tl.store(out + place, x, mask=mask & in_group)
+        tl.store(out + place, tl.zeros_like(x), mask=mask & ~in_group)
 
 
 # Functions for activations, in float32: see `functions`. They return NaN for NaN, have no branches, and need few

@@ -86,7 +86,10 @@ def test_memory_is_watched(function: str, wrong: Any, error: Any, text: str, mon
 
 
 def test_executed_visits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forward's tiles are as many as the run-time sizes make, and a wgrad's steps; a gap has none."""
+    """A forward's tiles are as many as the run-time sizes make, and a wgrad's steps; a gap has none.
+
+    A tile is stored twice: inside of its group and, as zeros, outside.
+    """
     stored, multiplied = [], []
     builder = triton_interpreter._Builder
     store, dot = builder.create_masked_store, builder.create_dot
@@ -105,12 +108,12 @@ def test_executed_visits(monkeypatch: pytest.MonkeyPatch) -> None:
         stored.clear()
         multiplied.clear()
         jax.block_until_ready(matmul(GroupedTensor(x, dims), w, tiles=(tile, 16, 16)))
-        assert len(stored) == 2 * (in_groups + tiles(rows - sum(sizes)))
+        assert len(stored) == 2 * 2 * (in_groups + tiles(rows - sum(sizes)))
         assert len(multiplied) == 2 * 2 * in_groups
         stored.clear()
         multiplied.clear()
         jax.block_until_ready(matmul(GroupedTensor(x, dims).mT, GroupedTensor(dy, dims), tiles=(16, tile, 16)))
-        assert len(stored) == 2 * 2 * len(sizes)
+        assert len(stored) == 2 * 2 * 2 * len(sizes)
         assert len(multiplied) == 2 * 2 * in_groups
 
 
