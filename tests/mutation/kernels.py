@@ -80,7 +80,7 @@ GPU = [
     ("kernel", "place = (k % S.k_block // BLOCK + tl.arange(0, EACH))", "place = (tl.arange(0, EACH))"),
     ("kernel", "_load_floats(x_scales[0] + x_scales[1] // X.k_block * X.k_stride,", "_load_floats(x_scales[0],"),
     ("kernel", "tl.where((tl.arange(0, x.shape[1]) < rest)[None, :], x, 0.0)", "x"),
-    ("kernel", "tl.where(in_group, x, 0.0).to(out", "x.to(out"),
+    ("kernel", "tl.zeros_like(x), mask=mask & ~in_group", "tl.zeros_like(x), mask=mask & in_group"),
     ("kernel", "tl.load(bias + matrix.to(tl.int64) * STRIDE + columns,", "tl.load(bias + columns,"),
     ("kernel", "(k >= first) & (k < end), x", "(k > first) & (k < end), x"),
     ("kernel", "return tl.where((k >= first) & (k < end)", "return tl.where((k >= first) & (k <= end)"),

@@ -316,10 +316,9 @@ def grouped_product(
                 if sizes_c is not None:
                     in_group = in_group & (in_c < size_c)[None, :]
                 part = _columns(left, i, OUT.slice)
-                if OUT.adds:
-                    part = tl.where(in_group, part, tl.zeros_like(part))
-                    part = LINEAR(part, tl.load(out + place, mask=mask, other=0.0))
-                    tl.store(out + place, part.to(out.dtype.element_ty), mask=mask)
+                if OUT.adds:  # outside of the group, the old values stay
+                    part = LINEAR(part, tl.load(out + place, mask=mask & in_group, other=0.0))
+                    tl.store(out + place, part.to(out.dtype.element_ty), mask=mask & in_group)
                 elif not OUT.fuses:
                     if LINEAR is not None:
                         part = LINEAR(part)
