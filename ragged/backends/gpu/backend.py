@@ -366,14 +366,14 @@ def _is_aligned(operand: KernelOperand) -> bool:
 
 
 def _is_flat(operands: tuple[KernelOperand, KernelOperand], dot: _Dot, product: Product, chip: Chip) -> bool:
-    """Whether the kernel's loop is over the steps of all tiles, so that loads run ahead of the end of a tile.
+    """True if one loop of the kernel can run over the steps of all tiles. Its loads then run ahead of a tile's end.
 
     TMA must load every tile, also the last one of a group, and Hopper's tensor cores read both tiles as they are. Of
     two sums, ptxas would serialise the tensor cores' instructions.
     """
     k, first = product.contracted, [operand.letters[0] == product.contracted for operand in operands]
     # Rows of a tile, not columns, can end with a group: see `Tiles.of_rows`.
-    ends = all(first) if k in product.ragged else True
+    ends = all(first) or k not in product.ragged
     as_stored = not dot.cast and (dot.dtype.itemsize == 2 or (dot.is_fp8 and dot.fast and not any(first)))
     return chip.capability == 90 and ends and as_stored and dot.modes in _SUMS and all(map(_has_tma, operands))
 
@@ -566,7 +566,8 @@ def _static(launch: Launch, x: Operands, operands: list[_Operand]) -> dict[str, 
         x.num_groups if z in x.sizes and x.sizes[z].ndim > 1 else 0 for z in (*p.out, p.contracted)
     )
     flat = details.tiled.flat and bool(config.tma)
-    # What is stored at once takes shared memory beside the next tile's loads, and an epilogue's takes registers.
+    # Slices of a tile are stored one after another: a whole one needs more shared memory than the next tile's loads
+    # leave, and its epilogue more registers than there are.
     columns = tiles.slice_of(details.tiled, config) if flat or call.epilogue is not None else tile_c
     static: dict[str, Any] = {
         "SIZES": Sizes(

@@ -26,6 +26,7 @@ The kernel is one long function, because its parts share most variables. `x`, `y
 # pyright takes Triton's types for values, and doesn't know that Triton resolves each `if` on a constant.
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 # pyright: reportPossiblyUnboundVariable=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportOptionalCall=false
 
 import inspect
 from typing import Any
@@ -193,7 +194,7 @@ def grouped_product(
                     start_k, size_k = _span(k_sizes, index, group)
                     a_k, b_k, depth = _along_k(start_k, size_k, A, B)
                 depth = tl.where(is_gap, 0, depth)
-                step, steps = 0, tl.where(is_gap, 1, _steps(depth, TILE_K))
+                step, steps = 0, _steps(depth, TILE_K)
 
         # 3. The product. `depth`: elements along `k`, of all summands.
         if FLAT:
@@ -319,13 +320,9 @@ def grouped_product(
                 if OUT.adds:  # outside of the group, the old values stay
                     part = LINEAR(part, tl.load(out + place, mask=mask & in_group, other=0.0))
                     tl.store(out + place, part.to(out.dtype.element_ty), mask=mask & in_group)
-                elif not OUT.fuses:
-                    if LINEAR is not None:
-                        part = LINEAR(part)
-                    _store(out, place, in_group, mask, part)
-                else:
-                    if LINEAR is not None:
-                        part = LINEAR(part)
+                elif LINEAR is not None:
+                    part = LINEAR(part)
+                if OUT.fuses:
                     part = _biased(part, bias, matrix, in_c, OUT.bias_stride, C)
                     _store(z, place, in_group, mask, part)
                     if GATED or OUT.interleaved:
@@ -337,6 +334,7 @@ def grouped_product(
                         part = FUNCTION(part, up_part)
                     elif FUNCTION is not None:
                         part = FUNCTION(part)
+                if not OUT.adds:
                     _store(out, place, in_group, mask, part)
             if FLAT:
                 total = tl.zeros((TILE_R, TILE_B), DOT.accumulator)

@@ -293,9 +293,9 @@ def seconds(p: Problem, config: GpuConfig, on: Chip) -> tuple[float, float]:
     rows = max(1.0, p.r / r + 0.75)
     tiles = p.groups * rows * -(-p.c // c)
     at_a_time = min(2, resident(p, config, on))
-    # With few rows, tensor cores are partly idle, and with few columns they wait for shared memory. They also wait
-    # while a step's sums are added to the total. On Hopper, another program on the multiprocessor occupies them
-    # meanwhile. A gated product has the columns of two matrices.
+    # Tensor cores are partly idle with few rows, with few columns, which makes them wait for shared memory, and while a
+    # step's sums are added to the total. On Hopper, another program on the multiprocessor occupies them meanwhile. A
+    # gated product has the columns of two matrices.
     columns, together = p.products * c, at_a_time if on.capability == 90 else 1
     rate = min(1.0, 0.4 + together * r / 200) * min(1.0, (0.4 if together == 2 else 0.35) + columns / 256)
     rate *= (0.85 if p.step_accumulator and together == 1 else 1.0) * _RATE * on.flops / on.multiprocessors
