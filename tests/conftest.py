@@ -21,6 +21,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 os.environ["RAGGED_TUNING_CACHE"] = "off"  # whatever was measured on this machine
+# One thread for NumPy's products, in xdist's workers: they inherit this before they import NumPy. Others would spin.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # A collective waits as long for a device's thread on a busy machine. (By default, XLA ends the process after 40 s.)
 # Programs run for milliseconds: LLVM need not optimise them. XLA's own passes stay. Flags that the caller gives win.
 FLAGS = "--xla_cpu_collective_call_terminate_timeout_seconds=600 --xla_backend_optimization_level=0"

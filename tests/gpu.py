@@ -154,9 +154,11 @@ def poisoning() -> tuple[Callable[..., Array], list[str]]:
     return poisoned, names
 
 
-def on(chip: str) -> Any:
-    """What is lowered in here is for a chip, of which there may be none."""
-    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(chip, None, "gpu")))
+def on(chip: str, multiprocessors: int | None = None) -> Any:
+    """What is lowered in here is for a chip, of which there may be none. It has as many multiprocessors as its kind, if
+    no number is given."""
+    device = AbstractDevice(chip, multiprocessors, "gpu")
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 
 def _without_gpu() -> Any:

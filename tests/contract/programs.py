@@ -369,7 +369,9 @@ class Program:
             if "float64" in self.dtypes.values():
                 stack.enter_context(jax.enable_x64(True))
             if self.chip:
-                stack.enter_context((tpu if self.backend == "pallas_tpu" else gpu).on(self.chip))
+                # With one multiprocessor, each program of a GPU's kernel computes several tiles.
+                chip = tpu.on(self.chip) if self.backend == "pallas_tpu" else gpu.on(self.chip, multiprocessors=1)
+                stack.enter_context(chip)
             if self.context == "disable_jit":
                 stack.enter_context(jax.disable_jit())
             ran = stack.enter_context(launches(self.in_loops and self.over is None))

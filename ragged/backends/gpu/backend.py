@@ -567,8 +567,9 @@ def _static(launch: Launch, x: Operands, operands: list[_Operand]) -> dict[str, 
     )
     flat = details.tiled.flat and bool(config.tma)
     # Slices of a tile are stored one after another: a whole one needs more shared memory than the next tile's loads
-    # leave, and its epilogue more registers than there are.
-    columns = tiles.slice_of(details.tiled, config) if flat or call.epilogue is not None else tile_c
+    # leave, and more registers than an epilogue or the scales leave.
+    in_slices = flat or details.tiled.scaled or call.epilogue is not None
+    columns = tiles.slice_of(details.tiled, config) if in_slices else tile_c
     static: dict[str, Any] = {
         "SIZES": Sizes(
             groups=x.num_groups,

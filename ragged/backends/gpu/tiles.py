@@ -151,10 +151,10 @@ def shared(problem: Problem, config: GpuConfig, on: Chip) -> int:
 
 
 def slice_of(problem: Problem, config: GpuConfig) -> int:
-    """How many columns of a tile of the result go through an epilogue at a time."""
+    """How many columns of a tile of the result go through an epilogue, and are stored, at a time."""
     r, c, _ = config.along(problem.letters)
     assert config.warps is not None
-    per_thread = _SLICE // 4 if problem.scaled else _SLICE
+    per_thread = _SLICE // 4 if problem.scaled and problem.instructions else _SLICE
     # All threads, 32 in a warp, share the tile's rows.
     return min(c, max(SMALLEST, per_thread * 32 * config.warps // (problem.products * r)))
 
@@ -162,7 +162,8 @@ def slice_of(problem: Problem, config: GpuConfig) -> int:
 _SLICE = 32
 """Elements of a thread that go through the epilogue at a time. More would need registers that hold the other sums.
 
-If tensor cores apply the scales, a quarter of this is used: `gelu` spills 96 bytes with 32 elements, 8 bytes with 16.
+If tensor cores apply the scales, an epilogue has a quarter of this: `gelu` spills 96 bytes with 32 elements, and 8
+bytes with 16.
 """
 
 
