@@ -110,7 +110,8 @@ def by_default() -> Iterator[Case]:
     yield 4, Program("wgrad", "bfloat16", held=3, existing=True, **extents)
     yield 4, Program("forward", "bfloat16", held=3, mapped="lhs sizes", **extents)  # its wgrad is summed over the batch
     yield 4, Program("ragged", "bfloat16", mapped="sizes", **extents)
-    for layout in ("outer", "inner_rows"):
+    yield 4, Program("forward_left", "bfloat16", held=3, **extents)
+    for layout in ("outer", "inner_rows", "batched"):
         yield 4, Program(layout, "bfloat16", **extents)
 
     for layout, dtypes in zip(itertools.cycle(["forward", "outer", "wgrad"]), [*FLOATS, *INTEGERS][::2], strict=False):
@@ -356,7 +357,6 @@ def test_more_products(count: int, program: Program) -> None:
     [
         Program("forward", "bfloat16"),
         Program("wgrad", capacity=150),
-        Program("outer"),
         Program("wgrad", "bfloat16", backend="pallas_tpu"),
         pytest.param(Program("forward", "bfloat16", backend="triton_gpu"), marks=pytest.mark.long),
         *(pytest.param(Program(layout, "bfloat16"), marks=pytest.mark.long) for layout in LETTERS),

@@ -41,8 +41,8 @@ ALL, EVEN, ODD = ["all"], ["even"], ["odd"]  # every operation of the kind, or e
 
 
 def by_default() -> Iterator[Case]:
-    yield Kind("m"), 16, ALL, [*OWN, "rows by arrays"]
-    yield Kind("mn"), 16, [*OWN, *MORE], OWN
+    yield Kind("m"), 16, [*OWN, *MORE, "rows by arrays"], [*OWN, "rows by arrays"]
+    yield Kind("mn"), 16, OWN, OWN
     yield Kind("mn", packed_last=True), 12, [*REDUCTIONS, *SOFTMAXES, *SLICES], SLICES
     yield Kind("n"), 12, [*OWN, "columns by arrays"], VALUES
     yield Kind(""), 6, [*OWN, *MORE], BROADCASTS

@@ -135,13 +135,10 @@ def test_the_pictures_are_those_of_the_script() -> None:
 
 
 DOCSTRINGS = docstrings()
-DEAR = ("error_table.error_table", "moe.MoE", "weights.quantize_weights", "arithmetic.softmax")  # seconds each
 
 
-@pytest.mark.parametrize(
-    "name, code",
-    [pytest.param(name, code, marks=[pytest.mark.long] * (name in DEAR), id=name) for name, code in DOCSTRINGS],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name, code", [pytest.param(name, code, id=name) for name, code in DOCSTRINGS])
 def test_docstrings_run(name: str, code: str) -> None:
     with jax_defaults():
         exec(compile(code, name, "exec"), {})

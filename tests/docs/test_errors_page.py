@@ -9,6 +9,7 @@ from tests import errors, gpu
 from tests.docs.context import jax_defaults
 
 
+@pytest.mark.long
 def test_the_page_is_what_calls_print(monkeypatch: pytest.MonkeyPatch) -> None:
     """To write it anew: `python -m tests.errors`."""
     monkeypatch.chdir(errors.ROOT)

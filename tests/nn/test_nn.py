@@ -18,6 +18,7 @@ from ragged import GroupedTensor
 from ragged.nn import GroupedLinear, MoE, Routing
 from tests import tpu
 from tests.benchmarks import memory
+from tests.cases import split
 from tests.contract.experts import mixture, sigmoid
 from tests.contract.layers import EXPERTS, HIDDEN, MODELS, TOKENS, D, Layer, named
 from tests.contract.meshes import DOCS, mesh_of, moved
@@ -26,10 +27,10 @@ from tests.moe import moe as layer_of
 
 def by_default() -> Iterator[Layer]:
     yield Layer("all", "1x1x2", padding="sizes", save="nothing")
-    yield Layer("mixtral", "2x4x1", transport="ring", capacity=5, dtype="bfloat16")
 
 
 def long() -> Iterator[Layer]:
+    yield Layer("mixtral", "2x4x1", transport="ring", capacity=5, dtype="bfloat16")
     yield Layer("deepseek-v3", "2x2x2", kind="explicit", chunks=2, padding="mask")
     for i, model in enumerate(MODELS):
         yield Layer(model, padding=("mask", "", "sizes")[i % 3], save=("pre", "out", "nothing")[i % 3])
@@ -281,15 +282,15 @@ def test_parts_of_hidden_are_summed_before_they_are_rounded(name: str) -> None:
 
 
 MESHES: list[dict[str, int]] = [
-    {"model": 8},
     {"data": 2, "expert": 2, "model": 2},
+    {"model": 8},
     {"data": 8},
     {"expert": 8},
     {"data": 2, "expert": 4},
 ]
 
 
-@pytest.mark.parametrize("axes", [*MESHES[:2], *(pytest.param(each, marks=pytest.mark.long) for each in MESHES[2:])])
+@pytest.mark.parametrize("axes", split(MESHES[:1], MESHES[1:]))
 def test_sums_over_devices_happen_once(axes: dict[str, int]) -> None:
     """Of results, and of the gradients of tokens: one row per token, not one for each row of each product. Under `jit`,
     with `Explicit` axes. Besides: gradients of matrices, and a few numbers per row."""

@@ -34,15 +34,11 @@ def over(layout: str, context: str, dtype: str = "float32", **options: Any) -> P
 
 def by_default() -> Iterator[Program]:
     yield over("forward", "auto 2x2x2 m=a k=c n=b", "bfloat16", existing=True)
-    yield over("wgrad", "explicit 2x4 m=a k=b", "bfloat16")
     # The matrices are those from an offset on, of which each device has some. No offset leaves int32.
     yield over("forward", "explicit 2x2 m=a g=b", groups=6, held=4, existing=True)
-    yield over("ragged", "auto 2x2 m=b n=a")
     # Three devices have four columns each: half a block of scales.
     casts: dict[str, Any] = {"lhs_cast": (FP8, (1, 8)), "rhs_cast": ("uint8", (8, 1), "zeros"), "out_dtype": "float32"}
     yield over("forward", "explicit 3x2 k=a n=b", **casts, n=8, groups=3)
-    # Blocks of rows begin with each group.
-    yield over("inner_columns", "explicit 2x2 m=a k=b", lhs_cast=(FP8, (1, 8)), rhs_cast=(FP8, (4, 1)))
     # Rows that devices don't divide: they stay whole, or are padded together with their scales.
     yield over("forward", "auto 8 m=a")
     yield over(
@@ -107,6 +103,8 @@ def long() -> Iterator[Program]:
         yield over("forward", f"{kind} 2x2 m=a k=b", k=48, **casts)
         yield over("wgrad", f"{other} 2x2 k=a n=b", **casts)
         next(kinds)
+    # Blocks of rows begin with each group.
+    yield over("inner_columns", "explicit 2x2 m=a k=b", lhs_cast=(FP8, (1, 8)), rhs_cast=(FP8, (4, 1)))
     for context in ("auto 8 k=a", "auto 8 n=a", "auto 3x2 m=b g=a", "auto 8 m=a k=a n=a"):
         yield over("forward", context)
         yield over("wgrad", context)

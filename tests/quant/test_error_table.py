@@ -108,6 +108,7 @@ def table_of(group_sqnr: Any) -> ErrorTable:
     return ErrorTable(NAMES[: len(group)], total, total, total, total, np.zeros(total.shape, int), group)
 
 
+@pytest.mark.long
 def test_a_heat_map() -> None:
     """A group of one row, which is all but exact, leaves the others their colours; no label leaves the picture."""
     pytest.importorskip("matplotlib").use("Agg")

@@ -18,7 +18,6 @@ import ragged
 from ragged import GroupedTensor, Scaling, matmul, quantize
 from ragged.tuning import GpuConfig, TpuConfig
 from tests import gpu
-from tests.cases import split
 from tests.contract.draws import draws
 from tests.contract.launches import launches
 from tests.contract.programs import Program
@@ -251,7 +250,8 @@ def test_experts_over_a_mesh() -> None:
     np.testing.assert_allclose(got, matmul(x, w, preferred_element_type=jnp.float32).data, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", split(["triton_gpu"], ["pallas_tpu"]))
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["triton_gpu", "pallas_tpu"])
 def test_zero_points_without_a_kernel(backend: Any) -> None:
     """Those of rows, of the first of two uniform operands, and those that bfloat16 can't hold: XLA subtracts them."""
     if backend == "triton_gpu":

@@ -121,7 +121,8 @@ class Tiles(NamedTuple):
 
         The tile from row `i` to before row `j` has the coordinates `(last, j, last - (j - i), column)`, where `last`
         is 2**30. The third one is out of bounds from row `j` on. Its stride `q`, the second's `q` and the first's
-        `2**34 - q` add up to `2**64 + i * q` elements, of which the address keeps `i * q`.
+        `2**34 - q` add up to `2**64 + i * q` elements. Addresses are counted modulo `2**64` bytes, so `i * q` is left,
+        whatever an element's size.
         """
         q = shape[-1]
         return Tiles(of, (LAST + 1, 2**31 - 1, LAST, q), (2**34 - q, q, q, 1), (1, 1, *tile))

@@ -1,10 +1,9 @@
 """The backend for NVIDIA's GPUs: all grouped products by one Triton kernel, `kernel.grouped_product`.
 
 On Hopper and Blackwell, TMA loads the tiles of operands whose rows begin at multiples of 16 bytes. `cp.async` loads
-other tiles, and all tiles of a program that is compiled for sm_80.
+other tiles, partial ones and gathered rows, and all tiles on other GPUs.
 """
 
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -64,6 +63,9 @@ _TAKES += ("grouped_matmul with an epilogue", "batched_matmul with an epilogue")
 
 _MAX_GROUPS = 4096
 """Largest number of groups: each program has a prefix sum over the sizes in registers."""
+
+_MAX_EXTENT = 2**30
+"""Largest extent: the kernel adds two positions along a dim, or a tile to one, in int32. See also `Tiles.of_rows`."""
 
 _MAX_ELEMENTS = 65535
 """Largest batch: the limit of a CUDA grid's second dim."""
@@ -141,7 +143,7 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
         scaled=_TENSOR_CORE_BLOCKS[call.kernel_operands(x)[0].data.dtype.name] if by_tensor_cores else 0,
         ragged=len(sizes) == 3,
         letters=r + c + k,
-        flat=_is_flat((a, b), dot, p, chip) and summed == call.num_products == 1,
+        flat=summed == 1 and _is_flat((a, b), dot, call, chip),
         products=call.num_products,
         results=call.num_stored,
         instructions=call.epilogue.instructions if call.epilogue else 0,
@@ -246,6 +248,9 @@ def _refuse(call: Call, x: Operands, target: Target) -> Refusal | None:
         return Refusal(f"triton_gpu multiplies {_FP4} only if the contracted dim isn't ragged: two share a byte")
     if x.sizes and x.num_groups > _MAX_GROUPS:
         return Refusal(f"triton_gpu has no kernels for {x.num_groups} groups, more than {_MAX_GROUPS}")
+    extents = [*call.shape, *(n for each in call.kernel_operands(x) for n in map(each.extent, each.letters))]
+    if max(extents) > _MAX_EXTENT:
+        return Refusal(f"triton_gpu has no kernels for a dim of {max(extents)}, more than {_MAX_EXTENT}")
     if call.out_batch and (call.batch(x) or 1) > _MAX_ELEMENTS:
         return Refusal(f"{call.batch(x)} batch elements, more than {_MAX_ELEMENTS}")
     if not call.out_batch and call.batched(x).offset:
@@ -365,21 +370,20 @@ def _is_aligned(operand: KernelOperand) -> bool:
     return operand.data.shape[-1] * operand.data.dtype.itemsize % 16 == 0
 
 
-def _is_flat(operands: tuple[KernelOperand, KernelOperand], dot: _Dot, product: Product, chip: Chip) -> bool:
+def _is_flat(operands: tuple[KernelOperand, KernelOperand], dot: _Dot, call: Call, chip: Chip) -> bool:
     """True if one loop of the kernel can run over the steps of all tiles. Its loads then run ahead of a tile's end.
 
-    TMA must load every tile, also the last one of a group, and Hopper's tensor cores read both tiles as they are. Of
-    two sums, ptxas would serialise the tensor cores' instructions.
+    TMA must load every tile, also the last one of a group, and Hopper's tensor cores must read both tiles as they are.
+    Scales must multiply nothing but the sum. If there were two sums, ptxas would serialise the tensor cores'
+    instructions.
     """
-    k, first = product.contracted, [operand.letters[0] == product.contracted for operand in operands]
+    k = call.product.contracted
+    first = [operand.letters[0] == k for operand in operands]
     # Rows of a tile, not columns, can end with a group: see `Tiles.of_rows`.
-    ends = all(first) or k not in product.ragged
+    ends = all(first) or k not in call.product.ragged
     as_stored = not dot.cast and (dot.dtype.itemsize == 2 or (dot.is_fp8 and dot.fast and not any(first)))
-    return chip.capability == 90 and ends and as_stored and dot.modes in _SUMS and all(map(_has_tma, operands))
-
-
-_SUMS = tuple(itertools.product(("", "total"), repeat=2))
-"""Scale modes of both operands that multiply nothing but the sum."""
+    scales_sum = {*dot.modes} <= {"", "total"} and call.num_products == 1
+    return chip.capability == 90 and ends and as_stored and scales_sum and all(map(_has_tma, operands))
 
 
 def _transposes(operands: tuple[KernelOperand, KernelOperand], dot: _Dot, product: Product, chip: Chip) -> bool:
@@ -573,7 +577,7 @@ def _static(launch: Launch, x: Operands, operands: list[_Operand]) -> dict[str, 
     static: dict[str, Any] = {
         "SIZES": Sizes(
             groups=x.num_groups,
-            width=max(16, 1 << (x.num_groups - 1).bit_length()),
+            width=max(16, 1 << (x.num_groups - 1).bit_length()) if x.sizes else 16,
             matrices=details.matrices,
             r_stride=r_stride,
             c_stride=c_stride,
@@ -585,7 +589,7 @@ def _static(launch: Launch, x: Operands, operands: list[_Operand]) -> dict[str, 
             cast_to=dot.dtype if dot.cast else None,
             accumulator=dot.accumulator,
             precision=dot.precision,
-            longest_sum=_LONGEST_FP8_SUM if dot.is_fp8 and tile_k > _LONGEST_FP8_SUM else None,
+            longest_sum=_LONGEST_FP8_SUM if dot.is_fp8 and not dot.fast and tile_k > _LONGEST_FP8_SUM else None,
             adds_steps=dot.is_fp8 and not dot.fast,
             flat=flat,
         ),

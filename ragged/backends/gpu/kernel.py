@@ -125,18 +125,22 @@ def grouped_product(
     else:
         count = MATRICES * TILES_R * TILES_C
 
-    iterations = _share(count)  # of the loop below, which is over tiles; or, if `FLAT`, over the steps of all tiles
+    iterations = _share(count)  # of the loop below, which is over tiles
     tile = tl.program_id(0) - tl.num_programs(0)  # the one before this program's first
-    if FLAT:
-        k_sizes = None if sizes_k is None else _all_sizes(sizes_k + element * SIZES.k_stride, index, GROUPS)
-        depths = A.k
+    if FLAT:  # the loop is over the steps of all tiles, of which each has one already
+        k_sizes = None
         if sizes_k is not None:
-            a_k, b_k, depths = _along_k(_starts(k_sizes), k_sizes, A, B)
-        if sizes_r is None:
-            tiles, tile_ends = TILES_R, (index - first + 1) * TILES_R
-        mine = _share(tile_ends * TILES_C) - _share((tile_ends - tiles) * TILES_C)
-        more = mine * (_steps(depths, TILE_K) - 1)  # a tile has one already
-        iterations += tl.sum(tl.where(is_local & (index < GROUPS), more, 0), 0)
+            k_sizes = _all_sizes(sizes_k + element * SIZES.k_stride, index, GROUPS)
+            _, _, depths = _along_k(_starts(k_sizes), k_sizes, A, B)
+            if sizes_r is None:
+                tiles, tile_ends = TILES_R, (index - first + 1) * TILES_R
+            mine = _share(tile_ends * TILES_C) - _share((tile_ends - tiles) * TILES_C)
+            more = mine * (_steps(depths, TILE_K) - 1)
+            iterations += tl.sum(tl.where(is_local & (index < GROUPS), more, 0), 0)
+        elif sizes_r is not None:  # gaps have one step
+            iterations += _share(group_tiles * TILES_C) * (_steps(A.k, TILE_K) - 1)
+        else:  # without sizes there is no offset
+            iterations *= _steps(A.k, TILE_K)
         step, steps, depth, a_k, b_k, a_first, b_first, c, size_c = -1, 0, 0, 0, 0, 0, 0, 0, 0
         group, matrix, rows_in, rows_out, corner = 0, 0, 0, 0, tl.full((), 0, tl.int64)
         total = tl.zeros((TILE_R, TILE_B), DOT.accumulator)
@@ -310,7 +314,7 @@ def grouped_product(
             # Slice by slice: there are too few registers for the epilogue of all columns at once.
             for i in tl.static_range(TILE_C // OUT.slice):
                 in_c = c + i * OUT.slice + tl.arange(0, OUT.slice)
-                place = corner + (in_r * C + in_c[None, :])
+                place = corner + (_apart(in_r, C, TILE_R) + in_c[None, :])
                 mask = (in_r < rows_out) & (in_c < C)[None, :]
                 # Outside of the group, the result is zero.
                 in_group = in_r < inside
@@ -429,7 +433,17 @@ def _pointers(operand, source, e, matrix, first, k, A: tl.constexpr):
             first = tl.minimum(first, A.outer - 1)
             outer = tl.minimum(outer, A.outer - 1 - first)
         operand += first.to(tl.int64) * A.outer_stride + (k // A.numbers).to(tl.int64) * A.k_stride
-        return operand + (outer[:, None] * A.outer_stride + inner[None, :] * A.k_stride), inside
+        rows, columns = _apart(outer, A.outer_stride, A.tile), _apart(inner, A.k_stride, TILE_K)
+        return operand + (rows[:, None] + columns[None, :]), inside
+
+
+@_jit
+def _apart(index, STRIDE: tl.constexpr, TILE: tl.constexpr):
+    """`index * STRIDE` for an index below `TILE`: in int64, which takes more registers, only if int32 can overflow."""
+    if TILE * STRIDE >= 2**31:
+        return index.to(tl.int64) * STRIDE
+    else:
+        return index * STRIDE
 
 
 @_jit
@@ -472,7 +486,7 @@ def _next(tiles, pointers, inside, e, matrix, first, k, A: tl.constexpr):
 @_jit
 def _fetch(tiles, e, matrix, first, k, end, A: tl.constexpr):
     """Loads a tile `[tile, tile_k]` by TMA, with zeros past the buffer's end and, if `A.ends`, past `end` along `k`."""
-    # The descriptor is `[matrices, p, q]`; `place` is the index of the matrix.
+    # The descriptor is `[matrices, p, q]` unless `A.ends`; `place` is the index of the matrix.
     place = e * (A.batch_stride // (A.outer * A.k)) + matrix * (A.matrix_stride // (A.outer * A.k))
     if A.ends:  # see `arguments.Tiles.of_rows`
         last = 2**30
@@ -504,7 +518,8 @@ def _scale_pointers(scales, e, group, matrix, first, S: tl.constexpr, A: tl.cons
         if A.packs == "outer" or A.edge:
             outer = tl.minimum(outer, A.outer - 1)
         outer = outer // S.outer_block
-        scales += e.to(tl.int64) * S.batch_stride + group * S.group_stride + matrix * S.matrix_stride
+        scales += e.to(tl.int64) * S.batch_stride
+        scales += group.to(tl.int64) * S.group_stride + matrix.to(tl.int64) * S.matrix_stride
         return scales + outer.to(tl.int64) * S.outer_stride
     else:
         return 0

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -56,9 +57,7 @@ def chip(device: tuple[str, int] | None) -> Chip:
     if device is None:
         return _PORTABLE
     kind, multiprocessors = device
-    names = [name for name in _CHIPS if name in kind]
-    if names:
-        known = _CHIPS[max(names, key=len)]
+    if known := _known(kind):
         return known._replace(multiprocessors=multiprocessors or known.multiprocessors)
     capability = _capability(kind)
     similar = max(
@@ -73,7 +72,13 @@ def chip(device: tuple[str, int] | None) -> Chip:
 
 def is_known(device: tuple[str, int]) -> bool:
     """Whether `_CHIPS` has the device's kind."""
-    return any(name in device[0] for name in _CHIPS)
+    return _known(device[0]) is not None
+
+
+def _known(kind: str) -> Chip | None:
+    # "A100" is not in "RTX A1000".
+    names = [name for name in _CHIPS if re.search(rf"{name}(?!\d)", kind)]
+    return _CHIPS[max(names, key=len)] if names else None
 
 
 def _capability(kind: str) -> int:

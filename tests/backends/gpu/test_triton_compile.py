@@ -155,9 +155,8 @@ def test_tensor_cores_add_up_fp8_only_if_asked() -> None:
     assert fast.shared_bytes > exact.shared_bytes
 
 
-@pytest.mark.parametrize(
-    "scaling, shape", split([((128, 128), LARGE)], itertools.product(((1, 32), "row"), (DEEP, TINY)))
-)
+@pytest.mark.long
+@pytest.mark.parametrize("scaling, shape", [((128, 128), LARGE), *itertools.product(((1, 32), "row"), (DEEP, TINY))])
 def test_8_bits_without_conversions(scaling: Any, shape: Shape) -> None:
     """An A100 can't convert float8_e4m3fn: the kernels decode it, in registers."""
     run, avals = with_weights("float8_e4m3fn", scaling, shape)
@@ -166,12 +165,13 @@ def test_8_bits_without_conversions(scaling: Any, shape: Shape) -> None:
     assert all(kernel.spill_bytes == 0 and kernel.sass_counts["HMMA"] for kernel in found)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "chip, dtype, scaling, shape",
-    split(
-        [(A100, "uint4", (1, 128), LARGE)],
-        thinned(3, (A100, H200, B200), ("uint4", "uint8"), ((1, 128), "row"), (LARGE, TINY)),
-    ),
+    [
+        (A100, "uint4", (1, 128), LARGE),
+        *thinned(3, (A100, H200, B200), ("uint4", "uint8"), ((1, 128), "row"), (LARGE, TINY)),
+    ],
 )
 def test_zero_points(chip: str, dtype: str, scaling: Any, shape: Shape) -> None:
     """They are subtracted in registers; no spills, and nothing is dequantised in memory."""
@@ -183,12 +183,10 @@ def test_zero_points(chip: str, dtype: str, scaling: Any, shape: Shape) -> None:
         assert any(kernel.sass_counts[name] for name in (*TENSOR_CORES[chip], "HMMA"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "chip, scaling, shape",
-    split(
-        [(H200, "mx", LARGE)],
-        thinned(3, (A100, H200, B200), ("mx", "nvfp4", (1, 128)), (LARGE, DEEP, TINY)),
-    ),
+    [(H200, "mx", LARGE), *thinned(3, (A100, H200, B200), ("mx", "nvfp4", (1, 128)), (LARGE, DEEP, TINY))],
 )
 def test_weights_of_4_bits(chip: str, scaling: Any, shape: Shape) -> None:
     """Forward and dgrad, of floats in bfloat16; no spills, and nothing is dequantised in memory."""
@@ -287,6 +285,15 @@ def test_recipes_on_blackwell(recipe: str) -> None:
     assert len(found) == 3
     for kernel in found:
         assert kernel.sass_counts["UTCQMMA"] and kernel.spill_bytes == 0
+
+
+@pytest.mark.long
+def test_scales_of_many_matrices() -> None:
+    """The last matrix's scales are more than 2**31 elements after the first one's."""
+    run, avals = with_weights("float4_e2m1fn", "nvfp4", (64, 8192, 4352, 1024))
+    for kernel in gpu.compile_for(H200, run, *avals):
+        products = [line for line in kernel.ptx.splitlines() if re.search(rf"\b{8192 * 4352 // 16};", line)]
+        assert products and all("mul.wide" in line for line in products)
 
 
 @pytest.mark.long

@@ -85,8 +85,24 @@ def test_memory_is_watched(function: str, wrong: Any, error: Any, text: str, mon
         check(case, matmul(case.lhs, case.rhs, tiles=(16, 16, 16)))
 
 
-def test_executed_visits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forward's tiles are as many as the run-time sizes make, and a wgrad's steps; a gap has none.
+@triton.jit
+def far_apart(out, STRIDE: tl.constexpr, TILE: tl.constexpr):
+    index = tl.arange(0, TILE)
+    tl.store(out + index, triton_kernel._apart(index, STRIDE, TILE))
+
+
+@pytest.mark.parametrize("stride", [7, 200_000_000, 35_000_000_000])
+def test_rows_that_are_far_apart(stride: int) -> None:
+    """Of rows of many elements, the offsets within a tile exceed int32."""
+    out = np.zeros(16, np.int64)
+    triton_interpreter.run(far_apart, (1,), {"out": out, "STRIDE": stride, "TILE": 16}, ["out"])
+    np.testing.assert_array_equal(out, stride * np.arange(16))
+
+
+@pytest.mark.parametrize("chip", ["NVIDIA A100", "NVIDIA H200"])
+def test_executed_visits(chip: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward's tiles are as many as the run-time sizes make, and a wgrad's steps; a gap has none. On an H200, where
+    one loop runs over the steps of all tiles, a tile has one at least.
 
     A tile is stored twice: inside of its group and, as zeros, outside.
     """
@@ -96,8 +112,8 @@ def test_executed_visits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builder, "create_masked_store", lambda *x, **y: stored.append(1) or store(*x, **y))
     monkeypatch.setattr(builder, "create_dot", lambda *x, **y: multiplied.append(1) or dot(*x, **y))
     rows, tile = 128, 16
-    x, dy = jnp.ones((rows, 32)), jnp.ones((rows, 32))  # two tiles of each of these columns
-    w = jnp.ones((8, 32, 32))
+    x, dy = jnp.ones((2, rows, 32), jnp.bfloat16)  # two tiles of each of these columns
+    w, least = jnp.ones((8, 32, 32), jnp.bfloat16), int(chip == "NVIDIA H200")
 
     def tiles(size: int) -> int:
         return -(-size // tile)
@@ -105,16 +121,19 @@ def test_executed_visits(monkeypatch: pytest.MonkeyPatch) -> None:
     for sizes in ([128, *[0] * 7], [0] * 8, [1] * 8, [50, 0, 0, 40, 1, 1, 1, 1]):
         dims = jnp.array(sizes, jnp.int32)
         in_groups = sum(map(tiles, sizes))
+        gaps = tiles(rows - sum(sizes))
         stored.clear()
         multiplied.clear()
-        jax.block_until_ready(matmul(GroupedTensor(x, dims), w, tiles=(tile, 16, 16)))
-        assert len(stored) == 2 * 2 * (in_groups + tiles(rows - sum(sizes)))
-        assert len(multiplied) == 2 * 2 * in_groups
+        with gpu.on(chip, multiprocessors=1):
+            jax.block_until_ready(matmul(GroupedTensor(x, dims), w, tiles=(tile, 16, 16)))
+        assert len(stored) == 2 * 2 * (in_groups + gaps)
+        assert len(multiplied) == 2 * (2 * in_groups + least * gaps)
         stored.clear()
         multiplied.clear()
-        jax.block_until_ready(matmul(GroupedTensor(x, dims).mT, GroupedTensor(dy, dims), tiles=(16, tile, 16)))
+        with gpu.on(chip, multiprocessors=1):
+            jax.block_until_ready(matmul(GroupedTensor(x, dims).mT, GroupedTensor(dy, dims), tiles=(16, tile, 16)))
         assert len(stored) == 2 * 2 * 2 * len(sizes)
-        assert len(multiplied) == 2 * 2 * in_groups
+        assert len(multiplied) == 2 * 2 * sum(max(tiles(size), least) for size in sizes)
 
 
 @interpreted

@@ -31,6 +31,9 @@ def test_chips() -> None:
     assert (A100.capability, A100.multiprocessors, A100.has_tma) == (80, 108, False)
     assert L4.capability == 89 and L4.multiprocessors == 58
     assert chip(("NVIDIA A10G 8.6", 80)).multiprocessors == 80 and chip(("NVIDIA A10G 8.6", 80)).capability == 86
+    assert chip(("NVIDIA GH200 480GB 9.0", 132)) == H200 and chip(("NVIDIA L40S", 0)).capability == 89
+    laptop = chip(("NVIDIA RTX A1000 Laptop GPU 8.6", 16))
+    assert (laptop.capability, laptop.multiprocessors, laptop.shared) == (86, 16, 99 << 10)
     unknown = chip(("NVIDIA Something 12.0", 70))
     assert (unknown.capability, unknown.multiprocessors, unknown.has_tma) == (120, 70, False)
     assert unknown.shared == 99 << 10
@@ -85,6 +88,13 @@ def test_one_token_occupies_most_of_the_chip() -> None:
     assert isinstance(forward, GpuConfig) and isinstance(dgrad, GpuConfig)
     assert 4 * -(-2880 // forward.n) > H200.multiprocessors / 2
     assert 4 * -(-2880 // dgrad.k) > H200.multiprocessors / 2
+
+
+def test_positions_fit_int32() -> None:
+    """The kernel adds a tile to a position along a dim, and two positions."""
+    rows, w = (ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2**30 + 16, 16), (4, 16, 16)))
+    found = ragged.explain(GroupedTensor(rows, ShapeDtypeStruct((4,), jnp.int32)), w, device="NVIDIA H200")
+    assert found.plan().backend == "xla" and "a dim of 1073741840" in str(found)
 
 
 def test_a_tile_that_is_asked_for_is_halved_until_it_fits() -> None:

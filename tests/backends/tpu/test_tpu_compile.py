@@ -167,10 +167,8 @@ def test_recipes(generation: str, recipe: str) -> None:
     )  # operands that are ragged; matrices in parts
 
 
-@pytest.mark.parametrize(
-    "generation, scaling",
-    split([("v5e", "mx")], thinned(2, ("v5e", "v5p", "v6e", "tpu7x"), ("mx", "nvfp4", "column"))),
-)
+@pytest.mark.long
+@pytest.mark.parametrize("generation, scaling", thinned(2, ("v5e", "v5p", "v6e", "tpu7x"), ("mx", "nvfp4", "column")))
 def test_weights_of_4_bits(generation: str, scaling: str) -> None:
     """Forward and dgrad; nothing is dequantised in memory, and the scales stay as small as they are."""
     run, avals = with_weights("float4_e2m1fn", scaling, (2048, 1024, 2048, 8))
