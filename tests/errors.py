@@ -148,6 +148,7 @@ GroupedTensor.from_list([jnp.ones((2, 3, 4))], ragged="last")
 GroupedTensor.from_list([jnp.ones((2, 3, 4)), jnp.ones((2, 5, 4))])
 heads.mT
 GroupedTensor(heads.data, sizes, sizes).mT
+ragged.quantize(jnp.ones((2, 3, 4, 5)), jnp.int8, "row").mT
 ragged.Rows["tokens d", "g"]
 GroupedTensor.from_padded(jnp.ones((2, 3)), jnp.array([2, 1]))
 GroupedTensor.from_padded(np.array([[["a"]]]), jnp.array([1]))
@@ -301,6 +302,7 @@ ragged.einsum("t h d, g d e -> t h e", heads, w, existing_out="y")
 ragged.einsum("t h d, g d e -> t h e", heads, w, existing_out=x)
 ragged.einsum("t h d, g d e -> t h e", heads, w, existing_out=heads)
 ragged.einsum("t h d, g d e -> t h e", heads, w, existing_out=GroupedTensor(jnp.ones((16, 2, 6)), sizes[::-1]))
+ragged.einsum("t d, s d -> t s", x, x, max_last=8, existing_out=ragged.matmul(x, x.mT, max_last=8).mT)
 ragged.einsum("t h d, g h d -> t h", heads, ragged.quantize_weights(jnp.ones((4, 2, 8)), "rowwise"))
 ragged.einsum("t h d, g d e -> t h e", ragged.quantize(heads, "float8_e4m3fn", "column"), w)
 ragged.einsum("t h d, g h d e -> t h e", heads, ragged.quantize(jnp.ones((4, 2, 8, 4)), "float8_e4m3fn", (2, 4)))

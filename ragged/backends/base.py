@@ -51,7 +51,7 @@ from jax import Array, lax
 from jax._src.lax.lax import canonicalize_precision  # no public name
 
 from ragged.backends import cache
-from ragged.core.formats import Support, accumulator_dtype
+from ragged.core.formats import Support, accumulator_dtype, promote
 from ragged.core.offsets import known_offsets
 from ragged.core.scales import zeros_of
 from ragged.product.operands import Call, KernelOperand, Operands, precision_name
@@ -283,18 +283,20 @@ def scale_modes(call: Call, x: Operands, step: int | None) -> tuple[str, str]:
     - `"total"`: the accumulator is multiplied, because the scales are constant along the contracted letter;
     - `"step"`: the product of each step along this letter is multiplied. Scales are constant within a step: blocks are
       multiples of `step`, the kernel's smallest step, and packed groups begin at multiples of a block. Scales that are
-      constant along the letter have this mode if they differ between batch elements that are summed;
+      constant along the letter have this mode if they, or the groups, differ between batch elements that are summed;
     - `"tile"`: the operand's tile is multiplied. With `step=None`, all scales that change along the contracted
       letter have this mode.
     """
-    p = call.product
+    p, batched = call.product, call.batched(x)
+    groups_differ = any(batched.sizes.values()) or batched.offset
 
     def mode(operand: KernelOperand) -> str:
         if operand.scales is None:
             return ""
         block = operand.block(p.contracted)
         if block is None:
-            return "step" if not call.out_batch and operand.data.ndim > p.ndim(operand.letters) else "total"
+            differs = operand.data.ndim > p.ndim(operand.letters) or groups_differ
+            return "step" if differs and not call.out_batch else "total"
         return "step" if step and block % step == 0 else "tile"
 
     a, b = call.kernel_operands(x)
@@ -349,9 +351,8 @@ def changes_sums(call: Call, existing: Array | None) -> bool:
 
 def plus_existing(total: Array, existing: Array) -> Array:
     """`total + existing`, unrounded."""
-    # `existing` may be a float although the accumulator is an integer.
-    floats = jnp.issubdtype(existing.dtype, jnp.floating) and jnp.issubdtype(total.dtype, jnp.integer)
-    dtype = accumulator_dtype(existing.dtype) if floats else total.dtype
+    # `existing` may be a float although the accumulator is an integer, or have 64 bits.
+    dtype = promote(total.dtype, accumulator_dtype(existing.dtype))
     return total.astype(dtype) + existing.astype(dtype)
 
 

@@ -106,8 +106,8 @@ def is_concrete(*xs: Any) -> bool:
 
 
 def known_to_differ(one: Any, other: Any) -> bool:
-    """Whether two arrays are both concrete and not equal."""
-    return is_concrete(one, other) and not np.array_equal(one, other)
+    """Whether two arrays have different shapes, or are both concrete and not equal."""
+    return np.shape(one) != np.shape(other) or (is_concrete(one, other) and not np.array_equal(one, other))
 
 
 def is_count(x: Any, minimum: int = 1) -> bool:

@@ -10,14 +10,12 @@ from jax import Array, lax
 from ragged.core.errors import Site
 
 AnyArray = Array | np.ndarray
+"""An array of JAX or NumPy."""
 
 
 def as_array(x: Any) -> Array:
     """`x` as a JAX array. `jnp.asarray` of a JAX array would trace an operation that changes nothing."""
     return x if isinstance(x, Array) else jnp.asarray(x)
-
-
-"""An array of JAX or NumPy."""
 
 
 # Converters of fields, for type checkers only: they let `__init__` accept NumPy arrays and shapes for a field of type

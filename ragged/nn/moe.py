@@ -419,7 +419,8 @@ class MoE(eqx.Module):
         varying = x if self.tensor_axis is None else vary_together([x, lax.axis_index(self.tensor_axis)])[0]
         tokens = varying
         if self.weigh_inputs:  # Each of a token's rows is a token of its own, with one expert.
-            weighted = _with_padding(varying, is_token, 0).astype(weights.dtype)[:, None] * weights[:, :, None]
+            wide = accumulator_dtype(promote(x.dtype, weights.dtype))
+            weighted = _with_padding(varying, is_token, 0).astype(wide)[:, None] * weights.astype(wide)[:, :, None]
             tokens, chosen, weights = weighted.astype(x.dtype).reshape(-1, x.shape[1]), chosen.reshape(-1, 1), None
         routed, dropped = route(chosen, num_experts), jnp.zeros((), jnp.int32)
         if self.axis is None:
@@ -467,7 +468,8 @@ class MoE(eqx.Module):
         rows, dropped, count = (_over(lax.psum, each, self._token_axes) for each in (rows, dropped, count))
 
         def mean(x: Array) -> Array:
-            total = _over(lax.psum, jnp.sum(_with_padding(x, is_token, 0), axis=0), self._token_axes)
+            x = _with_padding(x.astype(jnp.float32), is_token, 0)
+            total = _over(lax.psum, jnp.sum(x, axis=0), self._token_axes)
             return total / jnp.maximum(1, count).astype(jnp.float32)  # 0 without tokens
 
         balance, z = None, None
@@ -476,7 +478,8 @@ class MoE(eqx.Module):
             share = rows.astype(jnp.float32) / jnp.maximum(1, jnp.sum(rows, dtype=jnp.int32)).astype(jnp.float32)
             balance = share.size * jnp.sum(share * mean(routing.probabilities))
         if routing.logits is not None:
-            z = mean(jax.nn.logsumexp(routing.logits, axis=1, keepdims=True) ** 2)[0]
+            logits = routing.logits.astype(jnp.float32)
+            z = mean(jax.nn.logsumexp(logits, axis=1, keepdims=True) ** 2)[0]
         return MoEStats(balance, z, rows, dropped)
 
     def specs(self) -> "MoE":

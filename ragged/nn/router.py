@@ -22,7 +22,8 @@ class Routing(eqx.Module):
 
     - `weights`: `[tokens, top_k]` floats.
     - `experts`: `[tokens, top_k]` integers.
-    - `probabilities`: `[tokens, num_experts]` float32 with rows that sum to 1, for `MoEStats.load_balance`; or None.
+    - `probabilities`: `[tokens, num_experts]` float32 with rows that sum to 1, or are 0 if all scores are, for
+      `MoEStats.load_balance`; or None.
     - `logits`: `[tokens, num_experts]` float32, for `MoEStats.z`; or None.
     """
 
@@ -208,7 +209,7 @@ def check_rows(site: Site, name: str, x: Any, width: int) -> None:
 
 
 def _normalized(scores: Float[Array, "tokens top_k"], epsilon: float) -> Float[Array, "tokens top_k"]:
-    """`scores / (sum(scores) + epsilon)`, or 0 if all scores are 0.
+    """`scores / (sum(scores) + epsilon)`, or 0 if all scores are 0, or their sum is.
 
     JAX's derivative divides by the square of the sum, which may be 0 in float32. So the scores are first divided by a
     power of two, near the largest one. Subnormal scores count as 0.
@@ -219,4 +220,5 @@ def _normalized(scores: Float[Array, "tokens top_k"], epsilon: float) -> Float[A
     unit = jnp.where(is_zero, 1, nearest_power)
     scaled = scores / unit
     total = jnp.sum(scaled, axis=1, keepdims=True) + epsilon / unit
+    is_zero |= total == 0
     return jnp.where(is_zero, 0, scaled / jnp.where(is_zero, 1, total))

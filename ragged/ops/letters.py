@@ -192,6 +192,8 @@ class Einsum(NamedTuple):
             ]
             if existing.ragged != ragged or any(map(known_to_differ, (existing.first_dims, existing.last_dims), dims)):
                 site.fail(ValueError, "`existing_out` has groups of other sizes than the result.", hint)
+            if existing.kind == "ragged both" and existing.packed_axis == -1:
+                site.fail(ValueError, "`existing_out` is packed along its columns, the result along its rows.", hint)
         return jnp.asarray(data)
 
     def _for_matmul(self, x: Any, operand: EinsumOperand) -> Any:

@@ -45,10 +45,13 @@ def combined(function: Function | None, z: Sequence[Array], x: Operands, first_d
     """`function(*z)` of pre-activations, with zeros in rows of other shards' groups; `z[0]` without a function."""
     if function is None:
         return z[0]
-    out = activated(function, z, first_dims)
-    if x.offset is not None:
-        is_local = per_group(_local_index(out, x)[1])
-        out = out.map(lambda data, local: jnp.where(local, data, 0), is_local)
+    if x.offset is None:
+        return as_array(activated(function, z, first_dims).data)
+    rows = [GroupedTensor(each, first_dims) for each in z]
+    is_local = per_group(_local_index(rows[0], x)[1])
+    # `function` gets 1 in other rows: its derivative by what stands there, perhaps `existing_out`, may be infinite.
+    z = [as_array(each.map(lambda data, local: jnp.where(local, data, 1), is_local).data) for each in rows]
+    out = activated(function, z, first_dims).map(lambda data, local: jnp.where(local, data, 0), is_local)
     return as_array(out.data)
 
 

@@ -157,7 +157,8 @@ def _rounded(x: GroupedTensor, scale: Any, name: str, scaling: Scaling, power_of
 
 
 def checked_scale(site: Site, scale: Any, x: GroupedTensor, scaling: Scaling) -> Array:
-    """A given `scale` in float32. Raises unless it holds floats that broadcast to the scales of `x`.
+    """A given `scale` in float32: a number, or an array with all axes of the scales of `x`. Raises unless it holds
+    floats that broadcast to these.
 
     If a scale is out of range, this raises for concrete scales; traced ones become NaN.
     """
@@ -173,16 +174,23 @@ def checked_scale(site: Site, scale: Any, x: GroupedTensor, scaling: Scaling) ->
         what = "scale of the tensor" if scaling.has_tensor_scale else "scales"
         problem = f"`scale` has shape {shape}, but the {what} of {scaling} {'has' if not want else 'have'} {want}."
         site.also(scale=scale).fail(ValueError, problem, "Pass a number, or an array that broadcasts to this shape.")
+    lowest = lowest_scale(scaling)
     if is_concrete(scale) or not is_arraylike(scale):
-        check_range(site.also(scale=scale), "scale", scale)
-    scale = jnp.asarray(scale, jnp.float32)
-    return jnp.where((scale >= _TINY) & (scale <= 1 / _TINY), scale, jnp.nan)
+        check_range(site.also(scale=scale), "scale", scale, lowest)
+    axes = (1,) * (len(want) - len(shape)) if shape else ()
+    scale = jnp.asarray(scale, jnp.float32).reshape(*axes, *shape)
+    return jnp.where((scale >= lowest) & (scale <= 1 / _TINY), scale, jnp.nan)
 
 
-def check_range(site: Site, name: str, scale: Any) -> None:
-    """Raises unless scales are positive, and they and their reciprocals are normal numbers in float32."""
-    if not np.all((np.asarray(scale) >= _TINY) & (np.asarray(scale) <= 1 / _TINY)):
-        hint = f"Scales are {_TINY:.1e} to {1 / _TINY:.1e}: they and their reciprocals are normal float32 numbers."
+def lowest_scale(scaling: Scaling) -> float:
+    """The lowest scale; or, of a tensor, the lowest whose product with the smallest scale is a normal number."""
+    return _TINY / float(jnp.finfo(scaling.dtype).tiny) if scaling.has_tensor_scale else _TINY
+
+
+def check_range(site: Site, name: str, scale: Any, lowest: float) -> None:
+    """Raises unless scales are at least `lowest`, and they and their reciprocals are normal numbers in float32."""
+    if not np.all((np.asarray(scale) >= lowest) & (np.asarray(scale) <= 1 / _TINY)):
+        hint = f"Scales are {lowest:.1e} to {1 / _TINY:.1e}: they and their reciprocals are normal float32 numbers."
         site.fail(ValueError, f"`{name}` is out of range.", hint)
 
 
@@ -291,10 +299,11 @@ def scales_of(
     smallest_scale = float(jnp.finfo(scaling.dtype).tiny)
     # The largest power of two in float8_e4m3fn, or its largest value.
     largest_scale = 256.0 if power_of_two else LARGEST[scaling.dtype.name]
-    # The lowest tensor scale whose product with the smallest scale is a normal number.
-    lowest = _TINY / smallest_scale
     if tensor_scale is None:
-        tensor_scale = scale_of(jnp.max(largest, initial=0), LARGEST[name] * largest_scale, power_of_two, lowest)
+        target = LARGEST[name] * largest_scale
+        tensor_scale = scale_of(jnp.max(largest, initial=0), target, power_of_two, lowest_scale(scaling))
+    elif power_of_two:
+        tensor_scale = jnp.where(jnp.isnan(tensor_scale), jnp.nan, scale_of(tensor_scale, 1.0, power_of_two))
     scales = scale_of(largest * (1 / tensor_scale), LARGEST[name], power_of_two)
     return jnp.clip(scales, smallest_scale, largest_scale), tensor_scale
 

@@ -20,7 +20,7 @@ from ragged.core.formats import LARGEST
 from ragged.core.scaling import NAMED, Scaling
 from ragged.core.sealed import sealed
 from ragged.quant.history import History
-from ragged.quant.quantize import check_range, dtype_name
+from ragged.quant.quantize import check_range, dtype_name, lowest_scale
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Cast:
 
     Blocks along a ragged contracted dim, such as the tokens of a wgrad, begin at each group's first element. Along a
     ragged dim that isn't contracted, an extent above 1 becomes 1; if both dims are ragged, each row of contracted
-    elements is one block.
+    elements is one block (or each group, if the block has all rows).
 
     **Raises:** as `ragged.quantize`, and `ValueError` for one scale per element of the contracted dim, which tensor
     cores can't apply.
@@ -106,7 +106,7 @@ def _given_scale(cast: Cast, amax: Any) -> Any:
         site.fail(ValueError, f"`{names[0]}` is {describe(value)}.", "Pass a number or an array of numbers.")
     if names == ["amax"]:
         array = array / (LARGEST[cast.dtype] * (LARGEST["float8_e4m3fn"] if cast.scaling.has_tensor_scale else 1))
-    check_range(site.also(**{names[0]: value}), names[0], array)
+    check_range(site.also(**{names[0]: value}), names[0], array, lowest_scale(cast.scaling))
 
     def nested(x: Any) -> Any:
         return tuple(map(nested, x)) if isinstance(x, list) else x

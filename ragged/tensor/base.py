@@ -264,11 +264,13 @@ class GroupedBase(eqx.Module):
         scales.
 
         Under `jit`, a transpose inside the function that calls `ragged.matmul` makes no copy; outside of `jit`, every
-        transpose is a copy. `ValueError` for ragged groups with more than two dims.
+        transpose is a copy. `ValueError` for ragged or quantised groups with more than two dims.
         """
-        if any(self.ragged) and not self.is_cotangent and not packs_columns(self) and self._rank > 2:
-            hint = _instead_of_mT(self)
-            problem = "ragged groups with more than two dims have no transpose."
+        most = 2 if any(self.ragged) else 3 if self.is_quantized else self._rank
+        if not self.is_cotangent and not packs_columns(self) and self._rank > most:
+            which = "ragged" if any(self.ragged) else "quantised"
+            hint = _instead_of_mT(self) if any(self.ragged) else "Transpose the array before it is quantised."
+            problem = f"{which} groups with more than two dims have no transpose."
             Site("GroupedTensor.mT", {"x": self}).fail(ValueError, problem, hint)
         # Scales of whole groups have no axes to swap.
         by_block = self.scaling is not None and self.scaling.block not in (None, (None, None))

@@ -129,6 +129,7 @@ class GroupedTensor(Arithmetic):
         unquantised tensor is returned unchanged."""
         if not self.is_quantized:
             return self
+        check_has_groups(self)
         return _dequantized(self.with_data(not_differentiable_8_bits("GroupedTensor.dequantize", self.data)))
 
     def validate(self, *, like: "GroupedTensor | None" = None) -> "GroupedTensor":
@@ -264,6 +265,8 @@ class GroupedTensor(Arithmetic):
 def _dequantized(x: GroupedTensor) -> GroupedTensor:
     scales = not_differentiable("GroupedTensor.dequantize", element_scales(x))
     values = as_rounded(jnp.asarray(x.data)).astype(jnp.float32)
-    values = (values if x.zero_points is None else values - element_zeros(x)) * scales
+    if x.zero_points is not None:
+        values -= not_differentiable("GroupedTensor.dequantize", element_zeros(x))
+    values *= scales
     out = with_fields(x, data=values, scales=None, scaling=None, tensor_scale=None, zero_points=None)
     return out.with_data(filled(out, 0))

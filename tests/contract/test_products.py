@@ -76,6 +76,9 @@ def by_default() -> Iterator[Case]:
     yield from quantised("triton_gpu", 3, ["wgrad", "forward"])
     # Blocks along the contracted rows begin with each group: of two extents, and of scales that are no powers of two.
     yield 20, Program("wgrad", backend="pallas_tpu", lhs_cast=(FP8, (1, 8)), rhs_cast=(FP8, (32, 1)))
+    # A tile begins in the middle of a block.
+    blocks: dict[str, Any] = {"tiles": (16, 256, 128), "m": 8, "k": 288, "n": 16}
+    yield 9, Program("forward", backend="pallas_tpu", rhs_cast=("int8", (144, 1)), **blocks)
     casts: dict[str, Any] = {"lhs_cast": (FP8, (1, 32)), "rhs_cast": (FP8, (32, 1))}
     yield 3, Program("wgrad", backend="triton_gpu", chip="NVIDIA B200", tiles=(32, 32, 64), **casts)
 
@@ -92,6 +95,10 @@ def by_default() -> Iterator[Case]:
     yield 20, four_bits("forward", "bfloat16", MX, n=1540)
     yield 20, four_bits("forward", "bfloat16", NVFP4, packed_last="rhs", n=1540, held=3)
     yield 20, four_bits("forward", "bfloat16", Scaling.of("column"), FP8, n=775)
+
+    # Integers beside scales that floats of 8 bits hold.
+    e8m0: dict[str, Any] = {"scaling": Scaling((32, 1), "float8_e8m0fnu"), "rhs_dtype": "float32"}
+    yield 20, four_bits("forward", "int8", of="int4", **e8m0)
 
     yield 20, Program("forward", "bfloat16", rhs_cast=("uint4", (4, 1), "zeros"))
     yield 20, Program("forward_left", lhs_cast=("int8", "row", "zeros"), rhs_cast=("uint8", (4, 1), "zeros"))
@@ -250,6 +257,10 @@ def long_of_scales() -> Iterator[Case]:
         yield from quantised(backend, count, ["forward", "wgrad", "forward_left"] * 2, step=13, held=3, existing=True)
         yield from quantised(backend, count // 2, ["forward", "wgrad", "outer", "batched"], step=17, mapped="lhs")
     yield from quantised("pallas_tpu", 3, layouts[::2], step=19, interpret=TWO_CORES)
+    # Sums over a batch of what one scale for each group multiplies.
+    its = {"backend": "pallas_tpu", "lhs_cast": ("int8", "group")}
+    yield 20, Program("forward", mapped="first", held=3, **its)
+    yield 20, Program("forward", mapped="lhs", groups=3, capacity=256, tiles=(256, 128, 128), **its)
     # Tensor cores scale blocks of 32 themselves, in both formats of fp8.
     extents = itertools.cycle(((64, None), (150, (32, 32, 32)), (150, (16, 64, 32))))
     for layout, dtype in itertools.product(("batched", "forward", "forward_left", "outer", "ragged"), BITS[::2]):
@@ -291,6 +302,9 @@ def long_of_weights() -> Iterator[Case]:
         yield 12, four_bits("forward", dtype, scaling, of, packed_last=order, n=901 + (order == ""))
         yield 5, four_bits("forward", next(dtypes), scaling, of, packed_last=order, mapped="lhs rhs")
         yield 5, four_bits("forward_left", dtype, scaling, of, packed_last=order and "lhs", m=901)
+    for scaling, of in ((MX, "int8"), (NVFP4, "int4"), (Scaling((32, 1)), "float4_e2m1fn")):
+        yield 12, four_bits("forward", "int8", scaling, of, rhs_dtype="float32")
+        yield 12, four_bits("forward_left", "float32", scaling, of, rhs_dtype="int32")
     for backend, count in (("pallas_tpu", 5), ("triton_gpu", 3)):
         yield count, four_bits("forward", "bfloat16", MX.mT, backend=backend, held=3, existing=True)
     # Loads by TMA, and the rest without.

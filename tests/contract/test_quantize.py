@@ -353,12 +353,27 @@ def test_given_scales(dtype: str, scaling: Any, shape: tuple[int, ...]) -> None:
     assert ("reduce_max" in program) == (dtype == "int8")  # which looks for NaN
 
 
+@pytest.mark.parametrize("scaling", [(2, 2), "column"])
+def test_given_scales_of_one_axis(scaling: Any) -> None:
+    """They broadcast from the right, as in NumPy, however a tensor is stored."""
+    w = jnp.asarray(np.random.default_rng(0).standard_normal((1, 4, 4)), jnp.float32)
+    scale = jnp.exp2(jnp.arange(-9.0, -7.0 if scaling == (2, 2) else -5.0))
+    want = quantize(w, "float8_e4m3fn", scaling, scale=scale)
+    got = quantize(GroupedTensor(w.mT).mT, "float8_e4m3fn", scaling, scale=scale)
+    for each, other in ((got.scales, want.scales), (got.dequantize().data, want.dequantize().data)):
+        np.testing.assert_array_equal(each, other)
+    assert want.scales is not None
+    np.testing.assert_array_equal(want.scales, jnp.broadcast_to(scale, want.scales.shape))
+
+
 @pytest.mark.parametrize(
     "dtype, scaling", [("float8_e4m3fn", "row"), ("int8", "row"), ("float8_e5m2", "mx"), ("float4_e2m1fn", "nvfp4")]
 )
 def test_given_scales_out_of_range(dtype: str, scaling: str) -> None:
     """A traced scale that isn't positive, or that float32 flushes to 0, makes its own block NaN; a known one raises."""
-    wrong = np.array([0, -1, 1e-40, 1e-38, 1e38, np.inf, np.nan, -0.0], np.float32)
+    # The product of a tensor's scale and the smallest scale of a block is a normal number.
+    least = 2.0**-121 if scaling == "nvfp4" else 1e-38
+    wrong = np.array([0, -1, 1e-40, least, 1e38, np.inf, np.nan, -0.0], np.float32)
     x = np.random.default_rng(0).standard_normal((1, 16, 32)).astype(np.float32)
     run = jax.jit(lambda x, scale: quantize(x, dtype, scaling, scale=scale).dequantize().data)
     if scaling == "nvfp4":
@@ -384,6 +399,8 @@ def test_a_given_scale_of_nvfp4() -> None:
     same, other = (quantize(x, "float4_e2m1fn", "nvfp4", scale=scale * s) for s in (1, 2))
     np.testing.assert_array_equal(same.dequantize().data, own.dequantize().data)
     assert other.tensor_scale == 2 * scale
+    power = quantize(x, "float4_e2m1fn", "nvfp4", scale=0.3, power_of_two=True).tensor_scale
+    assert power == 0.5
     for_blocks = [np.asarray(q.scales).astype(np.float32) for q in (other, own)]
     np.testing.assert_array_equal(2 * for_blocks[0], for_blocks[1])
 

@@ -81,6 +81,29 @@ def test_router(options: dict[str, Any]) -> None:
             np.testing.assert_allclose(grads.bias, dbias, rtol=1e-4, atol=1e-4)
 
 
+def test_scores_whose_sum_is_zero() -> None:
+    """Of a score that isn't positive, weights and probabilities are finite."""
+    router = Router(2, 4, 2, score=jnp.tanh, key=jax.random.key(0))
+    routing = router.select(jnp.array([[1.0, -1.0, 0.5, -0.5], [1.0, 2.0, 3.0, 4.0]]))
+    assert routing.probabilities is not None and not np.asarray(routing.probabilities[0]).any()
+    np.testing.assert_allclose(routing.probabilities[1].sum(), 1, rtol=1e-6)
+
+
+def test_narrow_weights_and_probabilities() -> None:
+    """They round no tokens that they multiply, and are summed in float32."""
+    x = jax.random.normal(jax.random.key(1), (TOKENS, D)) * 1e5
+    experts_of = jnp.zeros((TOKENS, 1), jnp.int32)
+    router = Router(D, EXPERTS, 1, key=jax.random.key(0))
+    moe = MoE(router, experts(), weigh_inputs=True)
+    wide, narrow = (moe(x, routing=Routing(jnp.ones((TOKENS, 1), t), experts_of))[0] for t in ("float32", "float16"))
+    np.testing.assert_array_equal(narrow, wide)
+    many = jnp.zeros((200_000, 1), jnp.int32)
+    plain, ones = MoE(router, experts()), jnp.ones((200_000, 1), jnp.float16)
+    third = jnp.full((200_000, EXPERTS), 1 / 4, jnp.float16)
+    stats = jax.jit(lambda x: plain(x, routing=Routing(ones, many, third, third))[1])(jnp.zeros((200_000, D)))
+    np.testing.assert_allclose(stats.load_balance, EXPERTS / 4, rtol=1e-6)
+
+
 def test_a_selection_bias_only_selects() -> None:
     """It moves the choice, and not the weights. It has no gradient, and isn't among the arrays of an optimiser."""
     options: Any = {"score": "sigmoid", "use_selection_bias": True, "normalize": False}

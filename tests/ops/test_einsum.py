@@ -221,6 +221,18 @@ def by_group(x: Any, w: Any) -> np.ndarray:
     return out
 
 
+def test_existing_out_of_other_groups() -> None:
+    """Also if their sizes are traced."""
+    x, w = rows(2, 5), jnp.asarray(floats(3, 5, 2, 4))
+
+    def run(sizes: Array) -> Any:
+        return ragged.einsum(SPEC.text, x, w, existing_out=GroupedTensor(jnp.zeros((12, 2, 4)), sizes))
+
+    for sizes in (jnp.array([5, 5], jnp.int32), jnp.array([4, 3, 3, 0], jnp.int32)):
+        with pytest.raises(ValueError, match="groups of other sizes"):
+            jax.jit(run)(sizes)
+
+
 def test_options() -> None:
     """Those of `matmul`; extents of ragged letters count without what they are merged with."""
     x, w, spec = rows(2, 5), jnp.asarray(floats(3, 5, 2, 4)), SPEC.text

@@ -222,6 +222,20 @@ def test_pre_activations_beyond_float16(save: str) -> None:
         np.testing.assert_array_equal(grad.ravel(), [0, 301])
 
 
+def test_what_is_added_to_rows_of_other_shards() -> None:
+    """Their derivatives are zero, whatever the activation's derivative is there."""
+    x, gate, _, _ = operands()
+    is_local = np.repeat(np.arange(5), SIZES) == 2
+
+    def total(existing: Array) -> Array:
+        options: dict[str, Any] = {"group_offset": 2, "existing_out": existing}
+        return ragged.matmul(x, gate[2:3], activation=lambda z: jnp.sqrt(jnp.abs(z)), **options).data.sum()
+
+    gradient = np.asarray(jax.grad(total)(jnp.zeros((24, 16)).at[:19].set(is_local[:, None] * 1.0)))
+    assert np.isfinite(gradient).all() and not gradient[~np.resize(is_local, 24)].any()
+    assert (gradient[:19][is_local] != 0).all()
+
+
 def test_no_group_is_held() -> None:
     """All rows are zero, although the activation of 0 isn't."""
     x, w, _, bias = operands()

@@ -250,6 +250,31 @@ def test_experts_over_a_mesh() -> None:
     np.testing.assert_allclose(got, matmul(x, w, preferred_element_type=jnp.float32).data, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("backend", ["triton_gpu", "pallas_tpu"])
+def test_one_scale_for_each_group_of_all_elements(backend: str) -> None:
+    """A wgrad is summed over elements of a map in which a group may be empty."""
+    if backend == "triton_gpu":
+        gpu.needs_triton()
+    q = quantize(GroupedTensor(X.data[:24], jnp.array([12, 12], jnp.int32)), jnp.int8, "group")
+    sizes = np.array([[10, 12], [12, 0], [0, 3], [5, 0]], np.int32)
+
+    def total(w: Array) -> Array:
+        def one(sizes: Array) -> Array:
+            x = GroupedTensor(q.data, sizes, scales=q.scales, scaling=q.scaling)
+            return matmul(x, w, backend=INTERPRETED[backend]).data.sum()
+
+        return jax.vmap(one)(jnp.asarray(sizes)).sum()
+
+    with launches() as ran:
+        got = jax.jit(jax.grad(total))(jnp.ones((2, X.data.shape[1], 16)))
+    assert {name for name, _ in ran} == {backend}
+    want = np.zeros((X.data.shape[1], 2))
+    for first, second in sizes:
+        for group, rows in enumerate((slice(0, first), slice(first, first + second))):
+            want[:, group] += np.asarray(q.data[rows], np.float64).sum(0) * np.asarray(q.scales)[group]
+    np.testing.assert_allclose(got, np.broadcast_to(want.T[:, :, None], got.shape), rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["triton_gpu", "pallas_tpu"])
 def test_zero_points_without_a_kernel(backend: Any) -> None:

@@ -213,6 +213,8 @@ class Kernel:
         def in_group(x: Array, first: Any) -> Array:
             return x if span is None else select_rows(x, span[0] - first, span[1] - first)
 
+        has_rows = True if span is None else span[1] > span[0]
+
         if self.scales_row_blocks:
             total = tpu_scales.row_block_products(
                 self.dot,
@@ -223,13 +225,13 @@ class Kernel:
                 in_group,
                 lambda first: True if span is None else (first >= span[0]) & (first < span[1]),
             )
-            return self.rescale(total, *refs)
+            return self.rescale(total, *refs, has_rows=has_rows)
         x, y = (
             tpu_scales.scale_rows(operand, rows, ref, blocks, start, self.launch.details.scaled)
             for operand, ref, blocks, start in zip(operands, refs, self.scales, starts, strict=True)
         )
         total = self.dot(in_group(x, rows.start), in_group(y, rows.start))
-        return self.rescale(total, *refs) if self.rescales_each else total
+        return self.rescale(total, *refs, has_rows=has_rows) if self.rescales_each else total
 
     def rescale(self, total: Array, x_scales: Any, y_scales: Any, has_rows: Any = True) -> Array:
         """`total` times the scales that are constant along the contracted axis. In a wgrad, both operands' are rows.

@@ -121,7 +121,9 @@ def repeated(ref: Any, transposed: bool, extent: int, start: Any, width: int, ax
             parts.append(jnp.take_along_axis(values, index, axis=1, mode="promise_in_bounds"))
         return jnp.concatenate(parts, axis=1)[:, :width].astype(dtype)
     reads_part = width % (8 * extent) == 0 and blocks % count == 0 and has_parts
-    if axis == 0 and extent % 16 == 0 and (count == blocks or reads_part):
+    # One tile has all blocks, or there is only one.
+    has_all = count == blocks and (blocks == 1 or width >= blocks * extent or (isinstance(start, int) and start == 0))
+    if axis == 0 and extent % 16 == 0 and (has_all or reads_part):
         values = load(start // extent, count)
         values = jnp.broadcast_to(values[:, None, :], (count, extent, outer))
         return values.reshape(count * extent, outer)[:width].astype(dtype)
@@ -204,7 +206,8 @@ def local_scales(scales: Scales, group_offset: Array | None, num_local: int) -> 
     """Scales of the local groups: `[..., g, blocks] -> [..., h, 1, blocks]`."""
     values = scales.values
     first = jnp.int32(0) if group_offset is None else group_offset
-    index = jnp.clip(first[..., None] + jnp.arange(num_local, dtype=jnp.int32), 0, values.shape[-2] - 1)
+    local = jnp.expand_dims(jnp.arange(num_local, dtype=jnp.int32), range(first.ndim))
+    index = jnp.clip(first[..., None] + local, 0, values.shape[-2] - 1)
     if index.ndim > 1 or values.ndim > 2:
         batch = jnp.broadcast_shapes(index.shape[:-1], values.shape[:-2])
         values = jnp.broadcast_to(values, (*batch, *values.shape[-2:]))

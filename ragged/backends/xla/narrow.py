@@ -51,7 +51,8 @@ def matrices(data: Array, scales: Scales | None, contracted: int, lhs: Any, accu
     scales = replace(scales.map(lambda values: values.reshape(-1, *values.shape[-2:])), tensor=tensor)
     is_narrow = data.dtype.itemsize == 1 and common in (jnp.bfloat16, jnp.float32)
     scales_sums = is_narrow and scales.block[contracted] is None and scales.has_exact_differences(data.dtype)
-    is_exact = scales_sums or scales.are_exact(data.dtype)
+    # An integer dtype holds no scaled elements.
+    is_exact = scales_sums or (jnp.issubdtype(common, jnp.floating) and scales.are_exact(data.dtype))
     return Matrices(data, scales, contracted, common if is_exact else jnp.dtype(accumulator), scales_sums)
 
 

@@ -217,3 +217,13 @@ def test_contracted_rows(dtype: str, of_uniform: list[str], of_ragged: list[str]
     rows = GroupedTensor(jnp.zeros((40, 8), dtype), jnp.array([9, 20, 2]), jnp.array([3, 8, 1]))
     assert contracted(uniform, uniform) == of_uniform
     assert contracted(rows, GroupedTensor(rows.data, rows.first_dims)) == of_ragged
+
+
+@pytest.mark.parametrize("dtype, of, old", [("int8", "int64", 2**40), ("float32", "float64", 1 + 2.0**-40)])
+def test_old_values_of_64_bits(dtype: str, of: str, old: Any) -> None:
+    """The sum has all their bits."""
+    with jax.enable_x64(True):
+        x = GroupedTensor(jnp.ones((6, 4), dtype), jnp.array([2, 4], jnp.int32))
+        existing = jnp.full((6, 3), old, of)
+        out = ragged.matmul(x, jnp.ones((2, 4, 3), dtype), preferred_element_type=of, existing_out=existing).data
+        assert out.dtype == of and (np.asarray(out) == old + 4).all()
