@@ -106,7 +106,7 @@ def is_concrete(*xs: Any) -> bool:
 
 
 def known_to_differ(one: Any, other: Any) -> bool:
-    """Whether two arrays have different shapes, or are both concrete and not equal."""
+    """True if the shapes of two arrays differ, or if both arrays are concrete and their values differ."""
     return np.shape(one) != np.shape(other) or (is_concrete(one, other) and not np.array_equal(one, other))
 
 

@@ -47,12 +47,14 @@ def combined(function: Function | None, z: Sequence[Array], x: Operands, first_d
         return z[0]
     if x.offset is None:
         return as_array(activated(function, z, first_dims).data)
-    rows = [GroupedTensor(each, first_dims) for each in z]
-    is_local = per_group(_local_index(rows[0], x)[1])
-    # `function` gets 1 in other rows: its derivative by what stands there, perhaps `existing_out`, may be infinite.
-    z = [as_array(each.map(lambda data, local: jnp.where(local, data, 1), is_local).data) for each in rows]
-    out = activated(function, z, first_dims).map(lambda data, local: jnp.where(local, data, 0), is_local)
-    return as_array(out.data)
+
+    def of_local(gate: Array, local: Array) -> Array:
+        # `function` gets 1 in other rows: its derivative by what stands there, perhaps `existing_out`, may be infinite.
+        out = function.call(*(jnp.where(local, each, 1) for each in (gate, *z[1:])))
+        return jnp.where(local, out, 0)
+
+    rows = GroupedTensor(z[0], first_dims)
+    return as_array(rows.map(of_local, per_group(_local_index(rows, x)[1])).data)
 
 
 def activated(function: Function, z: Sequence[Array], first_dims: Array | None) -> GroupedTensor:

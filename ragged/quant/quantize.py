@@ -149,11 +149,14 @@ def _with_zero_points(x: GroupedTensor, name: str, scaling: Scaling, power_of_tw
 def _rounded(x: GroupedTensor, scale: Any, name: str, scaling: Scaling, power_of_two: bool) -> GroupedTensor:
     if scale is None or scaling.has_tensor_scale:
         return divided(x, name, scaling, *scales_of(amax(x, scaling), name, scaling, power_of_two, scale))
-    # With the target 1, `scale_of` only rounds scales to powers of two, if that is asked for.
-    rounded = scale_of(scale, 1.0, power_of_two or scaling.dtype == jnp.float8_e8m0fnu)
-    rounded = jnp.where(jnp.isnan(scale), jnp.nan, rounded)
+    rounded = _rounded_up(scale, power_of_two or scaling.dtype == jnp.float8_e8m0fnu)
     shape = scaling.shape(x.shape, x.packed_axis, x.num_groups)
     return divided(x, name, scaling, jnp.broadcast_to(rounded, shape))
+
+
+def _rounded_up(scale: Array, power_of_two: bool) -> Array:
+    """Given scales, with `power_of_two` rounded up to powers of two. NaN stays NaN."""
+    return jnp.where(jnp.isnan(scale), jnp.nan, scale_of(scale, 1.0, power_of_two))
 
 
 def checked_scale(site: Site, scale: Any, x: GroupedTensor, scaling: Scaling) -> Array:
@@ -174,21 +177,21 @@ def checked_scale(site: Site, scale: Any, x: GroupedTensor, scaling: Scaling) ->
         what = "scale of the tensor" if scaling.has_tensor_scale else "scales"
         problem = f"`scale` has shape {shape}, but the {what} of {scaling} {'has' if not want else 'have'} {want}."
         site.also(scale=scale).fail(ValueError, problem, "Pass a number, or an array that broadcasts to this shape.")
-    lowest = lowest_scale(scaling)
     if is_concrete(scale) or not is_arraylike(scale):
-        check_range(site.also(scale=scale), "scale", scale, lowest)
+        check_range(site.also(scale=scale), "scale", scale, scaling)
     axes = (1,) * (len(want) - len(shape)) if shape else ()
     scale = jnp.asarray(scale, jnp.float32).reshape(*axes, *shape)
-    return jnp.where((scale >= lowest) & (scale <= 1 / _TINY), scale, jnp.nan)
+    return jnp.where((scale >= _lowest_scale(scaling)) & (scale <= 1 / _TINY), scale, jnp.nan)
 
 
-def lowest_scale(scaling: Scaling) -> float:
+def _lowest_scale(scaling: Scaling) -> float:
     """The lowest scale; or, of a tensor, the lowest whose product with the smallest scale is a normal number."""
     return _TINY / float(jnp.finfo(scaling.dtype).tiny) if scaling.has_tensor_scale else _TINY
 
 
-def check_range(site: Site, name: str, scale: Any, lowest: float) -> None:
-    """Raises unless scales are at least `lowest`, and they and their reciprocals are normal numbers in float32."""
+def check_range(site: Site, name: str, scale: Any, scaling: Scaling) -> None:
+    """Raises unless scales are in the range of `scaling`: they and their reciprocals are normal float32 numbers."""
+    lowest = _lowest_scale(scaling)
     if not np.all((np.asarray(scale) >= lowest) & (np.asarray(scale) <= 1 / _TINY)):
         hint = f"Scales are {lowest:.1e} to {1 / _TINY:.1e}: they and their reciprocals are normal float32 numbers."
         site.fail(ValueError, f"`{name}` is out of range.", hint)
@@ -301,9 +304,9 @@ def scales_of(
     largest_scale = 256.0 if power_of_two else LARGEST[scaling.dtype.name]
     if tensor_scale is None:
         target = LARGEST[name] * largest_scale
-        tensor_scale = scale_of(jnp.max(largest, initial=0), target, power_of_two, lowest_scale(scaling))
-    elif power_of_two:
-        tensor_scale = jnp.where(jnp.isnan(tensor_scale), jnp.nan, scale_of(tensor_scale, 1.0, power_of_two))
+        tensor_scale = scale_of(jnp.max(largest, initial=0), target, power_of_two, _lowest_scale(scaling))
+    else:
+        tensor_scale = _rounded_up(tensor_scale, power_of_two)
     scales = scale_of(largest * (1 / tensor_scale), LARGEST[name], power_of_two)
     return jnp.clip(scales, smallest_scale, largest_scale), tensor_scale
 

@@ -20,7 +20,7 @@ from ragged.core.formats import LARGEST
 from ragged.core.scaling import NAMED, Scaling
 from ragged.core.sealed import sealed
 from ragged.quant.history import History
-from ragged.quant.quantize import check_range, dtype_name, lowest_scale
+from ragged.quant.quantize import check_range, dtype_name
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def _given_scale(cast: Cast, amax: Any) -> Any:
         site.fail(ValueError, f"`{names[0]}` is {describe(value)}.", "Pass a number or an array of numbers.")
     if names == ["amax"]:
         array = array / (LARGEST[cast.dtype] * (LARGEST["float8_e4m3fn"] if cast.scaling.has_tensor_scale else 1))
-    check_range(site.also(**{names[0]: value}), names[0], array, lowest_scale(cast.scaling))
+    check_range(site.also(**{names[0]: value}), names[0], array, cast.scaling)
 
     def nested(x: Any) -> Any:
         return tuple(map(nested, x)) if isinstance(x, list) else x

@@ -266,12 +266,11 @@ class GroupedBase(eqx.Module):
         Under `jit`, a transpose inside the function that calls `ragged.matmul` makes no copy; outside of `jit`, every
         transpose is a copy. `ValueError` for ragged or quantised groups with more than two dims.
         """
-        most = 2 if any(self.ragged) else 3 if self.is_quantized else self._rank
-        if not self.is_cotangent and not packs_columns(self) and self._rank > most:
-            which = "ragged" if any(self.ragged) else "quantised"
-            hint = _instead_of_mT(self) if any(self.ragged) else "Transpose the array before it is quantised."
-            problem = f"{which} groups with more than two dims have no transpose."
-            Site("GroupedTensor.mT", {"x": self}).fail(ValueError, problem, hint)
+        site, problem = Site("GroupedTensor.mT", {"x": self}), "groups with more than two dims have no transpose."
+        if any(self.ragged) and not self.is_cotangent and not packs_columns(self) and self._rank > 2:
+            site.fail(ValueError, f"ragged {problem}", _instead_of_mT(self))
+        if self.is_quantized and not any(self.ragged) and self._rank > 3:
+            site.fail(ValueError, f"quantised {problem}", "Transpose the array before it is quantised.")
         # Scales of whole groups have no axes to swap.
         by_block = self.scaling is not None and self.scaling.block not in (None, (None, None))
         return with_fields(

@@ -97,8 +97,7 @@ def by_default() -> Iterator[Case]:
     yield 20, four_bits("forward", "bfloat16", Scaling.of("column"), FP8, n=775)
 
     # Integers beside scales that floats of 8 bits hold.
-    e8m0: dict[str, Any] = {"scaling": Scaling((32, 1), "float8_e8m0fnu"), "rhs_dtype": "float32"}
-    yield 20, four_bits("forward", "int8", of="int4", **e8m0)
+    yield 20, four_bits("forward", "int8", MX, "int4", rhs_dtype="float32")
 
     yield 20, Program("forward", "bfloat16", rhs_cast=("uint4", (4, 1), "zeros"))
     yield 20, Program("forward_left", lhs_cast=("int8", "row", "zeros"), rhs_cast=("uint8", (4, 1), "zeros"))
