@@ -44,14 +44,14 @@ def make_group_metadata(
     visit, both int32 of the static length `ceil(m / tm) + g - 1`; the number of visits, `()` int32. Entries past the
     first `num_tiles` are in range but have no meaning.
 
-    **Raises:** `ValueError` if `tm` or `m` is not positive.
+    **Raises:** `ValueError` if `tm` or `m` is not positive, or there are no groups.
     """
-    if tm < 1 or m < 1:
-        raise ValueError(
-            f"`make_group_metadata`: `m` and `tm` must be positive. Got m={m}, tm={tm}.\n"
-            "An empty buffer has no tiles to visit: return zeros without a kernel."
-        )
     num_groups = group_sizes.shape[0]
+    if tm < 1 or m < 1 or not num_groups:
+        raise ValueError(
+            f"`make_group_metadata`: there must be rows, tiles and groups. Got m={m}, tm={tm}, {num_groups} groups.\n"
+            "There are no tiles to visit: return zeros without a kernel."
+        )
     tiles_m = -(-m // tm)
     # 1. A group of rows [start, end) touches the tiles floor(start / tm) .. ceil(end / tm) - 1.
     offsets = group_offsets(group_sizes, m)

@@ -8,7 +8,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Int, Integer, Shaped
 
-from ragged.core.errors import Site, describe
+from ragged.core.errors import Site, check_packed, describe
 from ragged.core.formats import as_array
 
 IN_BOUNDS = "promise_in_bounds"
@@ -104,6 +104,7 @@ def aligned_to_blocks(
     if group_sizes.ndim > 1:
         return jax.vmap(lambda sizes: aligned_to_blocks(sizes, rows, block))(group_sizes)
     offsets, capacity = group_offsets(group_sizes, rows), max_blocks(rows, group_sizes.shape[0], block) * block
+    check_packed(Site("groups aligned to blocks"), capacity)
     sizes = -(-jnp.diff(offsets) // block) * block
     aligned = group_offsets(sizes, capacity)
     row, ids = jnp.arange(capacity, dtype=jnp.int32), group_ids(aligned, capacity)

@@ -167,7 +167,7 @@ def _no_derivative(call: str, primals: Any, tangents: Any) -> Any:
     (x,) = primals
     Site(call, {"operand": x}).fail(
         TypeError,
-        "it is differentiated with respect to a quantised operand.",
+        "it is differentiated with respect to a quantised operand or its scales.",
         "Rounding has no useful derivative. To train, pass the operand unquantised to `ragged.matmul` with a `recipe`: "
         "then the gradient is straight-through. To keep it constant, quantise `jax.lax.stop_gradient(x)`.",
     )

@@ -456,7 +456,8 @@ class MoE(eqx.Module):
         rows = GroupedTensor(x if is_packed else clean, jnp.full(1, count, jnp.int32))
         y = self.shared(rows, self.tensor_axis).data
         if self.shared_gate is not None:
-            gate = jax.nn.sigmoid(clean.astype(jnp.float32) @ self.shared_gate.astype(jnp.float32))[:, None]
+            wide = clean.astype(jnp.float32), self.shared_gate.astype(jnp.float32)
+            gate = jax.nn.sigmoid(jnp.matmul(*wide, precision="highest"))[:, None]
             y = (y.astype(gate.dtype) * gate).astype(y.dtype)
         return y if is_packed else _with_padding(y, is_token, 0)
 

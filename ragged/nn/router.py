@@ -160,9 +160,9 @@ class Router(eqx.Module):
         return self.select(self.logits(x))
 
     def logits(self, x: Float[Array, "tokens d"]) -> Float[Array, "tokens experts"]:
-        """`x @ weight + bias`, in float32."""
+        """`x @ weight + bias`, in float32, also on TPUs: rounded to bfloat16, tokens would choose other experts."""
         check_rows(Site("router.logits(x)", {"x": x}), "x", x, self.weight.shape[-2])
-        logits = x.astype(jnp.float32) @ self.weight.astype(jnp.float32)
+        logits = jnp.matmul(x.astype(jnp.float32), self.weight.astype(jnp.float32), precision="highest")
         return logits if self.bias is None else logits + self.bias.astype(jnp.float32)[None]
 
     def select(self, logits: Float[Array, "tokens experts"]) -> Routing:

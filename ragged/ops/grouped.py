@@ -190,7 +190,7 @@ def _bind(
     offset = check.check_offset(site, arguments["group_offset"])
     lhs, rhs = (Operand(not_differentiable_8_bits(site.call, x)) for x in (lhs, rhs))
     sizes = {product.ragged: as_int32(arguments["group_sizes"])}
-    x = Operands(lhs, rhs, sizes, offset, Epilogue(existing_out))
+    x = Operands(lhs, rhs, sizes, offset, Epilogue(existing_out)).widened(dtype)
     out_spec = check.check_out_sharding(site, arguments["out_sharding"], x, shape)
     call = Call(product, shape, dtype, options, out_spec=out_spec)
     check.check_plan(site, x, call)

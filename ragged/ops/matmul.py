@@ -60,7 +60,8 @@ def matmul(
 ) -> GroupedTensor:
     """Multiplies two sequences of matrices, group by group.
 
-    `out[i] = lhs[i] @ rhs[i]`, accumulated in float32. The ragged dims of the operands determine the layout:
+    `out[i] = lhs[i] @ rhs[i]`, accumulated in float32, or in the result's dtype if it has 64 bits. The ragged dims of
+    the operands determine the layout:
 
     | lhs (first·last)        | rhs                     | out                         | name            |
     |-------------------------|-------------------------|-----------------------------|-----------------|
@@ -164,7 +165,7 @@ def _is_eager(lhs: Any, rhs: Any, arguments: Arguments) -> bool:
     leaves = jax.tree.leaves((lhs, rhs))
     return (
         trace_state_clean()
-        and arguments.has_only_names
+        and arguments.is_static
         and all(isinstance(getattr(x, "sharding", None), SingleDeviceSharding) for x in leaves)
         and not known_to_differ(getattr(lhs, "last_dims", None), getattr(rhs, "first_dims", None))
     )
@@ -267,6 +268,7 @@ def request_of(lhs: Any, rhs: Any, arguments: Arguments, site: Site | None = Non
     dims = {"m": _dims(lhs, 0), "k": _dims(lhs, 1), "n": _dims(rhs, 1)}
     sizes = {letter: dims[letter] for letter in layout.ragged}
     operands = Operands(lhs_operand, rhs_operand, sizes, offset, Epilogue(existing), index)
+    operands = operands if recipe is not None else operands.widened(dtype)
     if out_spec := check.check_out_sharding(site, arguments.out_sharding, operands, shape[::-1] if swapped else shape):
         out_spec = PartitionSpec(*out_spec.partitions[::-1], unreduced=out_spec.unreduced) if swapped else out_spec
     einsum = Product(lhs_letters, rhs_letters, "nm" if swapped else "mn", layout.ragged)

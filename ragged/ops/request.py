@@ -18,6 +18,9 @@ from ragged.quant.recipe import Recipe
 from ragged.quant.training import quantized, quantized_product
 from ragged.tensor.tensor import GroupedTensor
 
+# `isinstance` would allow True, which equals 1.
+_STATIC = str, int, jax.lax.Precision, jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset
+
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
@@ -39,10 +42,10 @@ class Arguments:
     out_sharding: Any = None
 
     @property
-    def has_only_names(self) -> bool:
-        """True if each argument is None, a string or a dtype."""
-        given = [value for name, value in vars(self).items() if name != "preferred_element_type"]
-        return all(value is None or isinstance(value, str) for value in given)
+    def is_static(self) -> bool:
+        """True if each argument is None, a name, a dtype, a precision or an extent."""
+        given = [value for name, value in vars(self).items() if value is not None and name != "preferred_element_type"]
+        return all(type(value) in _STATIC for value in given) and type(self.group_offset) is not int
 
     @staticmethod
     def of(site: Site, options: Mapping[str, Any]) -> "Arguments":

@@ -109,9 +109,9 @@ class XlaConfig(Config):
 class TpuConfig(Config):
     """Tiles of a TPU kernel, the number of buffers of each streamed operand, and whether the kernel is interpreted.
 
-    The tile of a ragged dim is a multiple of the sublanes of the smallest dtype of the operands and the result that
-    have this dim: 8 for 32 bits, 16 for 16, 32 for 8, 64 for 4. The tile of another dim is a multiple of 128. Any tile
-    may also be the whole extent.
+    Tiles are multiples of 128. Products with two or three ragged dims have two buffers of each operand. In all others,
+    a tile may also be the whole extent, and the tile of the ragged dim is a multiple of the sublanes of the smallest
+    dtype of the operands and the result that have this dim: 8 for 32 bits, 16 for 16, 32 for 8, 64 for 4.
     """
 
     backend: ClassVar[str] = "pallas_tpu"

@@ -74,6 +74,19 @@ class Operands(NamedTuple):
         """Number of groups: of sizes if a letter is ragged, else of matrices."""
         return next(iter(self.sizes.values())).shape[-1] if self.sizes else self.lhs.data.shape[-3]
 
+    def widened(self, dtype: Any) -> "Operands":
+        """With `lhs` and `rhs` cast to the result's dtype if it has 64 bits, and they have no scales.
+
+        Sums have the operands' dtype, or 32 bits if that has fewer. Operands with scales become 64-bit numbers anyway.
+        """
+        if jnp.dtype(dtype).itemsize < 8 or self.lhs.scales is not None or self.rhs.scales is not None:
+            return self
+        lhs, rhs = (Operand(each.data.astype(dtype)) for each in (self.lhs, self.rhs))
+        gather = self.gather
+        if gather is not None and gather.rows is not None:
+            gather = gather._replace(rows=gather.rows.astype(dtype))
+        return self._replace(lhs=lhs, rhs=rhs, gather=gather)
+
 
 class Options(NamedTuple):
     """Options that decide how a call's product is computed."""

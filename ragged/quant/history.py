@@ -27,6 +27,7 @@ from jax.core import ShapedArray, Tracer
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
+from ragged.core.errors import Site
 from ragged.core.sealed import sealed, unsealed
 
 FLOAT32 = jnp.dtype(jnp.float32)
@@ -53,7 +54,8 @@ class History:
         return unsealed(self.leaf)
 
     def sealed(self) -> "History":
-        return History(sealed(self.leaf))
+        leaf = self.leaf
+        return History(sealed(_not_differentiable(leaf) if isinstance(leaf, Tracer) else leaf))
 
     def unsealed(self) -> "History":
         return History(_in_largest(self.floats))
@@ -69,6 +71,18 @@ class History:
     @classmethod
     def tree_unflatten(cls, _: None, leaves: Sequence[Any]) -> "History":
         return cls(_in_largest(leaves[0]))
+
+
+@jax.custom_jvp
+def _not_differentiable(leaf: Array) -> Array:
+    """`leaf`. Differentiating with respect to it raises: a sealed array has no cotangent, the next history."""
+    return leaf
+
+
+@_not_differentiable.defjvp
+def _no_derivative(primals: Any, tangents: Any) -> Any:
+    hint = "Pass the unsealed recipe to `matmul`, and seal the next one, which `jax.grad` returns: `recipe.sealed()`."
+    Site("ragged.Recipe").fail(TypeError, "a history is sealed in a function that is differentiated by it.", hint)
 
 
 def _in_largest(x: Any) -> Any:

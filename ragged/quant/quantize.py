@@ -96,7 +96,7 @@ def quantize(
     the whole tensor).
 
     **Raises:** `TypeError` if `x` is not a tensor of floats or `dtype` isn't supported, `ValueError` if `x` can't have
-    the scaling. Differentiating it raises a `TypeError`: see `recipe` in `ragged.matmul`.
+    the scaling. Differentiating it by `x` or `scale` raises a `TypeError`: see `recipe` in `ragged.matmul`.
 
     !!! example
         ```python
@@ -125,14 +125,14 @@ def quantize(
         given = "`scale` is given" if scale is not None else f"the scales are {scaling.dtype.name}"
         hint = "Quantise with a scaling of float32. If scales and zero points are known, pass them to `GroupedTensor`."
         site.fail(ValueError, f"{given}, but `symmetric` is False.", hint)
-    scale = None if scale is None else checked_scale(site, scale, tensor, scaling)
+    given = None if scale is None else not_differentiable(site.call, checked_scale(site, scale, tensor, scaling))
     if is_read_transposed(tensor):
-        scale = scale.mT if scale is not None and scale.ndim > 1 else scale
-        return quantize(tensor.mT, name, scaling.mT, power_of_two=power_of_two, scale=scale, symmetric=symmetric).mT
-    tensor = tensor.with_data(not_differentiable("ragged.quantize", jnp.asarray(tensor.data)))
+        given = given.mT if given is not None and given.ndim > 1 else given
+        return quantize(tensor.mT, name, scaling.mT, power_of_two=power_of_two, scale=given, symmetric=symmetric).mT
+    tensor = tensor.with_data(not_differentiable(site.call, jnp.asarray(tensor.data)))
     if not symmetric:
         return _with_zero_points(tensor, name, scaling, power_of_two)
-    return _rounded(tensor, scale, name, scaling, power_of_two)
+    return _rounded(tensor, given, name, scaling, power_of_two)
 
 
 @jax.jit(static_argnums=(1, 2, 3), inline=True)

@@ -18,7 +18,6 @@ from jaxtyping import Float
 from ragged.core.errors import Site, describe, is_arraylike, is_count
 from ragged.core.formats import LARGEST
 from ragged.core.scaling import NAMED, Scaling
-from ragged.core.sealed import sealed
 from ragged.quant.history import History
 from ragged.quant.quantize import check_range, dtype_name
 
@@ -156,7 +155,8 @@ class Recipe(eqx.Module):
 
     A new recipe is sealed: arithmetic on its leaf raises an error, and `eqx.is_inexact_array` doesn't select it. So no
     optimiser can change the history. An `unsealed` recipe holds floats, for `jax.grad` and for checkpoints. `matmul`
-    accepts both.
+    accepts both. Sealing a history in a function that is differentiated by it raises a `TypeError`: its next history
+    would be lost.
 
     If several products share a recipe, or a product is computed several times, as in a loop over microbatches, the next
     history has the largest values of all of them. If the loss doesn't depend on a product, its next history is zero, as
@@ -184,7 +184,7 @@ class Recipe(eqx.Module):
     ) -> None:
         self.forward, self.dgrad, self.wgrad = forward, dgrad, wgrad
         # `dataclasses.replace` passes the `state` of the recipe that it copies.
-        self.state = state if history is None else History(sealed(history))
+        self.state = state if history is None else History(history).sealed()
         self.name, self.save = name, save
 
     @property

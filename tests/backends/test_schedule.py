@@ -185,13 +185,13 @@ def test_uint32_sizes() -> None:
         assert list(zip(groups[:n].tolist(), tiles[:n].tolist(), strict=True)) == [(2, 0), (2, 1)]
 
 
-@pytest.mark.parametrize("m, tm", [(0, 4), (4, 0), (-1, 4), (4, -4)])
-def test_empty_buffer_is_refused(m: int, tm: int) -> None:
+@pytest.mark.parametrize("m, tm, g", [(0, 4, 2), (4, 0, 2), (-1, 4, 2), (4, -4, 2), (4, 4, 0)])
+def test_empty_buffer_is_refused(m: int, tm: int, g: int) -> None:
     with pytest.raises(ValueError) as error:
-        schedule.make_group_metadata(group_sizes=jnp.zeros((2,), jnp.int32), m=m, tm=tm)
+        schedule.make_group_metadata(group_sizes=jnp.zeros((g,), jnp.int32), m=m, tm=tm)
     assert str(error.value) == (
-        f"`make_group_metadata`: `m` and `tm` must be positive. Got m={m}, tm={tm}.\n"
-        "An empty buffer has no tiles to visit: return zeros without a kernel."
+        f"`make_group_metadata`: there must be rows, tiles and groups. Got m={m}, tm={tm}, {g} groups.\n"
+        "There are no tiles to visit: return zeros without a kernel."
     )
 
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import Array
 from jax.sharding import PartitionSpec
 
 import ragged
@@ -205,4 +206,10 @@ def test_more_rows_than_int32_can_count() -> None:
         problem = f"`{call}`: 2147483648 packed rows (or columns) are more than 2147483647.\n"
         check_error(lambda function=function, args=args: jax.eval_shape(function, *args), ValueError, problem)
     most = jax.ShapeDtypeStruct((2**31 - 1, 8), f32)
+    problem = "`groups aligned to blocks`: 2147483650 packed rows (or columns) are more than 2147483647.\n"
+
+    def in_blocks(x: Array) -> GroupedTensor:
+        return ragged.quantize(GroupedTensor(x, DIMS), jnp.int8, (2, None))
+
+    check_error(lambda: jax.eval_shape(in_blocks, most), ValueError, problem)
     assert jax.eval_shape(lambda x: (GroupedTensor(x, DIMS) @ jnp.ones(w.shape)).mean(-2), most).shape == (4, 6)

@@ -90,6 +90,37 @@ def test_a_shape_alone_groups_nothing() -> None:
         ragged.matmul(x, w)
 
 
+def test_results_of_64_bits() -> None:
+    """They are computed in 64 bits, and so are their derivatives, also if the operands have 32 bits or fewer."""
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        for dtype, wide in (("int32", jnp.int64), ("float32", jnp.float64), ("bfloat16", jnp.float64)):
+            x, w = (jnp.asarray(rng.integers(-(2**30), 2**30, shape), dtype) for shape in ((6, 5), (2, 5, 4)))
+            route = ragged.route(jnp.array([1, 0, 1, 0, 1, 1]), 2)
+            tokens, exact = np.asarray(x)[np.asarray(route.order)].astype(object), np.asarray(w).astype(object)
+            want = np.concatenate([tokens[:2] @ exact[0], tokens[2:] @ exact[1]]).astype(wide)
+            multiply = partial(ragged.matmul, preferred_element_type=wide)
+            for rows in (route.gathered(x), route.dispatch(x)):
+                out = multiply(rows, w).data
+                assert out.dtype == wide
+                np.testing.assert_allclose(out, want, rtol=1e-13, atol=1e3 if wide == jnp.float64 else 0)
+            assert rows.first_dims is not None
+            by_sizes = rows.data, w, rows.first_dims
+            np.testing.assert_array_equal(ragged.lax.ragged_dot(*by_sizes, None, wide), out)
+            np.testing.assert_array_equal(ragged.grouped_matmul(*by_sizes, preferred_element_type=wide), out)
+            if wide == jnp.float64:
+
+                def loss(x: Array, w: Array, multiply: Any = multiply, route: Any = route) -> Array:
+                    return jnp.sum(multiply(route.gathered(x), w).data)
+
+                got = jax.grad(loss, argnums=(0, 1))(x, w)
+                dx = exact.sum(2)[[1, 0, 1, 0, 1, 1]].astype(float)
+                dw = np.stack([tokens[:2].sum(0), tokens[2:].sum(0)]).astype(float)
+                wanted = dx, np.broadcast_to(dw[..., None], w.shape)
+                for each, value in zip(got, wanted, strict=True):
+                    np.testing.assert_array_equal(each, jnp.asarray(value, dtype))
+
+
 def test_buffers_of_results() -> None:
     """Their extents, where the operands don't tell how large they must be. `tests/contract` has the values."""
     outer, inner = cases.make("outer"), cases.make("inner_columns")

@@ -102,6 +102,24 @@ def test_a_history_is_sealed_and_unsealed(tmp_path: Path) -> None:
     np.testing.assert_array_equal(back.sealed().history, following.history)
 
 
+def test_a_history_that_is_sealed_where_it_is_differentiated() -> None:
+    """Its next history would be lost, and zero. Other derivatives of the same function don't need it."""
+
+    def loss(recipe: Recipe, w: Array) -> Array:
+        return matmul(W.mT, w, recipe=recipe).data.sum()
+
+    def of_array(history: Array, w: Array) -> Array:
+        return loss(Recipe(ONE, ONE, ONE, history), w)
+
+    recipe = Recipe(ONE, ONE, ONE, jnp.ones((3, 2))).unsealed()
+    for function, given in ((of_array, recipe.history), (lambda recipe, w: loss(recipe.sealed(), w), recipe)):
+        for context in (lambda f: f, jax.jit, jax.checkpoint):
+            with pytest.raises(TypeError, match="sealed in a function that is differentiated by it"):
+                jax.grad(context(function))(given, W)
+        want = jax.grad(loss, argnums=1)(recipe, W)
+        np.testing.assert_array_equal(jax.jit(jax.grad(jax.checkpoint(function), argnums=1))(given, W), want)
+
+
 Use = tuple[float, float]  # of a product: the factor of its rows, and its result's cotangent
 Loss = Callable[[Recipe, Any], Array]
 KINDS = ["twice", "jit", "checkpoint", "checkpoint of a closure", "cond", "carry", "scan", "devices", "map", "vmap"]

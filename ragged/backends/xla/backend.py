@@ -518,10 +518,10 @@ def _transposed_grouped(launch: Launch, x: Operands) -> Array:
     is_single = isinstance(starts.shape[0], int) and starts.shape[0] == 1  # may be symbolic
     if is_single:
         starts, ends, base = starts[0], ends[0], base[0]
-    padding = _padding(k, launch.config.along(letter)[0])
+    padding = _padding(k, tile_sizes := launch.config.along(letter)[0])
     operands = [(_padded(z.data.reshape(-1, z.data.shape[-1]), padding), z.data.ndim > 2) for z in pair]
     common = compute_dtype(operands[0][0].dtype, operands[1][0].dtype)
-    accumulator, tile_sizes, h = accumulator_dtype(common), launch.config.along(letter)[0], starts.shape[-1]
+    accumulator, h = accumulator_dtype(common), starts.shape[-1]
 
     def product(tile: int, start: Array, end: Array, base: Array) -> Array:
         at, in_group = _window(k + padding, tile, start, end)
