@@ -131,7 +131,10 @@ def logits(
 
     Sequence `i` has `lengths[i]` tokens, at most `longest`. Rows of the tail are undefined.
     """
-    is_sliding = [kind == "sliding_attention" for kind in c.get("layer_types") or c["num_hidden_layers"] * [""]]
+    if c.get("hidden_act", "silu") != "silu":
+        raise NotImplementedError(f"hidden_act {c['hidden_act']!r}: the blocks of this example have silu.")
+    kinds = c.get("layer_types") or c["num_hidden_layers"] * ["sliding_attention"]
+    is_sliding = [kind == "sliding_attention" for kind in kinds]
     windows = np.where(is_sliding, c.get("sliding_window") or longest, longest).astype(np.int32)
     x = p["model.embed_tokens.weight"][ids]
     angles = rotary(c, GroupedTensor(x, lengths).positions)
@@ -164,9 +167,11 @@ def linear(w: Arrays, name: str, x: Array) -> Array:
 def rotary(c: Config, positions: Int[Array, " rows"]) -> tuple[Array, Array]:
     """`(cos, sin)` of the positions' angles, `[rows, 1, head_dim / 2]`: RoPE, or YaRN (arXiv:2309.00071)."""
     rope = c.get("rope_parameters") or {**(c.get("rope_scaling") or {}), "rope_theta": c["rope_theta"]}
+    if (kind := rope.get("rope_type", rope.get("type", "default"))) not in ("default", "yarn"):
+        raise NotImplementedError(f"rope_type {kind!r}: this example has RoPE and YaRN.")
     size, theta, factor = c["head_dim"], rope["rope_theta"], 1.0
     frequencies = theta ** -(np.arange(0, size, 2) / size)
-    if rope.get("rope_type") == "yarn":
+    if kind == "yarn":
 
         def dim(rotations: float) -> float:  # the dim that turns this often within the original context
             turns = rope["original_max_position_embeddings"] / (2 * math.pi * rotations)

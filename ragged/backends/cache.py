@@ -68,7 +68,8 @@ def product_key(call: Call, x: Operands, backend: str) -> str:
     def operand_key(operand: Operand, letters: str) -> str:
         s = operand.scales
         levels = "" if s is None else "/e8m0" * s.e8m0 + "/tensor" * (s.tensor is not None)
-        block = "" if s is None else f"/{s.block[0]},{s.block[1]}{levels}"
+        zeros = "" if s is None or s.zeros is None else f"/zeros {s.zeros.dtype.name}"
+        block = "" if s is None else f"/{s.block[0]},{s.block[1]}{levels}{zeros}"
         return f"{letters}:{jnp.dtype(operand.data.dtype).name}{block}"
 
     # A ragged letter's extent is taken from a buffer that packs it; other buffers only limit the width of a group.
@@ -90,7 +91,7 @@ def product_key(call: Call, x: Operands, backend: str) -> str:
         f"precision={precision}" if precision != "none" else "",
         "existing" if x.epilogue.existing is not None else "",
         "offset" if x.offset is not None else "",
-        _epilogue_key(call),
+        _epilogue_key(call, x),
         "gathered" if x.gather is not None else "",
     ]
     if batch := call.batch(x):
@@ -99,12 +100,13 @@ def product_key(call: Call, x: Operands, backend: str) -> str:
     return " ".join(filter(None, parts))
 
 
-def _epilogue_key(call: Call) -> str:
+def _epilogue_key(call: Call, x: Operands) -> str:
     if call.epilogue is None:
         return ""
     function, columns = call.epilogue.function, call.epilogue.columns
     kind = f"/{columns}" if columns else ""
-    return f"epilogue={function.key if function else None}/{call.num_products}/{call.num_stored}{kind}"
+    biases = "".join(f"/bias {each.ndim}" for each in (x.epilogue.bias, x.epilogue.up_bias) if each is not None)
+    return f"epilogue={function.key if function else None}/{call.num_products}/{call.num_stored}{kind}{biases}"
 
 
 def _bucket(n: int) -> int:

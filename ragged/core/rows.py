@@ -89,8 +89,13 @@ def _(dtype: Any, primals: Any, tangents: Any) -> tuple[Array, Array]:
 
 
 def tangent_of(function: Callable[..., Array], primals: Sequence[Array], tangents: Sequence[Any]) -> Array:
-    """The tangent of `function(*primals)`. Tangents may be `SymbolicZero`. The backward pass saves only `primals`."""
-    nonzero = {i: d for i, d in enumerate(tangents) if not isinstance(d, SymbolicZero)}
+    """The tangent of `function(*primals)`. Arrays in tangents may be `SymbolicZero`, all those of a pytree or none. The
+    backward pass saves only `primals`."""
+
+    def is_zero(tangent: Any) -> bool:
+        return all(isinstance(each, SymbolicZero) for each in jax.tree.leaves(tangent))
+
+    nonzero = {i: d for i, d in enumerate(tangents) if not is_zero(d)}
 
     # The forward pass has none of the recomputed operations, so CSE can't merge them with it.
     @partial(jax.checkpoint, prevent_cse=False)

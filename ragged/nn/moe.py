@@ -456,9 +456,10 @@ class MoE(eqx.Module):
         rows = GroupedTensor(x if is_packed else clean, jnp.full(1, count, jnp.int32))
         y = self.shared(rows, self.tensor_axis).data
         if self.shared_gate is not None:
-            wide = clean.astype(jnp.float32), self.shared_gate.astype(jnp.float32)
-            gate = jax.nn.sigmoid(jnp.matmul(*wide, precision="highest"))[:, None]
-            y = (y.astype(gate.dtype) * gate).astype(y.dtype)
+            dtype = accumulator_dtype(promote(x.dtype, self.shared_gate.dtype))
+            gate = jax.nn.sigmoid(jnp.matmul(clean.astype(dtype), self.shared_gate.astype(dtype), precision="highest"))
+            wide = promote(dtype, accumulator_dtype(y.dtype))
+            y = (y.astype(wide) * gate[:, None].astype(wide)).astype(y.dtype)
         return y if is_packed else _with_padding(y, is_token, 0)
 
     def _stats(

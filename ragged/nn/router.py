@@ -11,7 +11,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int, PRNGKeyArray
 
 from ragged.core.errors import Site, describe, is_arraylike, is_count
-from ragged.core.formats import float_dtype
+from ragged.core.formats import accumulator_dtype, float_dtype
 from ragged.core.sealed import sealed, unsealed
 
 SCORES: dict[str, Callable[[Array], Array]] = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}
@@ -166,9 +166,10 @@ class Router(eqx.Module):
         return logits if self.bias is None else logits + self.bias.astype(jnp.float32)[None]
 
     def select(self, logits: Float[Array, "tokens experts"]) -> Routing:
-        """The routing of tokens with these logits."""
+        """The routing of tokens with these logits, which are cast to float32 if they are narrower."""
         site = Site("router.select(logits)", {"logits": logits})
         check_rows(site, "logits", logits, self.weight.shape[-1])
+        logits = logits.astype(accumulator_dtype(logits.dtype))
         scores = SCORES[self.score](logits) if isinstance(self.score, str) else self.score(logits)
         if jnp.shape(scores) != logits.shape:
             hint = "Return one score for each logit."
@@ -215,7 +216,9 @@ def _normalized(scores: Float[Array, "tokens top_k"], epsilon: float) -> Float[A
     power of two, near the largest one. Subnormal scores count as 0.
     """
     largest = lax.stop_gradient(jnp.max(jnp.abs(scores), axis=1, keepdims=True))
-    nearest_power = lax.reduce_precision(largest, jnp.finfo(scores.dtype).nexp, 0)
+    numbers = jnp.finfo(scores.dtype)
+    # The largest numbers would be rounded to infinity, or to a power whose reciprocal XLA rounds to 0.
+    nearest_power = jnp.minimum(lax.reduce_precision(largest, numbers.nexp, 0), 2.0 ** (int(numbers.maxexp) - 2))
     is_zero = nearest_power == 0
     unit = jnp.where(is_zero, 1, nearest_power)
     scaled = scores / unit

@@ -109,6 +109,12 @@ def _is_partitioned(leaves: Sequence[Any], call: Call) -> bool:
     return bool(several) and all(mesh.abstract_device for mesh in several) and not call.options.calls_back
 
 
+def is_over_devices(equation: Any) -> bool:
+    """Whether lowering partitions the product of this equation over several devices."""
+    explicit = explicit_mesh([x.aval for x in equation.invars], None)
+    return equation.primitive is partitioned_matmul_p or explicit is not None
+
+
 def abstract_eval(*avals: Any, tree: Any, call: Call) -> tuple[Any, frozenset[Any]]:
     """`(aval, effects)` of a product."""
     x = tree.unflatten(avals)

@@ -11,7 +11,7 @@ import math
 import operator
 from abc import abstractmethod
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NoReturn, TypeVar
 
 import equinox as eqx
@@ -220,9 +220,9 @@ class Arithmetic(GroupedBase, Operators):
           `per_column(v)`. `fn` gets numbers, or arrays that broadcast to the buffer.
         - `zero_tail`: False leaves in the tail what `fn` returns for ones, which saves a pass over the buffer.
 
-        **Raises:** `TypeError` if a plain array is passed (let `fn` close over it). `ValueError` if `fn` changes the
-        extent of a ragged axis or returns a rank that the tensor can't have, or if another tensor has a different
-        structure.
+        **Raises:** `TypeError` if a plain array is passed (let `fn` close over it), or if `fn` returns several arrays.
+        `ValueError` if `fn` changes the extent of a ragged axis or returns a rank that the tensor can't have, or if
+        another tensor has a different structure.
         """
         for other in others:
             if not isinstance(other, Arithmetic | Wrapped | SCALARS):
@@ -232,7 +232,11 @@ class Arithmetic(GroupedBase, Operators):
                     hint = "Copy the rows first: `x.map(fn, other.dispatch())`."
                 Site("GroupedTensor.map", {"x": self, "other": other}).fail(TypeError, problem, hint)
         x = _template(self, *others)
-        return x._mapped(fn(*(_aligned(x, each, "map") for each in (self, *others))), zero_tail)
+        out = fn(*(_aligned(x, each, "map") for each in (self, *others)))
+        if isinstance(out, tuple | list):
+            hint = "Call `map` once for each array."
+            Site("GroupedTensor.map", {"x": self}).fail(TypeError, f"`fn` returns a {type(out).__name__}.", hint)
+        return x._mapped(out, zero_tail)
 
     def _mapped(self: Tensor, out: Any, zero_tail: bool = True) -> Tensor:
         """The tensor with the buffer `out`, the result of a function of its own buffer. Raises if the shape doesn't
@@ -284,7 +288,7 @@ class Arithmetic(GroupedBase, Operators):
           With more dims, the result has the remaining ones too.
 
         Floats of fewer than 32 bits are summed in float32 and rounded. Integers of fewer than 32 bits give int32; uint8
-        and uint16 give uint32.
+        and uint16 give uint32. (With `jax_enable_x64`, these have 64 bits, as in `jnp.sum`.)
 
         In all reductions, NaN and infinities propagate as in NumPy, but never to another group (or row, or column) or
         its gradient.
@@ -301,8 +305,7 @@ class Arithmetic(GroupedBase, Operators):
         check_has_groups(self)
         dtype = _mean_dtype(self.dtype)
         accumulator = accumulator_dtype(dtype)
-        count = self.with_data(jnp.ones(self.shape, jnp.int32)).sum(axis).astype(accumulator)
-        total = self.astype(accumulator).sum(axis)
+        count, total = _count(self, axis, accumulator), self.astype(accumulator).sum(axis)
         mean = jnp.where(count > 0, total / jnp.maximum(count, 1), jnp.asarray(empty, accumulator)).astype(dtype)
         return self._with_kept_dims(mean, axis, keepdims)
 
@@ -361,8 +364,8 @@ class Arithmetic(GroupedBase, Operators):
         """`out`, a reduction along `axis`, with `empty` where there are no elements; unchanged if `empty` is None."""
         if empty is None:
             return out
-        count = self.with_data(jnp.ones(self.shape, jnp.int32)).sum(axis)
-        return jnp.where(count > 0, out, jnp.asarray(empty, out.dtype))
+        has_any = self.with_data(jnp.ones(self.shape, bool)).max(axis)
+        return jnp.where(has_any, out, jnp.asarray(empty, out.dtype))
 
     def _with_kept_dims(self, out: Array, axis: int | None, keepdims: bool) -> Any:
         """`out`, a reduction along `axis`; with `keepdims`, as the tensor that `sum` documents."""
@@ -391,7 +394,11 @@ class Arithmetic(GroupedBase, Operators):
             Site("GroupedTensor", {"x": self}).fail(ValueError, f"`axis` of a reduction is {axis!r}.", hint)
         if self.packed_axis is None:
             axes = tuple(group_axes) if axis is None else (axis,)
-            out = dense_fn(self.data, axis=axes, initial=neutral)
+            data = jnp.asarray(self.data)
+            if self.dtype.itemsize == 1:  # `jnp.sum` widens floats of 16 bits, but not of 8.
+                data = data.astype(_sum_dtype(self.dtype))
+            out = dense_fn(data, axis=axes, initial=neutral)
+            out = out.astype(self.dtype) if data.dtype != self.dtype else out
             return out if all(self.shape[a] for a in axes) else jnp.full_like(out, empty)
         if self.packed_axis == -1:
             other = None if axis is None else -3 - axis  # -1 for -2, and -2 for -1
@@ -428,7 +435,7 @@ class Arithmetic(GroupedBase, Operators):
         The tail is zero, and so are rows without visible elements. As in `jax.nn.softmax`, a row with a visible NaN or
         inf, or whose visible elements are all -inf, is NaN in its visible elements, and so is its gradient; other rows
         aren't affected. (A row is what one softmax runs over: with `axis=-2`, a column of a group.) Computed in float32
-        and rounded once.
+        and rounded once; of integers, the result is float32.
 
         **Arguments:**
 
@@ -465,9 +472,9 @@ class Arithmetic(GroupedBase, Operators):
             hint = f"It must be {_names_of(axes)}."
             Site("GroupedTensor.softmax(axis)", {"x": self}).fail(ValueError, f"`axis` is {axis!r}.", hint)
         left, right = _window(self, causal, window)
-        if (dtype := _sum_dtype(self.dtype)) != self.dtype:
-            out = self.astype(dtype).softmax(axis, causal=causal, window=window, sink=sink)
-            return out.astype(self.dtype)
+        dtype = _mean_dtype(self.dtype)
+        if (wide := _sum_dtype(dtype)) != self.dtype:
+            return self.astype(wide).softmax(axis, causal=causal, window=window, sink=sink).astype(dtype)
         is_ragged = {axes[0]: self.ragged[0], -1: self.ragged[1]}.get(axis, False)
         if not is_ragged and left is None and right is None and sink is None:
             return self.map(lambda data: jax.nn.softmax(data, axis=axis))
@@ -580,11 +587,13 @@ def _aligned(x: Arithmetic, other: Any, symbol: str, reflected: bool = False) ->
         return _same_structure(x, other, symbol) if stretched is None else _spread(x, stretched)
     if not isinstance(other, Wrapped):
         if not jnp.ndim(other):
-            if isinstance(other, Array) and _sum_dtype(dtype := jnp.result_type(x.data, other)) != dtype:
-                other = broadcast_accumulated(other, dtype, x.shape)
+            if isinstance(other, Tracer) and jnp.issubdtype(other.dtype, jnp.inexact):
+                # Ones in the tail, because 0 times an infinite derivative would be NaN there.
+                dtype = jnp.result_type(x.data, other)
+                return filled(with_fields(x, data=broadcast_accumulated(other, dtype, x.shape)), 1)
             return other
         shape = jnp.shape(other)
-        if x.is_cotangent or x.ragged[1] or shape != x.shape[-1:] or shape == (x.num_groups,):
+        if symbol == "map" or x.is_cotangent or x.ragged[1] or shape != x.shape[-1:] or shape == (x.num_groups,):
             site = Site("GroupedTensor.map" if symbol == "map" else f"GroupedTensor {symbol} array", {"x": x})
             hint = _hint(x, shape, symbol, reflected)
             site.also(v=other).fail(TypeError, "a plain array has no groups to match.", hint)
@@ -613,7 +622,9 @@ def _stretched(x: Arithmetic, other: Arithmetic) -> Wrapped | None:
         return per_group(value.reshape(-1) if is_scalar else broadcast_accumulated(value, value.dtype, shape))
     if axis is None or (other.packed_axis, other.capacity) != (axis, x.capacity):
         return None
-    if other.kind == "ragged both" and not (x.kind == other.kind and _may_be_equal(x.last_dims, other.last_dims)):
+    if other.kind == "ragged both" and (x.kind != other.kind or not _may_be_equal(x.first_dims, other.first_dims)):
+        return None
+    if other.kind == "ragged both" and not _may_be_equal(x.last_dims, other.last_dims):
         return None
     if other.kind != x.kind and data.shape[-2 if axis == -1 else -1] != 1:
         return None
@@ -779,6 +790,24 @@ def _sum_groups(x: Arithmetic, data: Shaped[Array, "rows *last"]) -> Shaped[Arra
     return data[:-1]
 
 
+def _count(x: Arithmetic, axis: int | None, dtype: Any) -> Array:
+    """Number of elements that a reduction along `axis` reduces, in its result's shape.
+
+    Extents are multiplied in `dtype`, the dtype of sums: int32 can't count the elements of a large group.
+    """
+    if axis is not None:
+        return x.with_data(jnp.ones(x.shape, jnp.int32)).sum(axis).astype(dtype)
+    if x.packed_axis == -1:
+        return _count(x.mT, axis, dtype)
+    static, count = x.shape[1:], jnp.ones(x.num_groups, dtype)
+    if x.packed_axis is not None:
+        count = jnp.diff(x.offsets).astype(dtype)
+    if x.last_dims is not None:
+        count *= jnp.clip(as_int32(x.last_dims), 0, x.shape[-1]).astype(dtype)
+        static = static[:-1]
+    return reduce(lambda count, extent: count * jnp.asarray(extent).astype(dtype), static, count)
+
+
 def _extreme_value(x: Arithmetic, name: str, axis: int | None) -> Array:
     """The largest or the smallest element of each group; for empty groups, the dtype's lowest or highest value."""
     lowest, highest = _limits(x.dtype)
@@ -810,7 +839,9 @@ def _(name: str, axis: int | None, primals: tuple[Any], tangents: tuple[Any]) ->
     chosen = x.map(lambda each, best: (each == best) | jnp.isnan(best), best)
     tangent = x.with_data(tangents[0].data).map(lambda each, chosen: jnp.where(chosen, each, 0), chosen)
     dtype = _sum_dtype(x.dtype)
-    share = jnp.where(jnp.isnan(out), out.astype(dtype), 1 / jnp.maximum(chosen.sum(axis), 1).astype(dtype))
+    # int32 can count the elements along one axis, but not all elements of a large group.
+    count = chosen.sum(axis) if axis is not None else chosen.sum(-1, keepdims=True).astype(dtype).sum()
+    share = jnp.where(jnp.isnan(out), out.astype(dtype), 1 / jnp.maximum(count, 1).astype(dtype))
     return out, (tangent.astype(dtype).sum(axis) * share).astype(out.dtype)
 
 
@@ -825,7 +856,10 @@ def _limits(dtype: Any) -> tuple[Any, Any]:
 
 
 def _mean_dtype(dtype: Any) -> Any:
-    return dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.dtype(jnp.float32)
+    """Dtype of a mean, as `jnp.mean` has it."""
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return dtype
+    return jnp.dtype(jnp.float64 if jnp.dtype(dtype).itemsize == 8 else jnp.float32)
 
 
 def _window(x: Arithmetic, causal: bool, window: Any) -> tuple[Any, Any]:

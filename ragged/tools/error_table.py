@@ -189,7 +189,12 @@ def _product(operands: Operands, call: Call) -> Array:
 
 @jax.jit(static_argnames="call")
 def _powers(exact: Array, got: Array, sizes: dict[str, Array], call: Call) -> tuple[Array, Array]:
-    """`(signal, noise)`: the power of each group's exact product and of its error."""
+    """`(signal, noise)`: the power of each group's exact product and of its error, both times one factor."""
+    # The factor is a power of two that brings the largest value near 1, so that no square overflows.
+    largest = jnp.max(jnp.where(jnp.isfinite(exact), jnp.abs(exact), 0), initial=0)
+    exponent = jnp.frexp(largest)[1]
+    for part in (exponent // 2, exponent - exponent // 2):  # In one step, the factor might not be a normal number.
+        exact, got = (z * jnp.ldexp(jnp.float32(1), -part) for z in (exact, got))
     signal, noise = (
         GroupedTensor(jnp.square(z), sizes.get(call.product.out[0]), sizes.get(call.product.out[1])).sum()
         for z in (exact, got - exact)

@@ -21,6 +21,7 @@ from ragged.ops.letters import Einsum
 from ragged.ops.matmul import einsum_of_matmul, matmul
 from ragged.ops.request import Arguments
 from ragged.primitive import fused, lowering
+from ragged.primitive.primitive import is_over_devices, partitioned_matmul_p
 from ragged.product.function import function_of
 from ragged.product.layout import LAYOUTS, Layout
 from ragged.product.operands import Call, EpilogueSpec, Operand, Operands
@@ -46,7 +47,9 @@ def explain(
     Nothing is computed. With a `spec`, it describes the single product that `einsum(spec, lhs, rhs, **options)`
     computes. Its `lhs` is the operand that has the first unmapped letter of the result.
 
-    Arrays may be `jax.ShapeDtypeStruct`s. Tile counts are exact for concrete group sizes, else upper bounds.
+    Arrays may be `jax.ShapeDtypeStruct`s. Tile counts are exact for concrete group sizes, else upper bounds. If the
+    operands are sharded over several devices, configurations and counts are those of one device that computes the whole
+    product: for those of a device's part, pass operands with its extents.
 
     **Arguments:**
 
@@ -91,7 +94,8 @@ def explain(
     letters = _letters(spec, lhs, rhs, options.get("group_offset"))
     sizes, offset = _sizes(lhs, rhs, call, letters), options.get("group_offset")
     known = sizes is not None and (offset is None or isinstance(offset, int | np.integer) or is_concrete(offset))
-    known = known and not _is_unreduced(options)  # Sizes of an unreduced product differ between devices.
+    # Devices have parts of different groups.
+    known = known and not _is_unreduced(options) and not any(map(is_over_devices, equations.values()))
     explained = [_Product.of(name, layout, each, sizes if known else None, offset) for name, each in equations.items()]
     explained[0] = explained[0].then(options.get("bias"), options.get("activation"))
     recipe = options.get("recipe")
@@ -222,6 +226,7 @@ class _Product(NamedTuple):
     operands: Operands  # `ShapeDtypeStruct`s for arrays
     operands_with_sizes: Operands | None  # with concrete sizes; None if these are unknown
     fields: dict[str, Any]  # fields of `ProductPlan`
+    is_partitioned: bool = False  # over `Auto` mesh axes
     epilogue: EpilogueSpec | None = None  # what XLA computes after the product, if its primitive has no epilogue
 
     @staticmethod
@@ -245,7 +250,7 @@ class _Product(NamedTuple):
             "scales": tuple(_scales(x, letters) for _, x, letters in operands),
             "is_exact": with_sizes is not None,
         }
-        return _Product(call, x, with_sizes, fields | costs)
+        return _Product(call, x, with_sizes, fields | costs, equation.primitive is partitioned_matmul_p)
 
     def then(self, bias: Any, activation: Any) -> "_Product":
         """The product, followed by the activation or bias of the call unless the product's primitive applies it."""
@@ -258,7 +263,8 @@ class _Product(NamedTuple):
         """The plan for a platform, with the error's text if lowering raises."""
         plan = ProductPlan(platform=platform, **self.fields)
         try:
-            with lowering.target_of(platform, self.call.options, device) as target:
+            automatic = self.is_partitioned and platform == "tpu"  # as `primitive` lowers it
+            with lowering.target_of(platform, self.call.options, device, automatic=automatic) as target:
                 launch = lowering.launch_of(platform, self.operands, self.call, target)
                 runs = replace(launch, has_xla_epilogue=launch.has_xla_epilogue or self.epilogue is not None)
                 if launch.has_xla_epilogue:  # The product has its own plan, as in the lowered program.

@@ -19,11 +19,10 @@ from ragged.backends import cache
 from ragged.backends.cache import Found
 from ragged.core.errors import Site, describe, is_arraylike, is_count
 from ragged.core.formats import AnyArray
-from ragged.core.mesh import explicit_mesh
 from ragged.ops.matmul import matmul
 from ragged.ops.request import Arguments
 from ragged.primitive import lowering
-from ragged.primitive.primitive import partitioned_matmul_p
+from ragged.primitive.primitive import is_over_devices
 from ragged.product.config import Config, Configs, backend_of, to_json
 from ragged.product.operands import Options
 from ragged.tensor.tensor import GroupedTensor
@@ -96,7 +95,7 @@ def candidates(lhs: Any, rhs: Any, *, most: int = 32, **options: Any) -> list[Co
     _check_count(site, "most", most)
     Arguments.of(site, options)
     (equation, _), *_ = products_of(partial(matmul, **options), (lhs, rhs), sizes=False)
-    if _is_sharded(equation):
+    if is_over_devices(equation):
         hint = "Pass operands with one device's extents; `jax.ShapeDtypeStruct`s can replace the arrays."
         site.fail(ValueError, "a product over several devices is partitioned when it is lowered.", hint)
     return BoundProduct(equation).candidates(most)
@@ -169,7 +168,7 @@ def autotune(
         )
     found: dict[BoundProduct, Any] = {}
     for equation, call_sizes in products_of(fn, args, sizes=sizes is None):
-        if _is_sharded(equation):
+        if is_over_devices(equation):
             hint = "Tune one device's part: the function inside `shard_map`, or operands with one device's extents."
             warnings.warn(f"`ragged.tuning`: a product over several devices is skipped.\n{hint}", stacklevel=2)
             continue
@@ -203,12 +202,6 @@ def _function(site: Site, first: Any, args: Any, derivatives: bool, options: Any
             "Pass `lhs` and `rhs`, or a function and its arguments.",
         )
     return partial(with_cotangents if derivatives else matmul, **options), (first, *args)
-
-
-def _is_sharded(equation: Any) -> bool:
-    """Whether lowering partitions the product over several devices."""
-    explicit = explicit_mesh([x.aval for x in equation.invars], None)
-    return equation.primitive is partitioned_matmul_p or explicit is not None
 
 
 def _check_count(site: Site, name: str, value: Any, minimum: int = 1) -> None:

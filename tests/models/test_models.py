@@ -30,6 +30,24 @@ def test_whole_models(name: str) -> None:
 
 
 @pytest.mark.long
+def test_configurations() -> None:
+    """A window without kinds of layers is in all layers, as in Mixtral. What the example doesn't have raises."""
+    models, recorded = blocks.example("models"), blocks.recorded("mixtral")
+    config, arrays = recorded["whole/config"], blocks.part("mixtral", "w/")
+    kinds = {"layer_types": ["sliding_attention"] * config["num_hidden_layers"]}
+    ids, lengths = jnp.arange(9) % config["vocab_size"], jnp.array([9], jnp.int32)
+    every, want, full = (
+        models.logits(config | more, arrays, ids, lengths, 9)
+        for more in ({"sliding_window": 2}, kinds | {"sliding_window": 2}, {"sliding_window": None})
+    )
+    np.testing.assert_array_equal(every, want)
+    assert np.max(np.abs(every - full)) > 1e-3
+    for wrong in ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, {"hidden_act": "gelu"}):
+        with pytest.raises(NotImplementedError):
+            models.logits(config | wrong, arrays, ids, lengths, 9)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("name", blocks.NAMES)
 def test_kernels(name: str) -> None:
     """On TPU and GPU: gate, up, biases and activation are one kernel, down another; only the router's dot is XLA's."""

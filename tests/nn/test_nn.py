@@ -147,8 +147,8 @@ def test_a_quantised_layer_gathers_its_rows_again() -> None:
     assert [leaf.shape for leaf in jax.tree.leaves(vjp)].count((TOKENS * 2, D)) == 1
 
 
-def test_gradients_of_tokens_beside_quantised_weights() -> None:
-    """Those of the numbers that the stored weights stand for."""
+def test_gradients_of_tokens_beside_stored_weights() -> None:
+    """Those of the numbers that the stored weights, quantised or transposed, stand for."""
     layer = layer_of(D, HIDDEN, EXPERTS, 2, key=jax.random.key(0))
 
     def where(layer: MoE) -> list[Any]:
@@ -156,14 +156,29 @@ def test_gradients_of_tokens_beside_quantised_weights() -> None:
         return [each.weight for each in (experts.gate, experts.up, experts.down) if each is not None]
 
     stored = [ragged.quantize(w, "float8_e4m3fn", "tensor") for w in where(layer)]
-    packed, dense = (
-        eqx.tree_at(where, layer, weights) for weights in (stored, [each.dequantize().data for each in stored])
-    )
-    got, want = (
-        jax.jit(jax.grad(lambda x, layer=each: jnp.sum(jnp.sin(layer(x)[0]))))(tokens()) for each in (packed, dense)
-    )
+    dense = [each.dequantize().data for each in stored]
+    transposed = [GroupedTensor(each.mT).mT for each in dense]
+
+    def gradient(weights: list[Any]) -> Array:
+        with_weights = eqx.tree_at(where, layer, weights)
+        return jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(with_weights(x)[0]))))(tokens())
+
+    got, also, want = map(gradient, (stored, transposed, dense))
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(also, want, rtol=1e-5, atol=1e-5)
     assert np.any(want != 0)
+
+
+def test_a_shared_gate_of_64_bits() -> None:
+    """It rounds no float64: where it is 1, the layer has the results of a layer without it."""
+    with jax.enable_x64(True):
+        layer = layer_of(D, HIDDEN, EXPERTS, 2, key=jax.random.key(0))
+        layer = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), layer)
+        shared, x = layer.experts, jnp.abs(tokens().astype(jnp.float64))
+        shared = jax.tree.map(lambda leaf: leaf[:1], shared)
+        y, want = (MoE(layer.router, layer.experts, shared, shared_gate=g)(x)[0] for g in (jnp.full(D, 1e3), None))
+        assert y.dtype == jnp.float64
+        np.testing.assert_allclose(y, want, rtol=1e-14)
 
 
 @pytest.mark.long

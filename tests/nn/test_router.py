@@ -89,6 +89,16 @@ def test_scores_whose_sum_is_zero() -> None:
     np.testing.assert_allclose(routing.probabilities[1].sum(), 1, rtol=1e-6)
 
 
+def test_scores_near_the_largest_number() -> None:
+    """They aren't rounded to infinity. Narrow logits are float32 from the beginning."""
+    router = Router(2, 2, 2, score=lambda z: z, key=jax.random.key(0))
+    for dtype in (jnp.float32, jnp.bfloat16):
+        for largest in (jnp.finfo(dtype).max, jnp.finfo(dtype).max / 2):
+            routing = router.select(jnp.array([[largest, 0.0]], dtype))
+            np.testing.assert_array_equal(routing.weights, [[1, 0]])
+            assert routing.weights.dtype == routing.logits.dtype == jnp.float32
+
+
 def test_narrow_weights_and_probabilities() -> None:
     """They round no tokens that they multiply, and are summed in float32."""
     x = jax.random.normal(jax.random.key(1), (TOKENS, D)) * 1e5

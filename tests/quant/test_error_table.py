@@ -52,6 +52,16 @@ def test_definition() -> None:
     assert len(str(table).splitlines()) == 7
 
 
+def test_very_large_and_very_small_numbers() -> None:
+    """A factor that is a power of two changes no error."""
+    x = GroupedTensor(jax.random.normal(jax.random.key(0), (8, 64)), jnp.array([3, 5], jnp.int32))
+    w = jax.random.normal(jax.random.key(1), (2, 64, 16))
+    tables = [error_table(x * factor, w, ["rowwise"]) for factor in (1.0, 2.0**66, 2.0**-70)]
+    for table in tables:
+        np.testing.assert_allclose(table.relative_error, tables[0].relative_error, rtol=1e-5)
+    assert np.all(tables[0].relative_error > 0)
+
+
 @pytest.mark.long
 def test_operands() -> None:
     """A product from the left, a quantised cotangent, one matrix for all groups, zeros, NaN in a group."""

@@ -96,6 +96,51 @@ def check_sums(sizes: list[int], rows: int, dtype: Any, bias: float) -> None:
         assert np.all(error <= bound), name
 
 
+@pytest.mark.long
+def test_groups_of_more_elements_than_int32_can_count() -> None:
+    """XLA doesn't store them: all are equal."""
+
+    def results(s: Array) -> list[Array]:
+        rows = GroupedTensor(jnp.broadcast_to(s, (2**11 + 1, 2**20)), ints(2**11, 1))
+        uniform = GroupedTensor(jnp.broadcast_to(s, (1, 2**16, 2**15)))
+        return [rows.mean(), uniform.mean(), uniform.var(empty=-1) + 1, uniform.max(empty=7)]
+
+    tangent = jax.jit(lambda s: jax.jvp(lambda s: results(s)[-1], (s,), (s,))[1])
+    for each in (*jax.jit(results)(jnp.float32(1)), tangent(jnp.float32(1))):
+        np.testing.assert_array_equal(each, np.ones_like(each))
+
+
+def test_integers_and_8_bits() -> None:
+    """Softmax and means of integers are computed in floats, with as many bits; sums of 8-bit floats in float32."""
+    ways = [(axis, sink) for axis in (-1, -2) for sink in (None, 0.5)]
+
+    @jax.jit
+    def run(tensors: list[GroupedTensor]) -> list[list[Array]]:
+        return [[x.softmax(axis, sink=sink).data.reshape(2, 2) for axis, sink in ways] for x in tensors]
+
+    for dtype, offset in (("int8", 0), ("uint8", 128), ("bool", 0)):
+        data = jnp.asarray(np.array([[-128, 127], [100, 0]]) + offset, dtype)
+        exact = np.asarray(data, np.float64)
+        rows, both = (GroupedTensor(data, ints(2), last) for last in (None, ints(2)))
+        for results in run([rows, both, GroupedTensor(data.T, None, ints(2)).mT, GroupedTensor(data[None])]):
+            for (axis, sink), got in zip(ways, results, strict=True):
+                largest = exact.max(axis, keepdims=True)
+                weights, rest = np.exp(exact - largest), 0 if sink is None else np.exp(sink - largest)
+                want = weights / (weights.sum(axis, keepdims=True) + rest)
+                assert got.dtype == jnp.float32
+                np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-30)
+    for dtype in ("float8_e4m3fn", "float8_e5m2"):
+        ones = jnp.ones((1, 300, 1), dtype)
+        want = np.float32(300).astype(dtype).astype(np.float32)
+        for tensor in (GroupedTensor(ones), GroupedTensor(ones[0], ints(300))):
+            assert tensor.sum().dtype == dtype and tensor.sum().astype(np.float32) == want
+    with jax.enable_x64(True):
+        large = jnp.array([[2**40], [2**40 + 2]], jnp.int64)
+        for tensor in (GroupedTensor(large, ints(2)), GroupedTensor(large[None])):
+            got = [tensor.mean()[0] - 2**40, tensor.var()[0], tensor.logsumexp()[0] - 2**40 - 2]
+            np.testing.assert_allclose(np.array(got, np.float64), [1, 1, np.log1p(np.exp(-2))], atol=1e-3)
+
+
 def test_gradients_are_summed_in_float32() -> None:
     check_sums([1, 0, 127, 128, 129, 1000, 2000], 4096, jnp.bfloat16, 1.0)
 

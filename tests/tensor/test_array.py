@@ -149,6 +149,11 @@ def test_other_structures() -> None:
     # Two square buffers with the same dims, packed along different axes.
     x, y = (GroupedTensor(floats(4, 4), ints(1, 2), ints(2, 1), transposed=turned) for turned in (False, True))
     check_error(lambda: x + y, ValueError, STRUCTURES)
+    # Packed columns whose groups have other rows: a single row must not be taken for one that all rows share.
+    both = partial(GroupedTensor, last_dims=ints(2, 2), transposed=True)
+    many, one = both(jnp.ones((3, 4)), ints(2, 3)), both(jnp.ones((1, 4)), ints(1, 0))
+    for call in (lambda: many + one, lambda: many.mT + one.mT):
+        check_error(call, ValueError, STRUCTURES)
     check_error(lambda: ROWS.map(jnp.add, None), TypeError, "`fn` can't be called with a NoneType.")
 
 
@@ -411,6 +416,13 @@ def test_optimisers_step_over_tensors() -> None:
             values.append(float(value))
     assert values == sorted(values, reverse=True) and values[0] > values[-1]
     assert model["rows"].first_dims.tolist() == [2, 4] and np.all(np.isfinite(model["rows"].data[:6]))
+
+
+def test_infinite_derivatives_by_a_number() -> None:
+    """The tail, and groups that have no elements, don't make them NaN."""
+    for sizes, want in (((1, 1), -np.inf), ((0, 0), 0)):
+        for x in (GroupedTensor(jnp.ones((4, 2)), ints(*sizes)), GroupedTensor(jnp.ones((2, 4)), None, ints(*sizes))):
+            assert jax.grad(lambda s, x=x: (x / s).sum().sum())(0.0) == want
 
 
 @pytest.mark.long

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import ragged
 from ragged import GroupedTensor
@@ -242,6 +243,20 @@ def test_symbolic_extents_are_xla_s() -> None:
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     run = subprocess.run([sys.executable, "-c", SYMBOLIC], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.stdout == "checked\n", run.stderr
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_operands_over_several_devices(axis_type: AxisType) -> None:
+    """Counts aren't exact: each device has a part. XLA partitions its own product for TPUs over `Auto` axes."""
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(axis_type,))
+    sizes, w = jnp.full(4, 1024, jnp.int32), jnp.ones((4, 256, 512))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.ones((4096, 256)), NamedSharding(mesh, PartitionSpec("d")))
+        tensor, platforms = GroupedTensor(x, sizes), ("cpu", "cuda", "tpu")
+        plans = {platform: ragged.explain(tensor, w, platform=platform).plan() for platform in platforms}
+    assert not any(each.is_exact for each in plans.values())
+    assert plans["tpu"].backend == ("xla" if axis_type == AxisType.Auto else "pallas_tpu")
+    assert plans["cuda"].backend == "triton_gpu"
 
 
 def test_operands_of_any_kind() -> None:

@@ -100,11 +100,19 @@ def test_what_a_key_tells_apart() -> None:
         {"group_offset": jnp.int32(0)},
         {"existing_out": jnp.ones((96, 8))},
         {"activation": "silu"},
+        {"activation": "silu", "bias": jnp.ones(8)},
+        {"activation": "silu", "bias": jnp.ones((4, 8))},
     )
     others = [keys_of(*each)[1] for each in (of(rows=300), of(k=24), of(groups=9), of(dtype=jnp.bfloat16))]
     others += [highest, *(keys_of(*of(), **each)[1] for each in options)]
     for scaling in ("row", "group", (1, 32), "mx"):
         others.append(keys_of(ragged.quantize(X, jnp.float8_e4m3fn, scaling), W)[1])
+    signed, unsigned = ragged.quantize(W, "int8", "row"), ragged.quantize(W, "int8", "row", symmetric=False)
+    assert unsigned.zero_points is not None
+    zeros = GroupedTensor(
+        unsigned.data, scales=unsigned.scales, scaling=ragged.Scaling((1, None)), zero_points=jnp.ones((4, 16, 1))
+    )
+    others += [keys_of(X, each)[1] for each in (signed, unsigned, zeros)]
     assert len({base, *others}) == 1 + len(others)
     with jax.default_matmul_precision("highest"):
         assert keys_of(*of()) == keys_of(*of(), precision=jax.lax.Precision.HIGHEST)
