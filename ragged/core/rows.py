@@ -89,8 +89,10 @@ def _(dtype: Any, primals: Any, tangents: Any) -> tuple[Array, Array]:
 
 
 def tangent_of(function: Callable[..., Array], primals: Sequence[Array], tangents: Sequence[Any]) -> Array:
-    """The tangent of `function(*primals)`. Arrays in tangents may be `SymbolicZero`, all those of a pytree or none. The
-    backward pass saves only `primals`."""
+    """The tangent of `function(*primals)`. The backward pass saves only `primals`.
+
+    A tangent that is zero is a `SymbolicZero`, or a pytree of them.
+    """
 
     def is_zero(tangent: Any) -> bool:
         return all(isinstance(each, SymbolicZero) for each in jax.tree.leaves(tangent))

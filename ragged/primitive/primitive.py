@@ -110,7 +110,7 @@ def _is_partitioned(leaves: Sequence[Any], call: Call) -> bool:
 
 
 def is_over_devices(equation: Any) -> bool:
-    """Whether lowering partitions the product of this equation over several devices."""
+    """True if an equation's product is partitioned over several devices when it is lowered."""
     explicit = explicit_mesh([x.aval for x in equation.invars], None)
     return equation.primitive is partitioned_matmul_p or explicit is not None
 

@@ -392,26 +392,23 @@ class Arithmetic(GroupedBase, Operators):
         if axis is not None and axis not in group_axes:
             hint = f"It must be None, {_names_of(group_axes)}."
             Site("GroupedTensor", {"x": self}).fail(ValueError, f"`axis` of a reduction is {axis!r}.", hint)
-        if self.packed_axis is None:
-            axes = tuple(group_axes) if axis is None else (axis,)
-            data = jnp.asarray(self.data)
-            if self.dtype.itemsize == 1:  # `jnp.sum` widens floats of 16 bits, but not of 8.
-                data = data.astype(_sum_dtype(self.dtype))
-            out = dense_fn(data, axis=axes, initial=neutral)
-            out = out.astype(self.dtype) if data.dtype != self.dtype else out
-            return out if all(self.shape[a] for a in axes) else jnp.full_like(out, empty)
         if self.packed_axis == -1:
             other = None if axis is None else -3 - axis  # -1 for -2, and -2 for -1
             return self.mT._reduce(other, groups_fn, dense_fn, neutral, empty)
         # The dtype of `jnp.sum`, which widens small integers. Sums of small floats are accumulated in float32, then
         # rounded.
         dtype = jax.eval_shape(lambda d: dense_fn(d, axis=-1, initial=neutral), jnp.asarray(self.data)).dtype
-        by_group = axis is None or axis == self.packed_axis
+        by_group = self.packed_axis is not None and axis in (None, self.packed_axis)
         if by_group and not self.num_groups:  # The gradient can't gather from an empty array.
             return jnp.zeros((0,) if axis is None else (0, *self.shape[1:]), dtype)
         accumulator = accumulator_dtype(dtype)
         neutral, empty = jnp.asarray(neutral, accumulator), jnp.asarray(empty, accumulator)
-        data = jnp.where(self.mask, self.data.astype(accumulator), neutral)  # [rows, *more, last]
+        data = jnp.asarray(self.data).astype(accumulator)
+        if self.packed_axis is None:
+            axes = tuple(group_axes) if axis is None else (axis,)
+            out = dense_fn(data, axis=axes, initial=neutral)
+            return (out if all(self.shape[a] for a in axes) else jnp.full_like(out, empty)).astype(dtype)
+        data = jnp.where(self.mask, data, neutral)  # [rows, *more, last]
         has_any = self.mask  # where there is an element to reduce
         if axis != self.packed_axis:
             axes = tuple(group_axes[1:]) if axis is None else axis
@@ -622,13 +619,12 @@ def _stretched(x: Arithmetic, other: Arithmetic) -> Wrapped | None:
         return per_group(value.reshape(-1) if is_scalar else broadcast_accumulated(value, value.dtype, shape))
     if axis is None or (other.packed_axis, other.capacity) != (axis, x.capacity):
         return None
-    if other.kind == "ragged both" and (x.kind != other.kind or not _may_be_equal(x.first_dims, other.first_dims)):
-        return None
-    if other.kind == "ragged both" and not _may_be_equal(x.last_dims, other.last_dims):
+    if other.kind == "ragged both" and x.kind != other.kind:
         return None
     if other.kind != x.kind and data.shape[-2 if axis == -1 else -1] != 1:
         return None
-    if not _may_be_equal(x.packed_dims, other.packed_dims):
+    dims = (x.first_dims, other.first_dims), (x.last_dims, other.last_dims)
+    if not all(others is None or _may_be_equal(own, others) for own, others in dims):
         return None
     return per_row(data) if axis != -1 else per_column(data[0])  # one value per row or column of the buffer
 

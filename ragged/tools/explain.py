@@ -47,9 +47,9 @@ def explain(
     Nothing is computed. With a `spec`, it describes the single product that `einsum(spec, lhs, rhs, **options)`
     computes. Its `lhs` is the operand that has the first unmapped letter of the result.
 
-    Arrays may be `jax.ShapeDtypeStruct`s. Tile counts are exact for concrete group sizes, else upper bounds. If the
-    operands are sharded over several devices, configurations and counts are those of one device that computes the whole
-    product: for those of a device's part, pass operands with its extents.
+    Arrays may be `jax.ShapeDtypeStruct`s. Tile counts are exact for concrete group sizes, else upper bounds. Operands
+    that are sharded over several devices are planned as a whole, for one device. For a device's part, pass operands
+    with the part's extents.
 
     **Arguments:**
 
