@@ -93,13 +93,13 @@ def draws(
         first = first if program.has_batch("first") else first[0]
         poisoned = ("", "lhs", "rhs", "out", "lhs rhs out")[number // 2 % 5].split() if is_poisoned else []
         poison, bad, data = np.inf if number % 2 else np.nan, number % (program.groups + 1), {}
+        places = [program.places(sizes, first, element) for element in range(batch)]
         for name, each in full.items():
             if not jnp.issubdtype(each.dtype, jnp.floating):
                 data[name] = each  # what lies outside of groups is as good as NaN: it would show
                 continue
             data[name] = np.full_like(each, np.nan)
-            for element in range(batch):
-                where = program.places(sizes, first, element)
+            for element, where in enumerate(places):
                 of = (element,) if program.has_batch(name) else ()
                 for group, at in enumerate(where[program.term_of(name)]):
                     if at is not None and all(map(_is_read, (its[group] for its in where.values()))):

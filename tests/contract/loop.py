@@ -1,5 +1,6 @@
 """The reference: NumPy, float64, one group after another. It knows nothing of the library."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -33,20 +34,20 @@ def places(terms: Mapping[str, Term], sizes: Arrays, groups: int, first: int = 0
     past its width; of a letter that several buffers hold, the least is left. A buffer of matrices has those of the
     groups from `first` on: other groups have no place in any buffer, nor a product. A single matrix is every group's.
     """
-    starts: dict[tuple[str, str], np.ndarray] = {}
-    held: dict[str, list[np.ndarray]] = {}
+    starts: dict[tuple[str, str], list[int]] = {}
+    held: dict[str, list[list[int]]] = {}
     for name, term in terms.items():
         for letter, extent in zip(term.letters, term.shape[-len(term.letters) :], strict=True):
-            start, size = np.zeros(groups, np.int64), np.full(groups, extent)
+            start, size = [0] * groups, [extent] * groups
             if letter in term.ragged:
-                size = np.clip(sizes[letter].astype(np.int64), 0, extent)
+                size = [min(max(each, 0), extent) for each in sizes[letter].tolist()]
             if letter == term.packed:
-                ends = np.minimum(np.cumsum(size), extent)
-                size = np.diff(ends, prepend=0)
-                start = ends - size
+                ends = [min(end, extent) for end in itertools.accumulate(size)]
+                start = [0, *ends][:groups]
+                size = [end - begin for begin, end in zip(start, ends, strict=True)]
             starts[name, letter] = start
             held.setdefault(letter, []).append(size)
-    least = {letter: np.min(each, axis=0) for letter, each in held.items()}
+    least = {letter: list(map(min, zip(*each, strict=True))) for letter, each in held.items()}
 
     def place(name: str, term: Term, group: int) -> Place | None:
         begin = {letter: starts[name, letter][group] for letter in term.letters}

@@ -287,6 +287,7 @@ class Program:
         operands follow from what the operands dequantise to."""
         values = {name: results[f"{name} values"] for name in self.casts}
         data, found = draw.data | values, {}
+        places = [self.places(draw.sizes, draw.first, i) for i in range(self.batch)]
 
         def has_batch(name: str) -> bool:
             return bool(self.mapped) if name in values else self.has_batch(name)
@@ -294,9 +295,8 @@ class Program:
         def product(name: str, *of: str, is_summed: bool = True) -> Sum:
             """The term `name` as the product of two arrays; `is_summed` over the batch if it has no batch axis."""
             parts = []
-            for i in range(self.batch):
+            for i, where in enumerate(places):
                 x, y = (data[each][i] if has_batch(each) else data[each] for each in of)
-                where = self.places(draw.sizes, draw.first, i)
                 parts.append(loop.product(name, x, y, self.terms[name].shape, where))
             if self.mapped and (self.has_batch(name) or not is_summed):
                 return Sum(*map(np.stack, zip(*parts, strict=True)))
