@@ -11,7 +11,7 @@ import math
 import operator
 from abc import abstractmethod
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import equinox as eqx
@@ -801,7 +801,9 @@ def _count(x: Arithmetic, axis: int | None, dtype: Any) -> Array:
     if x.last_dims is not None:
         count *= jnp.clip(as_int32(x.last_dims), 0, x.shape[-1]).astype(dtype)
         static = static[:-1]
-    return reduce(lambda count, extent: count * jnp.asarray(extent).astype(dtype), static, count)
+    for extent in static:  # may be symbolic
+        count *= jnp.asarray(extent).astype(dtype)
+    return count
 
 
 def _extreme_value(x: Arithmetic, name: str, axis: int | None) -> Array:
