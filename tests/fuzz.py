@@ -183,7 +183,7 @@ def operations(r: Random, _: str) -> tuple[Any, Check]:
     kind = Kind(letters, **its)
     names = r.sample([*kind.operations], 12)
     differentiated = [name for name in names[:6] if name in kind.differentiable]
-    return (kind, names), counted(lambda count: tensors.check(kind, count, names, differentiated))
+    return (kind, names), counted(lambda count: tensors.check(kind, count, names, differentiated), share=10)
 
 
 def layer(r: Random, _: str) -> tuple[Any, Check]:

@@ -57,6 +57,7 @@ def bare(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str
     return subprocess.run(command, env=variables | environment, capture_output=True, text=True)
 
 
+@pytest.mark.long
 def test_info_on_a_bare_machine(tmp_path: Path) -> None:
     """Without TPU, GPU, Triton and matplotlib; what isn't there, and why."""
     found = bare("info", RAGGED_TUNING_CACHE=str(tmp_path / "none.json"))

@@ -54,6 +54,8 @@ PACK_K = [  # an operand packs the contracted letter, and has another ragged one
     (ragged, axes) for ragged, axes in EINSUMS if any(z[0] == "k" and {*z} <= {*ragged} for z in axes)
 ]
 
+TILED: tuple[str, Axes] = ("mkn", ("mk", "kn", "mn"))
+
 
 def term(letters: str, ragged: str, widths: dict[str, int], tile: int) -> Term:
     """It packs 3 tiles; `widths` are tiles of the letters that it doesn't pack."""
@@ -125,16 +127,12 @@ def test_scales_on_a_gpu(ragged: str, axes: Axes) -> None:
     check("triton_gpu", ragged, axes, is_scaled=True)
 
 
-CHEAP = [("k", ("km", "kn", "mn")), ("mkn", ("mk", "kn", "mn"))]
-
-
-@pytest.mark.parametrize(
-    "ragged, axes", [pytest.param(*each, marks=[pytest.mark.long] * (each not in CHEAP)) for each in EINSUMS], ids=str
-)
+@pytest.mark.parametrize("ragged, axes", split([TILED], (each for each in EINSUMS if each != TILED)), ids=str)
 def test_on_a_tpu(ragged: str, axes: Axes) -> None:
     check("pallas_tpu", ragged, axes)
 
 
+@pytest.mark.long
 def test_scales_on_a_tpu() -> None:
     """In a wgrad, the scales of a group without rows may be NaN."""
     check("pallas_tpu", "k", ("km", "kn", "mn"), is_scaled=True)

@@ -19,21 +19,15 @@ Case = tuple[int, Epilogue]  # how many draws, of which program
 def by_default() -> Iterator[Case]:
     both: dict[str, Any] = {"gate": True, "bias": "each one"}
     yield 30, Epilogue("forward", "bfloat16", activation="silu", **both)
-    yield 30, Epilogue("forward", activation="sigmoid", bias="each", held=3)
     yield 30, Epilogue("batched", "bfloat16", activation="relu", bias="one", save="out")
     yield 30, Epilogue("inner_rows", activation="clamped", gate=True, bias="no each")
     yield 30, Epilogue("forward", "bfloat16", bias="each", held=3, existing=True)
     yield 30, Epilogue("batched", "bfloat16", bias="one", shared="rhs", bias_dtype="float32")
     yield 20, Epilogue("forward", order=2, activation="tanh", **both)
     yield 12, Epilogue("forward", "bfloat16", mapped="lhs sizes up bias", activation="sigmoid", **both)
-    yield 12, Epilogue("forward", mapped="rhs", context="devices", activation="softplus", bias="each")
     yield 30, Epilogue("forward", "bfloat16", top_k=2)
-    yield 12, Epilogue("forward", top_k=2, mapped="sizes")
-    yield 9, Epilogue("forward", "bfloat16", backend="pallas_tpu", activation="gelu_tanh", **both)
     # The last tile of columns is partial, and the last tile of the second part would be past the end.
     yield 9, Epilogue("forward", backend="pallas_tpu", tiles=(16, 128, 256), columns="interleaved", n=300, **both)
-    of_shards: dict[str, Any] = {"bias": "each", "held": 3, "save": "out"}
-    yield 9, Epilogue("forward", "bfloat16", backend="pallas_tpu", activation="sigmoid", **of_shards)
     yield 4, Epilogue("forward", "bfloat16", backend="triton_gpu", activation="clamped", held=3, **both)
     # The tile of the second half begins in the middle of the matrices, and ends past the last one.
     yield 3, Epilogue("forward", backend="triton_gpu", tiles=(16, 32, 16), columns="halves", k=8, n=8, gate=True)
@@ -82,6 +76,8 @@ def long() -> Iterator[Case]:
             yield 3, Epilogue("forward", "bfloat16", context=context, activation="gelu", gate=True, bias="each one")
         else:
             yield 3, Epilogue("forward", context=context, top_k=2, activation="tanh", bias="each", save="out")
+    yield 30, Epilogue("forward", activation="sigmoid", bias="each", held=3)
+    yield 12, Epilogue("forward", mapped="rhs", context="devices", activation="softplus", bias="each")
     for mapped, context in (("lhs", "jit"), ("rhs", "devices"), ("lhs sizes rhs", "jit"), ("sizes", "devices")):
         yield 12, Epilogue("forward", top_k=2, mapped=mapped, context=context)
     yield 20, Epilogue("forward", top_k=2, order=2, mapped="sizes")
@@ -122,6 +118,8 @@ def long_of_kernels() -> Iterator[Case]:
         for activation in SMOOTH[1:3]:
             yield count, Epilogue("forward", order=2, backend=backend, activation=activation, bias="each")
         yield count, Epilogue("forward", backend=backend, existing=True, activation="tanh", bias="each")
+        of_shards: dict[str, Any] = {"bias": "each", "held": 3, "save": "out"}
+        yield count, Epilogue("forward", "bfloat16", backend=backend, activation="sigmoid", **of_shards)
         its = {"gate": True, "activation": "silu", "bias": "each one", "k": 64, "n": 40, "out_dtype": "float32"}
         yield count, Epilogue("forward", "bfloat16", backend=backend, rhs_cast=("uint4", (32, 1), "zeros"), **its)
         for i, (lhs, rhs) in enumerate(scalings):

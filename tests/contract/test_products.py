@@ -18,7 +18,7 @@ import ragged
 from ragged import GroupedTensor, Scaling, tuning
 from ragged.tuning import XlaConfig
 from tests import gpu
-from tests.cases import LETTERS
+from tests.cases import LETTERS, split
 from tests.contract.draws import draws
 from tests.contract.launches import launches
 from tests.contract.programs import BITS, FLOATS, FP8, FP8_WIDE, INTEGERS, Case, Program, quantised
@@ -40,95 +40,69 @@ def four_bits(
     return Program(layout, dtype, out_dtype="float32", **given | options)
 
 
+# Few rows: a TPU's kernel scales products of small blocks. Its matrix units multiply 8-bit floats as they are.
+SERVED: dict[str, Any] = {"backend": "pallas_tpu", "packed_last": "rhs", "k": 168}
+BY_TMA: dict[str, Any] = {"backend": "triton_gpu", "chip": "NVIDIA H200", "tiles": (32, 32, 32)}
+BY_TMA |= {"m": 48, "k": 64, "n": 48, "groups": 3, "capacity": 96}
+IN_STEPS: dict[str, Any] = BY_TMA | {"width": 48, "groups": 5}
+
+
 def by_default() -> Iterator[Case]:
-    for layout, letters in LETTERS.items():
-        # XLA multiplies small groups, large ones, and what fixed tiles cover, in different ways.
+    """A program for each way to compute a product. `more` has the other layouts, dtypes, scales and options."""
+    for layout in LETTERS:
         yield 97, Program(layout, "bfloat16")
-        if len(letters) == 1:
-            yield 97, Program(layout, capacity=150)
-        if letters:
-            yield 97, Program(layout, "bfloat16", tiles=(16, 16, 16))
-        yield 60, Program(layout, "bfloat16", backend="pallas_tpu")
     for layout in ("forward", "wgrad", "outer"):
+        # XLA multiplies small groups, large ones, and what fixed tiles cover, in different ways.
+        if layout != "outer":
+            yield 97, Program(layout, capacity=150)
+        yield 97, Program(layout, "bfloat16", tiles=(16, 16, 16))
+        yield 60, Program(layout, "bfloat16", backend="pallas_tpu")
         yield 9, Program(layout, "bfloat16", backend="triton_gpu")
     yield 3, Program("wgrad", FP8, FP8_WIDE, "float32", backend="triton_gpu")  # on a GPU that can't convert them
 
     yield 20, Program("inner_rows", packed_last="lhs", swapped=True)
-    yield 20, Program("ragged", packed_last="lhs rhs")
-    for layout in ("batched", "forward", "wgrad", "ragged"):
+    for layout in ("batched", "forward", "wgrad"):
         yield 20, Program(layout, order=2)
-    for layout, mapped in (("forward", "lhs sizes rhs"), ("wgrad", "sizes"), ("outer", "lhs")):
+    for layout, mapped in (("forward", "lhs sizes rhs"), ("outer", "lhs")):
         yield 12, Program(layout, "bfloat16", mapped=mapped)
     yield 12, Program("wgrad", groups=1, mapped="sizes", backend="pallas_tpu")
 
-    for layout in ("forward", "forward_left", "wgrad"):
+    for layout in ("forward", "wgrad"):
         yield 60, Program(layout, held=3, existing=True, capacity=70)
-    yield 60, Program("wgrad", "bfloat16", held=3, existing=True, backend="pallas_tpu")
-    yield 60, Program("forward", held=3, backend="pallas_tpu", size_dtype="uint32")
-    yield 6, Program("forward_left", held=3, existing=True, backend="triton_gpu")
-    yield 60, Program("ragged", "bfloat16", existing=True)
     yield 60, Program("forward", shared="rhs", size_dtype="uint32")
     yield from small()
     yield 20, Program("batched", "bfloat16", shared="lhs", existing=True, mapped="rhs")
 
-    yield from quantised("xla", 20, ["forward", "wgrad", "ragged", "batched", "outer", "inner_rows"])
+    yield from quantised("xla", 20, ["forward", "wgrad"])
     yield from quantised("pallas_tpu", 20, ["forward", "wgrad", "outer"])
     yield from quantised("triton_gpu", 3, ["wgrad", "forward"])
-    # Blocks along the contracted rows begin with each group: of two extents, and of scales that are no powers of two.
-    yield 20, Program("wgrad", backend="pallas_tpu", lhs_cast=(FP8, (1, 8)), rhs_cast=(FP8, (32, 1)))
-    # A tile begins in the middle of a block.
-    blocks: dict[str, Any] = {"tiles": (16, 256, 128), "m": 8, "k": 288, "n": 16}
-    yield 9, Program("forward", backend="pallas_tpu", rhs_cast=("int8", (144, 1)), **blocks)
-    casts: dict[str, Any] = {"lhs_cast": (FP8, (1, 32)), "rhs_cast": (FP8, (32, 1))}
-    yield 3, Program("wgrad", backend="triton_gpu", chip="NVIDIA B200", tiles=(32, 32, 64), **casts)
-
     for backend, count in (("pallas_tpu", 20), ("triton_gpu", 3)):
-        for layout, dtype, scaling in (("forward", "bfloat16", MX), ("forward_left", "float32", NVFP4)):
-            yield count, four_bits(layout, dtype, scaling, backend=backend)
+        yield count, four_bits("forward_left", "float32", NVFP4, backend=backend)
     yield 3, four_bits("forward", "bfloat16", Scaling((32, 1)), "int4", backend="triton_gpu")
-    # Few rows: a TPU's kernel scales products of small blocks. Its matrix units multiply 8-bit floats as they are.
-    served: dict[str, Any] = {"backend": "pallas_tpu", "packed_last": "rhs", "k": 168}
-    yield 20, four_bits("forward", "bfloat16", MX, chip="v5e", **served)
-    yield 20, four_bits("forward", "bfloat16", Scaling((32, 1)), "int4", chip="tpu7x", **served)
-
-    # More columns than XLA decodes at a time. Numbers that share a byte are neighbours along either dim.
-    yield 20, four_bits("forward", "bfloat16", MX, n=1540)
-    yield 20, four_bits("forward", "bfloat16", NVFP4, packed_last="rhs", n=1540, held=3)
+    yield 20, four_bits("forward", "bfloat16", MX, chip="v5e", **SERVED)
     yield 20, four_bits("forward", "bfloat16", Scaling.of("column"), FP8, n=775)
-
-    # Integers beside scales that floats of 8 bits hold.
-    yield 20, four_bits("forward", "int8", MX, "int4", rhs_dtype="float32")
 
     yield 20, Program("forward", "bfloat16", rhs_cast=("uint4", (4, 1), "zeros"))
     yield 20, Program("forward_left", lhs_cast=("int8", "row", "zeros"), rhs_cast=("uint8", (4, 1), "zeros"))
-    yield 9, Program("wgrad", lhs_cast=("int8", (4, 2), "zeros"), rhs_cast=("int4", "tensor", "zeros"))
     yield 9, Program("batched", shared="rhs", lhs_cast=("int8", (3, 4), "zeros"))
+    yield 3, four_bits("forward", "bfloat16", Scaling((24, 1)), "uint4", "zeros", backend="triton_gpu")
     for backend, count in (("pallas_tpu", 20), ("triton_gpu", 3)):
-        yield count, four_bits("forward", "bfloat16", Scaling((24, 1)), "uint4", "zeros", backend=backend)
         yield count, four_bits("forward_left", "float32", Scaling.of("row"), "uint8", "zeros", backend=backend)
 
-    extents: dict[str, Any] = {"m": 48, "k": 64, "n": 48, "groups": 3, "capacity": 96, "tiles": (32, 32, 32)}
-    for layout, dtypes in (("forward", ("bfloat16", "", "")), ("wgrad", (FP8, "", "float32"))):  # loads by TMA
-        yield 3, Program(layout, *dtypes, backend="triton_gpu", chip="NVIDIA H200", **extents)
-    yield 3, Program("wgrad", backend="triton_gpu", mapped="sizes")
-    # The loop over the steps of all tiles: each kind of ragged letter, local groups, batch elements, old values.
-    extents |= {"backend": "triton_gpu", "chip": "NVIDIA H200", "width": 48, "groups": 5}
-    yield 4, Program("wgrad", "bfloat16", held=3, existing=True, **extents)
-    yield 4, Program("forward", "bfloat16", held=3, mapped="lhs sizes", **extents)  # its wgrad is summed over the batch
-    yield 4, Program("ragged", "bfloat16", mapped="sizes", **extents)
-    yield 4, Program("forward_left", "bfloat16", held=3, **extents)
-    for layout in ("outer", "inner_rows", "batched"):
-        yield 4, Program(layout, "bfloat16", **extents)
+    yield 3, Program("forward", "bfloat16", **BY_TMA)
+    yield 3, Program("wgrad", FP8, "", "float32", **BY_TMA)
+    # The loop over the steps of all tiles: each kind of ragged letter, local groups, old values.
+    yield 4, Program("wgrad", "bfloat16", held=3, existing=True, **IN_STEPS)
+    yield 4, Program("forward_left", "bfloat16", held=3, **IN_STEPS)
+    for layout in ("outer", "batched"):
+        yield 4, Program(layout, "bfloat16", **IN_STEPS)
 
     for layout, dtypes in zip(itertools.cycle(["forward", "outer", "wgrad"]), [*FLOATS, *INTEGERS][::2], strict=False):
         yield 3, Program(layout, *dtypes)
     yield 3, Program("wgrad", *INTEGERS[0], capacity=4000, groups=2, existing=True)  # sums past 2**24
-    yield 3, Program("forward", *INTEGERS[0], k=4000, groups=2, backend="pallas_tpu")
     yield 3, Program("wgrad", "int8", "", "float32", existing=True)
-    for layout, context in (("forward", "eager"), ("wgrad", "constants"), ("outer", "scan"), ("ragged", "shard_map")):
+    for layout, context in (("forward", "eager"), ("wgrad", "constants")):
         yield 3, Program(layout, context=context)
-    yield 3, Program("forward", context="export")
-    yield 1, Program("wgrad", context="disable_jit")
     yield 5, Program("forward", k=0)
     yield 5, Program("wgrad", groups=0)
 
@@ -183,6 +157,11 @@ def long() -> Iterator[Case]:
     for layout, tiles in rotated((8, 8, 8), (1, 1, 1), (7, 13, 5)):
         if LETTERS[layout]:
             yield 97, Program(layout, tiles=tiles)
+    for layout, letters in LETTERS.items():
+        if letters:
+            yield 97, Program(layout, "bfloat16", tiles=(16, 16, 16))
+        if layout in ("forward_left", "ragged"):
+            yield 97, Program(layout, capacity=150)
     for layout, mapped in rotated(*SUBSETS):
         if LETTERS[layout] or "sizes" not in mapped:
             yield 12, Program(layout, "bfloat16", mapped=mapped)
@@ -208,6 +187,7 @@ def long() -> Iterator[Case]:
     for layout, shared in (("batched", "rhs"), ("forward_left", "lhs"), ("forward", "rhs")):
         yield 12, Program(layout, "bfloat16", shared=shared, mapped=shared, existing=True)
     yield from peers()
+    yield 60, Program("forward_left", held=3, existing=True, capacity=70)
     yield 12, Program("outer", existing=True, mapped="existing")
     yield 3, Program("forward", mapped="lhs", context="scan")
     # XLA's CPU backend can't run each dot of bfloat16s; which one it gets depends on orders and on extents of 1.
@@ -223,6 +203,8 @@ def long_of_kernels() -> Iterator[Case]:
         for i, (layout, letters) in enumerate(LETTERS.items()):
             tiles: Any = (32, 32, 64) if is_gpu else tuple(32 if letters == z else 128 for z in "mkn")
             yield count, Program(layout, "bfloat16", backend=backend, tiles=tiles, **LARGE)
+            if not is_gpu:
+                yield count, Program(layout, "bfloat16", backend=backend)
             yield count, Program(layout, backend=backend, groups=8, capacity=200, existing=True)
             if i % 2:
                 yield count // 3, Program(layout, backend=backend, order=2, packed_last="lhs rhs")
@@ -232,6 +214,10 @@ def long_of_kernels() -> Iterator[Case]:
             extents: dict[str, Any] = {"m": 48, "k": 64, "n": 48, "width": 48, "capacity": 96, "chip": "NVIDIA H200"}
             for layout, dtypes in rotated(("float32", "", ""), (FP8, "", "float32"), ("int8", "", "")):
                 yield 6, Program(layout, *dtypes, backend=backend, tiles=(32, 32, 32), **extents)
+            yield 3, Program("wgrad", backend=backend, mapped="sizes")
+            yield 4, Program("inner_rows", "bfloat16", **IN_STEPS)
+            yield 4, Program("forward", "bfloat16", held=3, mapped="lhs sizes", **IN_STEPS)  # sums over the batch
+            yield 4, Program("ragged", "bfloat16", mapped="sizes", **IN_STEPS)
         for layout, context in rotated("scan", "shard_map unchecked", of=1):
             yield 3, Program(layout, backend=backend, context=context)
         for layout, dtypes in rotated(INTEGERS[0], ("bfloat16", FP8, ""), (FP8, "", ""), FLOATS[3]):
@@ -242,6 +228,7 @@ def long_of_kernels() -> Iterator[Case]:
             yield count // 6, Program(("forward", "wgrad")[(i + is_gpu) % 2], backend=backend, mapped=mapped)
         for layout in ("batched", "outer"):
             yield count // 6, Program(layout, backend=backend, mapped="lhs")
+        yield count, Program("forward", held=3, backend=backend, size_dtype="uint32")
         yield 3, Program("forward", *INTEGERS[0], backend=backend, k=4000, groups=2)
         yield 3, Program("wgrad", *INTEGERS[0], backend=backend, capacity=4000, groups=2)
         yield 3, Program("wgrad", "int8", "", "float32", backend=backend, existing=True)
@@ -256,6 +243,13 @@ def long_of_scales() -> Iterator[Case]:
         yield from quantised(backend, count, ["forward", "wgrad", "forward_left"] * 2, step=13, held=3, existing=True)
         yield from quantised(backend, count // 2, ["forward", "wgrad", "outer", "batched"], step=17, mapped="lhs")
     yield from quantised("pallas_tpu", 3, layouts[::2], step=19, interpret=TWO_CORES)
+    # Blocks along the contracted rows begin with each group: of two extents, and of scales that are no powers of two.
+    yield 20, Program("wgrad", backend="pallas_tpu", lhs_cast=(FP8, (1, 8)), rhs_cast=(FP8, (32, 1)))
+    # A tile begins in the middle of a block.
+    blocks: dict[str, Any] = {"tiles": (16, 256, 128), "m": 8, "k": 288, "n": 16}
+    yield 9, Program("forward", backend="pallas_tpu", rhs_cast=("int8", (144, 1)), **blocks)
+    casts: dict[str, Any] = {"lhs_cast": (FP8, (1, 32)), "rhs_cast": (FP8, (32, 1))}
+    yield 3, Program("wgrad", backend="triton_gpu", chip="NVIDIA B200", tiles=(32, 32, 64), **casts)
     # Sums over a batch of what one scale for each group multiplies.
     its = {"backend": "pallas_tpu", "lhs_cast": ("int8", "group")}
     yield 20, Program("forward", mapped="first", held=3, **its)
@@ -287,6 +281,12 @@ def long_of_weights() -> Iterator[Case]:
         else:
             yield 5, four_bits(layout, dtype, scaling, backend="pallas_tpu", tiles=(128, 128, 128), **WIDE)
             yield 5, four_bits(layout, dtype, scaling, backend="pallas_tpu", mapped="lhs")
+    for backend, count in (("pallas_tpu", 20), ("triton_gpu", 3)):
+        yield count, four_bits("forward", "bfloat16", MX, backend=backend)
+    yield 20, four_bits("forward", "bfloat16", Scaling((32, 1)), "int4", chip="tpu7x", **SERVED)
+    # More columns than XLA decodes at a time. Numbers that share a byte are neighbours along either dim.
+    yield 20, four_bits("forward", "bfloat16", MX, n=1540)
+    yield 20, four_bits("forward", "bfloat16", NVFP4, packed_last="rhs", n=1540, held=3)
     several = [(MX, "float4_e2m1fn"), (NVFP4, "float4_e2m1fn"), (Scaling((32, 1)), FP8), (Scaling((128, 1)), "int4")]
     chips = itertools.cycle(("v5e", "v6e", "tpu7x"))
     for (scaling, of), order in itertools.product(several, ("", "rhs")):
@@ -328,6 +328,8 @@ def long_of_zero_points() -> Iterator[Case]:
         if dtype == "int8":
             dtype, more["rhs_dtype"] = ("float32", "int8") if layout == "forward_left" else ("int8", "float32")
         yield 3, four_bits(layout, dtype, Scaling(block), of, "zeros", **its, **more)
+    yield 9, Program("wgrad", lhs_cast=("int8", (4, 2), "zeros"), rhs_cast=("int4", "tensor", "zeros"))
+    yield 20, four_bits("forward", "bfloat16", Scaling((24, 1)), "uint4", "zeros", backend="pallas_tpu")
     turned = Scaling((1, 16))
     for backend, count in (("pallas_tpu", 5), ("triton_gpu", 2)):
         yield count, four_bits("forward", "bfloat16", turned, "uint4", "zeros", backend=backend, held=3, existing=True)
@@ -367,13 +369,14 @@ def test_more_products(count: int, program: Program) -> None:
 
 @pytest.mark.parametrize(
     "program",
-    [
-        Program("forward", "bfloat16"),
-        Program("wgrad", capacity=150),
-        Program("wgrad", "bfloat16", backend="pallas_tpu"),
-        pytest.param(Program("forward", "bfloat16", backend="triton_gpu"), marks=pytest.mark.long),
-        *(pytest.param(Program(layout, "bfloat16"), marks=pytest.mark.long) for layout in LETTERS),
-    ],
+    split(
+        [Program("forward", "bfloat16"), Program("wgrad", capacity=150)],
+        [
+            Program("wgrad", "bfloat16", backend="pallas_tpu"),
+            Program("forward", "bfloat16", backend="triton_gpu"),
+            *(Program(layout, "bfloat16") for layout in LETTERS if layout != "forward"),
+        ],
+    ),
     ids=str,
 )
 def test_same_bits(program: Program) -> None:
@@ -395,7 +398,8 @@ def test_same_bits(program: Program) -> None:
             assert np.array_equal(value[np.isfinite(other[name])], other[name][np.isfinite(other[name])]), name
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_same_bits_in_any_batch(dtype: str) -> None:
     """With one tile size, rows and their gradients have the same bits in buffers and groups of any size, wherever the
     rows lie in these. (Without, groups of 33 rows or more differ in float32.)"""

@@ -15,6 +15,7 @@ import pytest
 
 import ragged
 from ragged import GroupedTensor, Recipe, Scaling, matmul, quantize
+from tests.cases import split
 from tests.contract.draws import size_table
 from tests.contract.loop import Arrays, Place, Term, places
 from tests.contract.programs import runner
@@ -91,7 +92,6 @@ def contents(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, numbe
 
 CASES = [  # kind, whether it is seen through `mT`, dtype, number of scalings, where it is called
     ("rows", False, "float32", 6, "jit"),
-    ("both, columns packed", True, "float32", 6, "jit"),
     ("uniform", True, "bfloat16", 3, "jit"),
 ]
 LONG = [
@@ -226,7 +226,6 @@ INTEGERS = {"uint4": (0, 15), "int8": (-128, 127), "uint8": (0, 255), "int4": (-
 @pytest.mark.parametrize(
     "kind, transposed",
     [
-        ("rows", False),
         ("uniform", True),
         *(pytest.param(kind, flag, marks=pytest.mark.long) for kind in list(KINDS)[:5] for flag in (False, True)),
     ],
@@ -328,7 +327,7 @@ GIVEN: list[tuple[str, Any, Any]] = [  # the dtype, the scaling, the shape of th
 ]
 
 
-@pytest.mark.parametrize("dtype, scaling, shape", GIVEN)
+@pytest.mark.parametrize("dtype, scaling, shape", split(GIVEN[:3], GIVEN[3:]))
 def test_given_scales(dtype: str, scaling: Any, shape: tuple[int, ...]) -> None:
     """Elements are divided by the given scales, and saturate. Floats need no pass over the data for them."""
     rng, sizes = np.random.default_rng(0), np.array([9, 0, 21, 13, 7], np.int32)
@@ -353,6 +352,7 @@ def test_given_scales(dtype: str, scaling: Any, shape: tuple[int, ...]) -> None:
     assert ("reduce_max" in program) == (dtype == "int8")  # which looks for NaN
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scaling", [(2, 2), "column"])
 def test_given_scales_of_one_axis(scaling: Any) -> None:
     """They broadcast from the right, as in NumPy, however a tensor is stored."""
@@ -408,7 +408,7 @@ def test_a_given_scale_of_nvfp4() -> None:
 LARGEST = {"int8": 127, "int4": 7, "float8_e4m3fn": 448, "float8_e5m2": 57344, "float4_e2m1fn": 6, "nvfp4": 6 * 448}
 
 
-@pytest.mark.parametrize("dtype", LARGEST)
+@pytest.mark.parametrize("dtype", split([*LARGEST][:3], [*LARGEST][3:]))
 def test_a_given_largest_value(dtype: str) -> None:
     """A recipe with the largest value that the operand has gives the bits of one that computes it."""
     data = np.random.default_rng(0).uniform(-0.7, 0.7, (8, 32)).astype(np.float32)

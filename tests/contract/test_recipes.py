@@ -30,13 +30,13 @@ Case = tuple[int, Quantised]
 
 def by_default() -> Iterator[Case]:
     yield 30, Quantised("mixed", Program("forward", **SMALL))
-    yield 30, Quantised("blockwise", Program("wgrad", **SMALL))
-    yield 30, Quantised("delayed", Program("forward_left", **SMALL))
-    yield 20, Quantised("rounded", Program("batched", shared="rhs", **SMALL))
     yield 4, Quantised("mxfp8", Program("forward", held=3, existing=True, **KERNEL))
 
 
 def long() -> Iterator[Case]:
+    yield 30, Quantised("blockwise", Program("wgrad", **SMALL))
+    yield 30, Quantised("delayed", Program("forward_left", **SMALL))
+    yield 20, Quantised("rounded", Program("batched", shared="rhs", **SMALL))
     names = itertools.cycle([*PRESETS, *RECIPES])
     for layout in [*LETTERS] * 2:
         yield 40, Quantised(next(names), Program(layout, **SMALL))
@@ -75,13 +75,10 @@ def test_more_recipes(count: int, product: Quantised) -> None:
     product.check(count)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "names",
-    [
-        ["rowwise", "delayed"],
-        pytest.param(["tensorwise", "blockwise"], marks=pytest.mark.long),
-        pytest.param(["mxfp8", "nvfp4", "mixed"], marks=pytest.mark.long),
-    ],
+    [["rowwise", "delayed"], ["tensorwise", "blockwise"], ["mxfp8", "nvfp4", "mixed"]],
     ids=" ".join,
 )
 def test_gathered_rows(names: list[str]) -> None:
@@ -113,15 +110,16 @@ def test_gathered_rows(names: list[str]) -> None:
         same(got, want, f"draw {number}, {ids.tolist()}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "gate, up, backend",
     [
         ("mixed", "rowwise", "xla"),
-        pytest.param("delayed", "delayed", "pallas_tpu", marks=pytest.mark.long),
-        pytest.param("rowwise", "rows", "pallas_tpu", marks=pytest.mark.long),
-        pytest.param("blockwise", "blockwise", "pallas_tpu", marks=pytest.mark.long),
-        pytest.param("mxfp8", "mxfp8", "xla", marks=pytest.mark.long),
-        pytest.param("delayed", "delayed", "xla", marks=pytest.mark.long),
+        ("delayed", "delayed", "pallas_tpu"),
+        ("rowwise", "rows", "pallas_tpu"),
+        ("blockwise", "blockwise", "pallas_tpu"),
+        ("mxfp8", "mxfp8", "xla"),
+        ("delayed", "delayed", "xla"),
     ],
 )
 def test_gated_products(gate: str, up: str, backend: str) -> None:

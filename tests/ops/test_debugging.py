@@ -39,7 +39,7 @@ def loss(data: Array, w: Array) -> Array:
     ],
     ids=["matmul", "gated_matmul", "grouped_matmul", "gradient", "dispatch"],
 )
-@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("is_compiled", split([True], [False]))
 def test_debug_nans_names_the_operation(call: Callable[[Array], Any], is_compiled: bool) -> None:
     """As JAX does for its own. With an eager rule that compiles itself, it recurses without an end instead."""
     data = DATA.at[0, 0].set(jnp.nan)
@@ -95,7 +95,8 @@ def of_arithmetic(data: Array, w: Array) -> Any:
     return jax.grad(total)(jnp.where(rows(data).mask, jnp.abs(data), 0))
 
 
-@pytest.mark.parametrize("function", split([of_tensors], [of_arithmetic, of_quantised]))
+@pytest.mark.long
+@pytest.mark.parametrize("function", [of_tensors, of_arithmetic, of_quantised])
 def test_checkify_raises_no_false_alarm(function: Callable[[Array, Array], Any]) -> None:
     """No index is out of range, nothing is NaN, and nothing is divided by zero.
 

@@ -16,6 +16,7 @@ import ragged
 from ragged import GroupedTensor
 from ragged.tuning import GpuConfig, TpuConfig
 from tests import gpu
+from tests.cases import split
 from tests.contract.draws import size_table, values
 from tests.contract.einsums import G, Spec, check, random_spec
 from tests.contract.loop import mismatch
@@ -46,7 +47,7 @@ MORE_SPECS = [
 ]
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("spec", split(SPECS[1::2], SPECS[::2]), ids=str)
 def test_einsum(spec: Spec) -> None:
     """Extents that don't fit, whatever a cut letter is merged with; sizes whose products wrap around."""
     check(spec, 30)
@@ -58,17 +59,15 @@ def test_more_specs(spec: Spec) -> None:
     check(spec, 60)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "backend, spec",
     [
-        ("pallas_tpu", SPECS[5]),
-        *(pytest.param(*each, marks=pytest.mark.long) for each in (
-            ("pallas_tpu", SPECS[0]), ("pallas_tpu", SPECS[2]), ("pallas_tpu", SPECS[6]), ("pallas_tpu", SPECS[10]),
-            ("triton_gpu", SPECS[1]), ("triton_gpu", SPECS[4]), ("triton_gpu", SPECS[7]),
-        )),
+        *(("pallas_tpu", SPECS[i]) for i in (0, 2, 5, 6, 10)),
+        *(("triton_gpu", SPECS[i]) for i in (1, 4, 7)),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_on_kernels(backend: str, spec: Spec) -> None:
     is_gpu = backend == "triton_gpu"
     with gpu.on(gpu.FIRST_WITH_FP8) if is_gpu else nullcontext():

@@ -58,14 +58,15 @@ def assert_same(got: Any, want: Any) -> None:
 # Recipes.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "recipe, is_gated",
     [
         ("tensorwise", False),
-        *(
-            pytest.param(recipe, is_gated, marks=pytest.mark.long)
-            for recipe, is_gated in (("rowwise", True), ("mxfp8", True), ("nvfp4", False), ("delayed", False))
-        ),
+        ("rowwise", True),
+        ("mxfp8", True),
+        ("nvfp4", False),
+        ("delayed", False),
     ],
 )
 def test_recipes(recipe: str, is_gated: bool) -> None:
@@ -101,6 +102,7 @@ def test_tokens_of_no_group_do_not_count_for_a_scale() -> None:
     np.testing.assert_allclose(got[:first], want, atol=0.1 * np.abs(want).max())
 
 
+@pytest.mark.long
 def test_which_products_make_no_copy() -> None:
     """Those of a product and of its derivative by the weights, which a recipe copies rows for if it needs other scales;
     also of rows that are multiplied by a router's weights."""

@@ -165,11 +165,11 @@ class Layer:
 
 
 def by_default() -> Iterator[Layer]:
-    yield Layer("ring", chunks=3, capacity=34, is_mapped=True, data=2, ways=2)
     yield Layer("ragged", capacity=23)
 
 
 def long() -> Iterator[Layer]:
+    yield Layer("ring", chunks=3, capacity=34, is_mapped=True, data=2, ways=2)
     yield Layer("dense", chunks=2, is_mapped=True)  # which doesn't divide the tokens
     for transport in ("dense", "ring", "ragged"):
         yield Layer(transport)
@@ -292,9 +292,8 @@ def rounded(x: np.ndarray, scaling: str) -> np.ndarray:
 WIRES = [("mxfp8", "dense", "bfloat16"), ("rowwise", "ring", "float32"), ("mxfp8", "ring", "bfloat16")]
 
 
-@pytest.mark.parametrize(
-    "wire, transport, dtype", [WIRES[0], *(pytest.param(*each, marks=pytest.mark.long) for each in WIRES[1:])]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("wire, transport, dtype", WIRES)
 def test_wire(wire: str, transport: str, dtype: str) -> None:
     """Rows travel in bytes, one an element and the scales'; derivatives are those of rows that don't."""
     x = jnp.asarray(np.random.default_rng(9).normal(size=(4 * TOKENS, 80)), dtype)

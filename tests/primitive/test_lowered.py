@@ -238,6 +238,7 @@ def test_precision_on_a_tpu(layout: str, precision: Any, monkeypatch: pytest.Mon
     assert len(seen) >= 3 and set(seen) == {precision and (precision, precision)}
 
 
+@pytest.mark.long
 def test_precision_on_a_gpu() -> None:
     """Float32 by tensor cores once, three times, or not at all, in the code itself."""
 

@@ -33,10 +33,10 @@ def sums_doubled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 ALL = [(backend, layout) for backend in ("xla", "pallas_tpu", "triton_gpu") for layout in cases.NAMES]
-ONE_OF_EACH = [("xla", "forward"), ("xla", "outer"), ("pallas_tpu", "wgrad"), ("triton_gpu", "outer")]
+SOME = [("xla", "forward"), ("triton_gpu", "outer")]
 
 
-@pytest.mark.parametrize("backend, layout", cases.split(ONE_OF_EACH, (each for each in ALL if each not in ONE_OF_EACH)))
+@pytest.mark.parametrize("backend, layout", cases.split(SOME, (each for each in ALL if each not in SOME)))
 def test_every_kernel_has_one_exit(backend: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """If `apply_epilogue` doubles its sums, each product and both cotangents double: no kernel goes round it."""
     monkeypatch.setattr(xla_backend, "_SMALL", 0)  # small products are multiplied as large ones

@@ -102,6 +102,7 @@ def test_a_history_is_sealed_and_unsealed(tmp_path: Path) -> None:
     np.testing.assert_array_equal(back.sealed().history, following.history)
 
 
+@pytest.mark.long
 def test_a_history_that_is_sealed_where_it_is_differentiated() -> None:
     """Its next history would be lost, and zero. Other derivatives of the same function don't need it."""
 

@@ -148,6 +148,7 @@ def test_explain() -> None:
     assert {plan.backend for plan in asked.plans} == {"xla"}
 
 
+@pytest.mark.long
 def test_four_bits_on_gpus() -> None:
     """All chips have kernels of 4-bit floats, with any scales; only the contracted dim must not be ragged."""
 

@@ -110,6 +110,7 @@ def test_groups_of_more_elements_than_int32_can_count() -> None:
         np.testing.assert_array_equal(each, np.ones_like(each))
 
 
+@pytest.mark.long
 def test_integers_and_8_bits() -> None:
     """Softmax and means of integers are computed in floats, with as many bits; sums of 8-bit floats in float32."""
     ways = [(axis, sink) for axis in (-1, -2) for sink in (None, 0.5)]

@@ -121,7 +121,7 @@ def _pass(machine: str, layout: str, call: str) -> Any:
             "5,000 groups",
             "grouped_matmul of xla (triton_gpu has no kernels for 5000 groups, more than 4096)",
         ),
-        ("A100", "forward", "recipe", "grouped_matmul of triton_gpu"),
+        pytest.param("A100", "forward", "recipe", "grouped_matmul of triton_gpu", marks=pytest.mark.long),
         ("v5e", "forward rhs", "plain", "grouped_matmul of pallas_tpu"),
         ("v5e", "forward", "silu", f"grouped_matmul of pallas_tpu with {SILU}"),
         ("v5e", "forward", "existing and silu", f"grouped_matmul of pallas_tpu, then {SILU}"),

@@ -101,6 +101,7 @@ def compile_one(chip: str, function: Callable[..., Any], *operands: Any) -> gpu.
     return kernel
 
 
+@pytest.mark.long
 def test_hopper() -> None:
     kernel = compile_one("NVIDIA H200", matmul, *BF16)
     assert kernel.name == "pointers"

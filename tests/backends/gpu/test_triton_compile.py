@@ -120,9 +120,8 @@ def test_compiles(chip: str, layout: str, shape: Shape, dtype: str) -> None:
 SHAPES = (8192, 4096, 14336, 8), (65536, 2048, 1408, 64), (64, 4096, 14336, 8)
 
 
-@pytest.mark.parametrize(
-    "chip, shape", split([(H200, SHAPES[2])], [*((H200, shape) for shape in SHAPES[:2]), (A100, SHAPES[2])]), ids=str
-)
+@pytest.mark.long
+@pytest.mark.parametrize("chip, shape", [*((H200, shape) for shape in SHAPES), (A100, SHAPES[2])], ids=str)
 def test_what_is_measured(chip: str, shape: Shape) -> None:
     """The shapes of the benchmark, forward, dgrad and wgrad in bfloat16: no spills, nothing serialised."""
     rows, k, n, groups = shape
@@ -139,6 +138,7 @@ def test_what_is_measured(chip: str, shape: Shape) -> None:
         assert kernel.sass_counts["HGMMA"] or rows == 64  # 8 a group: fewer than HGMMA takes
 
 
+@pytest.mark.long
 def test_tensor_cores_add_up_fp8_only_if_asked() -> None:
     """By default each step's sum is added in float32, which takes the registers of half a tile. Neither spills."""
     m, k, n, g = SHAPES[0]

@@ -205,6 +205,7 @@ def test_executed_visits_of_a_wgrad() -> None:
         assert len(set(visited)) == sum(tiles)
 
 
+@pytest.mark.long
 def test_executed_visits_of_two_ragged_letters() -> None:
     """A tile of the result is visited for each group that has a part of it; first to write zeros, if the first
     group in its rows has none."""
