@@ -110,10 +110,10 @@ def test_narrow_weights_and_probabilities() -> None:
     run = jax.jit(lambda weights: moe(x, routing=Routing(weights, experts_of))[0])
     wide, narrow = (run(jnp.ones((TOKENS, 1), dtype)) for dtype in ("float32", "float16"))
     np.testing.assert_array_equal(narrow, wide)
-    many = jnp.zeros((8_000, 1), jnp.int32)
-    plain, ones = MoE(router, experts()), jnp.ones((8_000, 1), jnp.float16)
-    third = jnp.full((8_000, EXPERTS), 1 / 4, jnp.float16)
-    stats = jax.jit(lambda x: plain(x, routing=Routing(ones, many, third, third))[1])(jnp.zeros((8_000, D)))
+    many = jnp.zeros((16_004, 1), jnp.int32)  # no float16 is 16004 / 4
+    plain, ones = MoE(router, experts()), jnp.ones((16_004, 1), jnp.float16)
+    third = jnp.full((16_004, EXPERTS), 1 / 4, jnp.float16)
+    stats = jax.jit(lambda x: plain(x, routing=Routing(ones, many, third, third))[1])(jnp.zeros((16_004, D)))
     np.testing.assert_allclose(stats.load_balance, EXPERTS / 4, rtol=1e-6)
 
 
