@@ -334,7 +334,7 @@ def test_visits_of_rows(given: tuple[np.ndarray, np.ndarray]) -> None:
 
 
 @pytest.mark.parametrize(
-    "sizes", split([[3, 5, 0, 4], [9, 0, 9, 9]], [[0, 0, 0, 0], [16, 0, 0, 0], [1, 1, 1, 1], [4, 4, 4, 4]])
+    "sizes", split([[3, 5, 0, 4]], [[9, 0, 9, 9], [0, 0, 0, 0], [16, 0, 0, 0], [1, 1, 1, 1], [4, 4, 4, 4]])
 )
 def test_kernels_visit_what_the_metadata_lists(sizes: list[int]) -> None:
     """The schedules of the TPU's kernels, but for gaps, against that for those who write their own."""
@@ -394,7 +394,7 @@ SIZES = {  # sound ones; empty groups and whole tiles; too large, negative
 }
 
 
-@pytest.mark.parametrize("letters, axes", split([STORED[1], STORED[-1]], STORED[:1] + STORED[2:-1]), ids=str)
+@pytest.mark.parametrize("letters, axes", split(STORED[-1:], STORED[:-1]), ids=str)
 def test_tables_of_the_tiled_kernel(letters: str, axes: tuple[str, str, str]) -> None:
     """What the TPU's kernel for several ragged letters visits, and where in its buffers each group lies."""
     for sizes in SIZES.values():

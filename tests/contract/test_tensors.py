@@ -43,8 +43,6 @@ ALL, EVEN, ODD = ["all"], ["even"], ["odd"]  # every operation of the kind, or e
 def by_default() -> Iterator[Case]:
     yield Kind("m"), 16, [*OWN, *MORE, "rows by arrays"], [*OWN, "rows by arrays"]
     yield Kind("n"), 12, [*OWN, "columns by arrays"], VALUES
-    yield Kind(""), 6, [*OWN, *MORE], BROADCASTS
-    yield Kind("m", "bfloat16"), 12, ROUNDED_ONCE, []
     yield Kind("mn", "int8"), 12, OF_INTEGERS, []
     yield Kind("", extent=0), 1, ROUNDED_ONCE, []
     yield Kind("mn", groups=0), 1, OWN, SLICES
@@ -59,7 +57,8 @@ def long() -> Iterator[Case]:
         yield Kind(kind, mapped=("data", "sizes", "data sizes", "sizes")[i]), 6, (EVEN, ODD)[i % 2], OWN
         if kind:
             yield Kind(kind, capacity=300, extent=1, width=1), 20, SUMS, SUMS
-    yield Kind("m", "float16"), 20, ROUNDED_ONCE, []
+    for dtype in ("float16", "bfloat16"):
+        yield Kind("m", dtype), 20, ROUNDED_ONCE, []
     for kind, half in (("", EVEN), ("n", ODD)):
         yield Kind(kind, turned=True), 10, half, OWN
     for kind, half in (("m", EVEN), ("mn", ODD)):

@@ -84,6 +84,7 @@ def lines_of_code(*objects: Any) -> int:
     return count
 
 
+@pytest.mark.long
 def test_moe_layer() -> None:
     """Results and all gradients as of each token alone, with skewed routing and idle experts."""
     moe = example("moe_layer")

@@ -92,6 +92,7 @@ def check(
         assert got.shape == expected[:TOTAL].shape and error < 2e-6 * np.abs(expected).max()
 
 
+@pytest.mark.long
 def test_three_products() -> None:
     """With a window, sinks, and query heads that share heads of keys and values. NaN in the tail reaches nothing."""
     sinks = np.array([0.5, -2.0, 3.0, 0.0, -0.5, 1.0])

@@ -7,14 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.cases import split, thinned
+from tests.cases import thinned
 from tests.models import blocks
 
 FIRST = ("gpt_oss", "jit")
 REST = [each for each in thinned(2, blocks.NAMES, blocks.BOUNDS) if each != FIRST]
 
 
-@pytest.mark.parametrize(("name", "way"), split([FIRST], REST))
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "way"), [FIRST, *REST])
 def test_blocks(name: str, way: str) -> None:
     """Results, and gradients of tokens, router and experts. On a mesh, a padded token is NaN."""
     found = blocks.errors(name, way)

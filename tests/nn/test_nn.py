@@ -252,6 +252,7 @@ def test_who_has_what() -> None:
     assert grads.router.weight.addressable_shards[0].data.shape == layer.router.weight.shape
 
 
+@pytest.mark.long
 def test_each_layer_has_a_history_of_its_own() -> None:
     """So a model can be donated."""
     layer = moe(recipe=ragged.Recipe.preset("delayed", length=4))

@@ -377,12 +377,13 @@ def test_compiled_for_gpus(chip: str) -> None:
     assert [kernel.spill_bytes for kernel in kernels] == [0] * len(FUSED)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "generation, columns",
     [
         ("v5e", "halves"),
-        *(pytest.param(each, "interleaved", marks=pytest.mark.long) for each in ("v4", "v5e", "v5p", "v6e", "tpu7x")),
-        pytest.param("tpu7x", "halves", marks=pytest.mark.long),
+        ("tpu7x", "halves"),
+        *((generation, "interleaved") for generation in ("v4", "v5e", "v5p", "v6e", "tpu7x")),
     ],
 )
 def test_tpus_read_one_weight_in_place(generation: str, columns: str) -> None:
@@ -394,12 +395,13 @@ def test_tpus_read_one_weight_in_place(generation: str, columns: str) -> None:
     assert max(compiled.vmem) <= 0.75 * tpu.VMEM_MIB[generation]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "chip, columns",
     [
         ("NVIDIA A100", "halves"),
-        *(pytest.param(chip, "interleaved", marks=pytest.mark.long) for chip in gpu.ARCHITECTURES),
-        pytest.param("NVIDIA H200", "halves", marks=pytest.mark.long),
+        ("NVIDIA H200", "halves"),
+        *((chip, "interleaved") for chip in gpu.ARCHITECTURES),
     ],
 )
 def test_gpus_read_one_weight_in_place(chip: str, columns: str) -> None:

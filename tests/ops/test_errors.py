@@ -120,6 +120,7 @@ def test_errors_come_from_shapes_alone() -> None:
     assert "Got lhs=GroupedTensor(f32[16,8], first_dims=i32[4]), rhs=f32[3,8,6].\n" in str(caught.value)
 
 
+@pytest.mark.long
 def test_proposed_operands_fit() -> None:
     """Of all pairs of operands, those that don't fit get proposals that do."""
     matrices = [jnp.ones(shape) for shape in itertools.product((6, 8, 16), repeat=2)]

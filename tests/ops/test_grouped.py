@@ -52,8 +52,7 @@ def test_they_are_matmul(shard: dict[str, Any]) -> None:
     "dtype",
     [
         "uint8",
-        "int64",
-        *(pytest.param(d, marks=pytest.mark.long) for d in ("int8", "int16", "uint16", "uint32", "uint64")),
+        *(pytest.param(d, marks=pytest.mark.long) for d in ("int8", "int16", "uint16", "uint32", "int64", "uint64")),
     ],
 )
 def test_sizes_of_any_integer_dtype(dtype: str) -> None:

@@ -90,6 +90,7 @@ def test_a_shape_alone_groups_nothing() -> None:
         ragged.matmul(x, w)
 
 
+@pytest.mark.long
 def test_results_of_64_bits() -> None:
     """They are computed in 64 bits, and so are their derivatives, also if the operands have 32 bits or fewer."""
     rng = np.random.default_rng(0)

@@ -145,7 +145,7 @@ FEW, CHUNKS = {"capacity": 40}, {"chunks": 3, "wire": "mxfp8"}
     [
         ("dense", "cpu", FEW),
         ("ring", "cpu", CHUNKS),
-        ("ragged", "tpu", FEW),
+        pytest.param("ragged", "tpu", FEW, marks=pytest.mark.long),
         pytest.param("dense", "cpu", CHUNKS, marks=pytest.mark.long),
         pytest.param("ring", "cpu", FEW, marks=pytest.mark.long),
         pytest.param("ragged", "cuda", CHUNKS, marks=pytest.mark.long),

@@ -83,7 +83,8 @@ def test_tpu(layout: str) -> None:
     assert text.count("stablehlo.custom_call @tpu_custom_call") == text.count(ALIAS) == 1
 
 
-@pytest.mark.parametrize("layout", some("forward"))
+@pytest.mark.long
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_gpu(layout: str) -> None:
     """The kernel's result is its operand `existing`, as lowered."""
     function, avals = accumulation(layout, jnp.bfloat16)
@@ -97,8 +98,9 @@ def check_compiled(text: str, memory: Any, existing: Any) -> None:
     assert memory.temp_size_in_bytes < size(existing) // 4
 
 
-@pytest.mark.parametrize("layout", some("outer"))
-@pytest.mark.parametrize("generation", ["v5e", pytest.param("tpu7x", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("generation", ["v5e", "tpu7x"])
 def test_compiled_for_a_tpu(generation: str, layout: str) -> None:
     """In place, as libtpu compiles the whole program."""
     function, avals = accumulation(layout, jnp.bfloat16)

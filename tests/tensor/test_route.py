@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import ragged
 from ragged import GroupedTensor, Route
 from ragged.tensor.route import _by_count, _by_sort
+from tests.cases import split
 from tests.contract.loop import Sum, mismatch
 
 G, TOKENS, D = 3, 7, 4
@@ -147,7 +148,7 @@ def test_with_64_bits() -> None:
             check(ids, data, run(ids.astype(np.int64), data))
 
 
-@pytest.mark.parametrize("mapped", ["ids", pytest.param("data", marks=pytest.mark.long), "ids data"])
+@pytest.mark.parametrize("mapped", split(["ids data"], ["ids", "data"]))
 def test_vmap(mapped: str) -> None:
     axes = tuple(0 if name in mapped.split() else None for name in ("ids", "data"))
     run, table = jax.jit(jax.vmap(compute, axes)), id_table((TOKENS, 2))
@@ -162,7 +163,7 @@ def test_vmap(mapped: str) -> None:
             check(ids, both[i], {name: each[i] for name, each in got.items()})
 
 
-@pytest.mark.parametrize("context", ["scan", "shard_map"])
+@pytest.mark.parametrize("context", split(["shard_map"], ["scan"]))
 def test_in_a_program(context: str) -> None:
     """In a `scan` of checkpoints; over devices, each of which routes its own tokens."""
     some = id_table((TOKENS, 2))[8:10]

@@ -123,7 +123,7 @@ def case(backend: str, layout: str, draws: int, *marks: Any, tiles: Any = "small
         case("xla", "forward", 20, pytest.mark.long),
         case("xla", "outer", 20, pytest.mark.long),
         # One dot for the first rows of all groups, and tiles for what it doesn't hold; one dot for all rows.
-        case("xla", "wgrad", 20, tiles=None, groups=6, rows=40, k=64, n=64),
+        case("xla", "wgrad", 20, pytest.mark.long, tiles=None, groups=6, rows=40, k=64, n=64),
         case("xla", "wgrad", 3, tiles=None, groups=6, rows=40, k=16, n=32),
         case("xla", "forward", 20, held=2),
         case("pallas_tpu", "forward", 10, pytest.mark.long, held=2),

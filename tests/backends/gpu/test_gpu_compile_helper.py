@@ -147,6 +147,7 @@ def test_ptx_that_is_too_new_is_seen() -> None:
         compile_one("NVIDIA H200", matmul, *BF16)
 
 
+@pytest.mark.long
 def test_whole_program() -> None:
     def program(x: Any, y: Any) -> Any:
         return jnp.sort(matmul(jnp.tanh(x), y, kernel=descriptors).astype(jnp.float32), axis=0)

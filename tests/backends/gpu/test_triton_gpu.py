@@ -99,7 +99,8 @@ def test_rows_that_are_far_apart(stride: int) -> None:
     np.testing.assert_array_equal(out, stride * np.arange(16))
 
 
-@pytest.mark.parametrize("chip", split(["NVIDIA H200"], ["NVIDIA A100"]))
+@pytest.mark.long
+@pytest.mark.parametrize("chip", ["NVIDIA A100", "NVIDIA H200"])
 def test_executed_visits(chip: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward's tiles are as many as the run-time sizes make, and a wgrad's steps; a gap has none. On an H200, where
     one loop runs over the steps of all tiles, a tile has one at least.
@@ -232,8 +233,9 @@ def test_each_number_of_8_bits(dtype: str) -> None:
     assert np.isnan(lost).all()
 
 
+@pytest.mark.long
 @interpreted
-@pytest.mark.parametrize("layout, k, block", split([("forward", 96, (16, 1))], FOUR_BITS), ids=str)
+@pytest.mark.parametrize("layout, k, block", [("forward", 96, (16, 1)), *FOUR_BITS], ids=str)
 def test_four_bits(layout: str, k: int, block: tuple[int, int], calls: list[Any]) -> None:
     """Blackwell's multiply 4 bits by scales of 16, two numbers a byte, `rhs` either way in memory."""
     case = cases.make(layout, g=3, kind="half_empty", seed=k, uniform=(40, k, 48), capacity=60)
@@ -303,7 +305,7 @@ def test_four_bits_of_a_gate(calls: list[Any]) -> None:
     assert static["OUT"].fuses and arrays["up_tensor"] is not None
 
 
-@pytest.mark.parametrize("dtype", ["int4", "float4_e2m1fn"])
+@pytest.mark.parametrize("dtype", split(["float4_e2m1fn"], ["int4"]))
 def test_an_odd_contracted_extent_of_pairs(dtype: str) -> None:
     """The number that fills the last byte of a row has no scale: neither the next row's, which is NaN, nor one beyond
     the array."""

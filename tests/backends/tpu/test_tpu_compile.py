@@ -213,7 +213,8 @@ def test_quantised_operands(generation: str) -> None:
     assert not dequantized(lowered(all_layouts, *avals), 512 * 1024)
 
 
-@pytest.mark.parametrize("buffers, k", split([(3, 512)], [(1, 500), (3, 500)]))
+@pytest.mark.long
+@pytest.mark.parametrize("buffers, k", [(3, 512), (1, 500), (3, 500)])
 def test_compiles_with_other_numbers_of_buffers(buffers: int, k: int) -> None:
     """One buffer, or more than the compiler's own pipeline has."""
     avals = Aval((1024, k), jnp.bfloat16), Aval((7, k, 384), jnp.bfloat16), Aval((7,), jnp.int32)
@@ -340,6 +341,7 @@ def test_default_precision(dtype: str) -> None:
         assert lowered(lambda *x: ragged.grouped_matmul(*x), *avals).count(CALL) == 0
 
 
+@pytest.mark.long
 def test_programs_for_several_devices() -> None:
     """A kernel inside a full `shard_map`, also with `check_vma`; XLA's product where XLA does the partitioning."""
     tpu.device("v5e")

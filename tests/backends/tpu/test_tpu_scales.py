@@ -159,6 +159,7 @@ def test_a_wgrad_takes_no_scale_of_an_empty_group() -> None:
     np.testing.assert_array_equal(out, want)
 
 
+@pytest.mark.long
 def test_a_tile_of_lanes_beyond_the_extent() -> None:
     """It is the whole extent, 200, also for scales of columns, which are as many."""
     w = quantize(GroupedTensor(jax.random.normal(jax.random.key(1), (3, 128, 200))), "int8", "column")
@@ -183,6 +184,7 @@ def test_a_tile_ends_with_a_block() -> None:
     check_error(lambda: jax.jit(forward).lower(*avals), ValueError, "tile_k=128 cuts a block of scales, 256.")
 
 
+@pytest.mark.long
 def test_a_tile_is_larger_than_the_buffer() -> None:
     """A tile is a multiple of the sublanes, 32 here, and the buffer has 7 rows, each with a scale."""
     x = GroupedTensor(jnp.ones((7, 3)), jnp.array([2, 5], jnp.int32))

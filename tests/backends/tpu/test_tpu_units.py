@@ -201,6 +201,7 @@ def test_the_model_knows_the_rate() -> None:
         assert seconds("bfloat16", generation) / seconds(dtype, generation) == pytest.approx(rate, rel=0.03)
 
 
+@pytest.mark.long
 def test_interpreted_int4() -> None:
     """Where it is interpreted, int4 is multiplied as int8: XLA has no such product on the CPU."""
     x, w = np.full((32, 64), -8, np.int8), np.full((2, 64, 128), 7, np.int8)
