@@ -164,10 +164,10 @@ def _tile_sizes(call: Call, x: Operands, tiling: dict[str, int] | None) -> dict[
         flops, small_product, small_groups, large_groups = cost(call, x)["flops"], *_TILE_SIZES
         is_known = isinstance(m, int) and isinstance(x.num_groups, int)  # else symbolic, under `jax.export`
         tile_sizes = large_groups
-        if flops is not None and flops < 2**29:
-            tile_sizes = small_product
-        elif is_known and m <= 8 * x.num_groups and b.data.dtype.itemsize == 1:
+        if is_known and m <= 8 * x.num_groups and b.data.dtype.itemsize == 1:
             tile_sizes = _FEW_ROWS
+        elif flops is not None and flops < 2**29:
+            tile_sizes = small_product
         elif is_known and m <= 64 * x.num_groups:
             tile_sizes = small_groups
         if not isinstance(m, int):  # symbolic, under `jax.export`: `_padding` pads the buffer
@@ -641,7 +641,7 @@ large products up to 5 % faster.
 """
 
 _FEW_ROWS = 4, 8, 16, 64
-"""Tile sizes of large products with matrices of at most 8 bits, and up to 8 rows per group."""
+"""Tile sizes of products with matrices of at most 8 bits, and up to 8 rows per group."""
 
 _OVERHEAD = 24
 """Fixed cost of a tile, in rows. Measured: 20 to 40."""

@@ -17,8 +17,9 @@ from jax import Array, lax
 from ragged.core.formats import accumulator_dtype, compute_dtype
 from ragged.core.scales import Scales, e8m0_values, spread
 
-_COLUMNS = 768
-"""At most so many columns are decoded at a time. Of a matrix with 2880 rows, they take 8 MiB in float32."""
+_COLUMN_BYTES = 1536
+"""At most so many bytes of a row are decoded at a time: 768 columns in bfloat16, 384 in float32. They take 4 MiB for a
+matrix with 2880 rows."""
 
 
 class Matrices(NamedTuple):
@@ -67,9 +68,12 @@ def multiply(by: Matrices, index: Array, times: Callable[[Array, Array], Array],
     # Two numbers in a byte are neighbours along `q`. They become elements of two parts.
     count = 2 if jax.dtypes.itemsize_bits(by.data.dtype) == 4 and q % 2 == 0 else 1
     lhs = [x[:, i::count] if contracted == 1 else x for i in range(count)]
-    steps = -(-n // _COLUMNS) if isinstance(n, int) else 1
+    steps = -(-n * by.dtype.itemsize // _COLUMN_BYTES) if isinstance(n, int) else 1
     size = n if steps == 1 else 2 * -(-n // (2 * steps))  # whole bytes
     extents = (size, q) if contracted == 1 else (p, size)
+    # XLA loops over a row's blocks, and over the elements of each. With few elements in a block, this is slower.
+    block = by.scales.block[1] or 0 if by.scales and contracted == 1 and isinstance(q, int) else 0
+    in_blocks = block >= 16 * count and q % block == 0 and block % count == 0
 
     def columns(at: Array) -> Array:
         # The barrier keeps XLA from converting all matrices before the loop.
@@ -81,14 +85,18 @@ def multiply(by: Matrices, index: Array, times: Callable[[Array, Array], Array],
             known = _numbers(_cut(_bytes(values), which, 1, 0)[0], values.dtype)
             known = _cut(spread(known, _only(outer, scales.block), (p, q)), at, size, outer)
             # The barrier makes XLA decode each scale once, and not again for each element.
-            return spread(lax.optimization_barrier(known), _only(contracted, scales.block), extents)
+            known = lax.optimization_barrier(known)
+            return known[:, :, None] if in_blocks else spread(known, _only(contracted, scales.block), extents)
 
         elements = scales and scales.map(of_elements)
         products = []
         for i, rows in enumerate(lhs):
             # Scales of every second number along `q`, or the only one.
-            each = elements and elements.map(lambda values, i=i: values[:, i::count] if values.shape[1] > 1 else values)
+            each = elements and elements.map(
+                lambda values, i=i: values[:, i::count] if values.shape[-1] > 1 else values
+            )
             numbers = _numbers(stored, by.data.dtype, i if count == 2 else None)
+            numbers = numbers.reshape(size, q // block, -1) if in_blocks else numbers
             products.append(_product(times, rows, numbers, each, by))
         y = sum(products[1:], products[0]) if contracted == 1 else jnp.stack(products, -1).reshape(-1, size)
         return y if scales is None or scales.tensor is None else y * _cut(scales.tensor, which, 1, 0)[0]
@@ -115,7 +123,10 @@ def _product(
     values = scales.values.astype(by.result)
     if by.scales_sums:
         return times(_exactly(numbers, by.dtype), rows) * values.reshape(1, -1)
-    return times(_exactly(numbers.astype(by.result) * values, by.dtype), rows)
+    matrix = _exactly(numbers.astype(by.result) * values, by.dtype)
+    if matrix.ndim == 3:  # `[rows, blocks, elements]`; without the barrier, XLA wouldn't loop over the blocks
+        matrix = lax.optimization_barrier(matrix).reshape(matrix.shape[0], -1)
+    return times(matrix, rows)
 
 
 def _only(axis: int, block: tuple[int | None, int | None]) -> tuple[int | None, int | None]:
@@ -139,24 +150,34 @@ def _bytes(x: Array, count: int = 1) -> Array:
 def _numbers(x: Array, dtype: Any, half: int | None = None) -> Array:
     """The numbers whose `_bytes` are `x`, in a dtype that is fast to convert. `half`: which numbers of the bytes."""
     name = dtype.name
-    if half is not None:
-        if name == "uint4":
-            return x >> 4 if half else x & 15
-        signed = lax.bitcast_convert_type(x if half else x << 4, jnp.int8) >> 4
-        if name == "int4":
-            return signed
-        bits = signed & 7  # 0 to 7 stand for 0, 1, 2, 3, 4, 6, 8 and 12 halves
-        halves = bits + jnp.maximum(bits - 4, 0) + 2 * jnp.maximum(bits - 6, 0)
-        return jnp.where(signed < 0, -halves, halves).astype(jnp.float32) * 0.5
-    if name == "float8_e5m2":
-        return lax.bitcast_convert_type(x.astype(jnp.uint16) << 8, jnp.float16).astype(jnp.float32)
-    if name == "float8_e4m3fn":
-        bits = x.astype(jnp.uint16)
-        half_float = lax.bitcast_convert_type((bits & 0x80) << 8 | (bits & 0x7F) << 7, jnp.float16)
-        return jnp.where((x & 0x7F) == 0x7F, jnp.nan, half_float.astype(jnp.float32) * 256)
     if name == "float8_e8m0fnu":
         return e8m0_values(x)
-    return x
+    if half is not None and name == "int4":
+        return lax.bitcast_convert_type(x if half else x << 4, jnp.int8) >> 4
+    if half is not None:
+        x = x >> 4 if half else x & 15
+    return _wider(x, name) if name in _FLOATS and x.dtype == jnp.uint8 else x
+
+
+_FLOATS = {"float4_e2m1fn": (4, 1, 1), "float8_e4m3fn": (8, 3, 7), "float8_e5m2": (8, 2, 15)}
+"""Bits of a number, bits of its mantissa, and the bias of its exponent."""
+
+
+def _wider(x: Array, name: str) -> Array:
+    """The floats whose bits are `x`, in float32. Conversion by float16 would take up to four times as long."""
+    width, mantissa, bias = _FLOATS[name]
+    bits = x.astype(jnp.uint32)
+    sign = 1 << (width - 1)
+    magnitude = bits & (sign - 1)
+    normal = lax.bitcast_convert_type((magnitude << (23 - mantissa)) + ((127 - bias) << 23), jnp.float32)
+    subnormal = magnitude.astype(jnp.float32) * 2.0 ** (1 - bias - mantissa)
+    known = jnp.where(magnitude < 1 << mantissa, subnormal, normal)
+    if name == "float8_e4m3fn":
+        known = jnp.where(magnitude == 0x7F, jnp.nan, known)
+    if name == "float8_e5m2":
+        known = jnp.where(magnitude == 0x7C, jnp.inf, jnp.where(magnitude > 0x7C, jnp.nan, known))
+    wide = lax.bitcast_convert_type(known, jnp.uint32) | (bits & sign) << (32 - width)
+    return lax.bitcast_convert_type(wide, jnp.float32)
 
 
 def _exactly(x: Array, dtype: Any) -> Array:
