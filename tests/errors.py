@@ -130,6 +130,7 @@ GroupedTensor(jnp.ones((4, 32, 6), jnp.uint8), scales=jnp.ones((4, 32, 1), jnp.f
 GroupedTensor(jnp.ones((16, 8)), sizes, scaling=ragged.Scaling.of("row"), tensor_scale=jnp.float32(1))
 GroupedTensor(jnp.ones((16, 8)), sizes, scales=jnp.ones((16, 1)))
 GroupedTensor(jnp.ones((16, 8), jnp.int8), sizes, scales=jnp.ones(4), scaling=ragged.Scaling.of("row"))
+GroupedTensor(jnp.ones((16, 8), jnp.int8), sizes, scales=jnp.ones((4, 8)), scaling=ragged.Scaling((4, 1)))
 GroupedTensor(q.data, sizes, scales=q.scales, scaling=q.scaling, tensor_scale=jnp.float32(1))
 GroupedTensor(n.data, sizes, scales=n.scales, scaling=n.scaling, tensor_scale=jnp.ones(3))
 GroupedTensor(n.data, sizes, scales=n.scales, scaling=n.scaling, tensor_scale=jnp.ones((4, 1)))

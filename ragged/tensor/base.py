@@ -95,6 +95,14 @@ class GroupedBase(eqx.Module):
             elif self.scales.shape == want:
                 hint = f"Cast them: `x.scales.astype(jnp.{name})`. Code that casts all leaves of a model must leave "
                 hint += "quantised tensors unchanged."
+            elif (
+                self.packed_axis is not None
+                and self.scaling.block
+                and self.scales.shape == self.scaling.shape(self.shape, self.packed_axis, 0)
+            ):  # as other libraries store them, without room for another block of each group
+                pads = tuple((0, n - stored) for n, stored in zip(want, self.scales.shape, strict=True))
+                block = self.scaling.block[self.packed_axis]
+                hint = f"If all sizes of groups are multiples of {block}, pad them: `jnp.pad(x.scales, {pads})`."
             site.fail(ValueError, f"{problem}{name}.", hint)
         if scale_bytes == 1 and jnp.issubdtype(self.data.dtype, jnp.unsignedinteger):
             problem = f"the scaling {self.scaling} has no unsigned integers, but `data` is {self.data.dtype.name}."

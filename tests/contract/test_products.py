@@ -263,6 +263,8 @@ def long_of_scales() -> Iterator[Case]:
 
 
 WIDE: dict[str, Any] = {"capacity": 150, "m": 130, "k": 300, "n": 280}
+# Of "batched", each group has as many rows.
+WIDE_OF: dict[str, dict[str, Any]] = dict.fromkeys(LETTERS, WIDE) | {"batched": WIDE | {"m": 40, "groups": 3}}
 
 
 def long_of_weights() -> Iterator[Case]:
@@ -270,10 +272,11 @@ def long_of_weights() -> Iterator[Case]:
     ways = itertools.product(("forward", "forward_left", "batched"), ("bfloat16", "float16", "float32"), (MX, NVFP4))
     for i, (layout, dtype, scaling) in enumerate(ways):
         if dtype == "float16" or i % 2:
-            its: dict[str, Any] = {"chip": "NVIDIA H200", "tiles": (32, 64, 64), **WIDE}
+            its: dict[str, Any] = {"chip": "NVIDIA H200", "tiles": (32, 64, 64), **WIDE_OF[layout]}
             yield 3, four_bits(layout, dtype, scaling, backend="triton_gpu", **its)
         else:
-            yield 5, four_bits(layout, dtype, scaling, backend="pallas_tpu", tiles=(128, 128, 128), **WIDE)
+            its = {"tiles": (128, 128, 128), **WIDE_OF[layout]}
+            yield 5, four_bits(layout, dtype, scaling, backend="pallas_tpu", **its)
             yield 5, four_bits(layout, dtype, scaling, backend="pallas_tpu", mapped="lhs")
     for backend, count in (("pallas_tpu", 20), ("triton_gpu", 3)):
         yield count, four_bits("forward", "bfloat16", MX, backend=backend)
@@ -316,14 +319,14 @@ def long_of_zero_points() -> Iterator[Case]:
         ("uint8", (8, 8)),
         ("int4", (40, 1)),
     ]
-    dtypes, its = itertools.cycle(("bfloat16", "int8", "float32")), {**WIDE, "k": 256}
+    dtypes = itertools.cycle(("bfloat16", "int8", "float32"))
     for i, (layout, (of, block)) in enumerate(itertools.product(("forward", "batched", "forward_left"), scalings)):
         dtype, more = next(dtypes), dict[str, Any](backend="pallas_tpu", tiles=(128, 128, 128))
         if (i + i // 4) % 2:
             more = {"backend": "triton_gpu", "tiles": (32, 64, 64), "chip": "NVIDIA H200"}
         if dtype == "int8":
             dtype, more["rhs_dtype"] = ("float32", "int8") if layout == "forward_left" else ("int8", "float32")
-        yield 3, four_bits(layout, dtype, Scaling(block), of, "zeros", **its, **more)
+        yield 3, four_bits(layout, dtype, Scaling(block), of, "zeros", **WIDE_OF[layout] | {"k": 256}, **more)
     yield 20, Program("forward_left", lhs_cast=("int8", "row", "zeros"), rhs_cast=("uint8", (4, 1), "zeros"))
     yield 9, Program("wgrad", lhs_cast=("int8", (4, 2), "zeros"), rhs_cast=("int4", "tensor", "zeros"))
     yield 20, four_bits("forward", "bfloat16", Scaling((24, 1)), "uint4", "zeros", backend="pallas_tpu")
