@@ -96,7 +96,6 @@ def multiply(by: Matrices, index: Array, times: Callable[[Array, Array], Array],
                 lambda values, i=i: values[:, i::count] if values.shape[-1] > 1 else values
             )
             numbers = _numbers(stored, by.data.dtype, i if count == 2 else None)
-            numbers = numbers.reshape(size, q // block, -1) if in_blocks else numbers
             products.append(_product(times, rows, numbers, each, by))
         y = sum(products[1:], products[0]) if contracted == 1 else jnp.stack(products, -1).reshape(-1, size)
         return y if scales is None or scales.tensor is None else y * _cut(scales.tensor, which, 1, 0)[0]
@@ -114,7 +113,10 @@ def multiply(by: Matrices, index: Array, times: Callable[[Array, Array], Array],
 def _product(
     times: Callable[[Array, Array], Array], rows: Array, numbers: Array, scales: Scales | None, by: Matrices
 ) -> Array:
-    """`rows` times `numbers`, whose scales and zero points are `scales`."""
+    """`rows` times `numbers`, whose scales and zero points are `scales`, of elements or `[rows, blocks, 1]`."""
+    shape = numbers.shape
+    if scales is not None and scales.values.ndim == 3:
+        numbers = numbers.reshape(shape[0], scales.values.shape[1], -1)
     if scales is not None and scales.zeros is not None:
         dtype = jnp.int16 if jnp.issubdtype(scales.zeros.dtype, jnp.integer) and by.scales_sums else by.dtype
         numbers = numbers.astype(dtype) - scales.zeros.astype(dtype)
@@ -124,8 +126,8 @@ def _product(
     if by.scales_sums:
         return times(_exactly(numbers, by.dtype), rows) * values.reshape(1, -1)
     matrix = _exactly(numbers.astype(by.result) * values, by.dtype)
-    if matrix.ndim == 3:  # `[rows, blocks, elements]`; without the barrier, XLA wouldn't loop over the blocks
-        matrix = lax.optimization_barrier(matrix).reshape(matrix.shape[0], -1)
+    if matrix.ndim == 3:  # without the barrier, XLA wouldn't loop over the blocks
+        matrix = lax.optimization_barrier(matrix).reshape(shape)
     return times(matrix, rows)
 
 
@@ -149,34 +151,30 @@ def _bytes(x: Array, count: int = 1) -> Array:
 
 def _numbers(x: Array, dtype: Any, half: int | None = None) -> Array:
     """The numbers whose `_bytes` are `x`, in a dtype that is fast to convert. `half`: which numbers of the bytes."""
-    name = dtype.name
-    if name == "float8_e8m0fnu":
+    if dtype == jnp.float8_e8m0fnu:
         return e8m0_values(x)
-    if half is not None and name == "int4":
+    if half is not None and dtype == jnp.int4:
         return lax.bitcast_convert_type(x if half else x << 4, jnp.int8) >> 4
     if half is not None:
         x = x >> 4 if half else x & 15
-    return _wider(x, name) if name in _FLOATS and x.dtype == jnp.uint8 else x
+    return _wider(x, dtype) if x.dtype == jnp.uint8 and jnp.issubdtype(dtype, jnp.floating) else x
 
 
-_FLOATS = {"float4_e2m1fn": (4, 1, 1), "float8_e4m3fn": (8, 3, 7), "float8_e5m2": (8, 2, 15)}
-"""Bits of a number, bits of its mantissa, and the bias of its exponent."""
-
-
-def _wider(x: Array, name: str) -> Array:
+def _wider(x: Array, dtype: Any) -> Array:
     """The floats whose bits are `x`, in float32. Conversion by float16 would take up to four times as long."""
-    width, mantissa, bias = _FLOATS[name]
+    of = jnp.finfo(dtype)
     bits = x.astype(jnp.uint32)
-    sign = 1 << (width - 1)
+    sign = 1 << (of.bits - 1)
     magnitude = bits & (sign - 1)
-    normal = lax.bitcast_convert_type((magnitude << (23 - mantissa)) + ((127 - bias) << 23), jnp.float32)
-    subnormal = magnitude.astype(jnp.float32) * 2.0 ** (1 - bias - mantissa)
-    known = jnp.where(magnitude < 1 << mantissa, subnormal, normal)
-    if name == "float8_e4m3fn":
+    bias = (126 + of.minexp) << 23  # the smallest normal number has the exponent 1 in both dtypes
+    normal = lax.bitcast_convert_type((magnitude << (23 - of.nmant)) + bias, jnp.float32)
+    subnormal = magnitude.astype(jnp.float32) * float(of.smallest_subnormal)
+    known = jnp.where(magnitude < 1 << of.nmant, subnormal, normal)
+    if dtype == jnp.float8_e4m3fn:
         known = jnp.where(magnitude == 0x7F, jnp.nan, known)
-    if name == "float8_e5m2":
+    if dtype == jnp.float8_e5m2:
         known = jnp.where(magnitude == 0x7C, jnp.inf, jnp.where(magnitude > 0x7C, jnp.nan, known))
-    wide = lax.bitcast_convert_type(known, jnp.uint32) | (bits & sign) << (32 - width)
+    wide = lax.bitcast_convert_type(known, jnp.uint32) | (bits & sign) << (32 - of.bits)
     return lax.bitcast_convert_type(wide, jnp.float32)
 
 

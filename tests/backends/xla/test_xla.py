@@ -210,14 +210,14 @@ def test_a_number_times_its_scale_is_exact(dtype: str) -> None:
 def test_scales_of_blocks_along_rows(dtype: str, zero: int | None, k: int) -> None:
     """Of a matrix that is stored transposed. Its rows may end within a block. All sums are exact."""
     rng, n, g, rows, block = np.random.default_rng(0), 5, 2, 6, 32
-    blocks = -(-k // block)
+    scaling = Scaling((1, block), "float8_e8m0fnu" if dtype == "float4_e2m1fn" else "float32")
     numbers = rng.integers(-4, 5, (g, n, k)).astype(dtype)
-    scales = 2.0 ** rng.integers(-2, 3, (g, n, blocks))
+    scales = 2.0 ** rng.integers(-2, 3, (g, n, -(-k // block)))
     zeros = rng.integers(-zero, zero + 1, scales.shape) if zero else np.zeros_like(scales)
     w = GroupedTensor(
         jnp.asarray(numbers),
-        scales=jnp.asarray(scales, jnp.float8_e8m0fnu if dtype == "float4_e2m1fn" else jnp.float32),
-        scaling=Scaling((1, block), "float8_e8m0fnu" if dtype == "float4_e2m1fn" else "float32"),
+        scales=jnp.asarray(scales, scaling.dtype),
+        scaling=scaling,
         zero_points=jnp.asarray(zeros, jnp.int8) if zero else None,
     )
     x = rng.integers(-3, 4, (rows, k))
