@@ -2,10 +2,12 @@
 
 import itertools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -25,7 +27,6 @@ LETTERS = {
 }
 """The ragged letters of each layout."""
 NAMES = [*LETTERS]
-SPREADS = ("even", "zipf", "half_empty", "giant")
 
 # Largest and rms error, relative to the largest element, by the dtype of the result.
 TOLERANCE = {
@@ -43,11 +44,32 @@ def split(by_default: Iterable[Any], long: Iterable[Any]) -> list[Any]:
     return [*by_default, *(pytest.param(*each, marks=pytest.mark.long) for each in rest)]
 
 
+def named(found: Iterable[tuple[Any, ...]], by: int = 1) -> list[Any]:
+    """Parameters of a test, each called by its `by`-th value."""
+    return [pytest.param(*each, id=str(each[by])) for each in found]
+
+
 def thinned(of: int, *values: Iterable[Any]) -> list[Any]:
     """Every `of`-th combination, such that a value of one list meets those of the others."""
     lists = [[*enumerate(each)] for each in values]
     every = itertools.product(*lists)
     return [tuple(x for _, x in each) for each in every if sum(i for i, _ in each) % of == 0]
+
+
+@contextmanager
+def compilations() -> Iterator[list[str]]:
+    """What JAX compiles meanwhile."""
+    found: list[str] = []
+
+    def note(event: str, duration_secs: float, **_: Any) -> None:
+        if "backend_compile" in event:
+            found.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
 
 
 def spread(rng: np.random.Generator, kind: str, g: int, total: int) -> np.ndarray:
@@ -92,26 +114,19 @@ class Case:
 
 
 def tensor(
-    groups: oracle.Groups,
-    ragged: tuple[bool, bool],
-    capacity: int,
-    widest: int,
-    *,
-    packed_last: bool = False,
-    fill: float = np.nan,
+    groups: oracle.Groups, ragged: tuple[bool, bool], capacity: int, widest: int, fill: float = np.nan
 ) -> GroupedTensor:
-    """A `GroupedTensor` of `groups`. `packed_last`: a ragged-both tensor (or a uniform one) seen through `mT`."""
+    """A `GroupedTensor` of `groups`."""
     first, last = groups[0].shape
     shape = {
         (False, False): (len(groups), first, last),
         (True, False): (capacity, last),
         (False, True): (first, capacity),
-        (True, True): (widest, capacity) if packed_last else (capacity, widest),
+        (True, True): (capacity, widest),
     }[ragged]
-    data = oracle.pack(groups, ragged, shape, fill, packed_last and ragged == (True, True))
     firsts = jnp.array([g.shape[0] for g in groups], jnp.int32) if ragged[0] else None
     lasts = jnp.array([g.shape[1] for g in groups], jnp.int32) if ragged[1] else None
-    return GroupedTensor(jnp.asarray(data), firsts, lasts, transposed=packed_last)
+    return GroupedTensor(jnp.asarray(oracle.pack(groups, ragged, shape, fill)), firsts, lasts)
 
 
 def make(
@@ -123,16 +138,10 @@ def make(
     dtype: str = "float32",
     capacity: int = 96,
     uniform: tuple[int, int, int] = (7, 5, 6),
-    lhs_packed_last: bool = False,
-    rhs_packed_last: bool = False,
-    aligned: int = 1,
     seed: int = 0,
     fill: float = np.nan,
 ) -> Case:
-    """Random operands for a layout. Ragged letters have sizes that sum to the capacity, or to less with `slack`.
-
-    A ragged-both buffer is wider than its widest group, and a multiple of `aligned`.
-    """
+    """Random operands for a layout. Ragged letters have sizes that sum to the capacity, or to less with `slack`."""
     rng = np.random.default_rng(seed)
     letters = LETTERS[layout]
     sizes = {}
@@ -151,17 +160,15 @@ def make(
 
     lhs_groups = [values((m, k)) for m, k in zip(sizes["m"], sizes["k"], strict=True)]
     rhs_groups = [values((k, n)) for k, n in zip(sizes["k"], sizes["n"], strict=True)]
-    lhs_widest = int(max(sizes["m"] if lhs_packed_last else sizes["k"])) + 3
-    rhs_widest = int(max(sizes["k"] if rhs_packed_last else sizes["n"])) + 2
-    lhs_widest, rhs_widest = (-(-widest // aligned) * aligned for widest in (lhs_widest, rhs_widest))
-    lhs = tensor(lhs_groups, flags("mk"), capacity, lhs_widest, packed_last=lhs_packed_last, fill=fill)
-    rhs = tensor(rhs_groups, flags("kn"), capacity, rhs_widest, packed_last=rhs_packed_last, fill=fill)
+    # A ragged-both buffer is wider than its widest group.
+    lhs = tensor(lhs_groups, flags("mk"), capacity, int(max(sizes["k"])) + 3, fill)
+    rhs = tensor(rhs_groups, flags("kn"), capacity, int(max(sizes["n"])) + 2, fill)
     return Case(layout, sizes, lhs_groups, rhs_groups, lhs, rhs)
 
 
-def small(layout: str, dtype: str = "float64", seed: int = 0, **kwargs: Any) -> Case:
+def small(layout: str, dtype: str = "float32") -> Case:
     """A case of few elements, to differentiate and to map."""
-    return make(layout, g=3, kind="zipf", capacity=12, uniform=(4, 3, 2), dtype=dtype, seed=seed, **kwargs)
+    return make(layout, g=3, capacity=12, uniform=(4, 3, 2), dtype=dtype)
 
 
 def check(case: Case, out: GroupedTensor) -> None:

@@ -33,7 +33,6 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-from tests import gpu, ran  # noqa: E402
 from tests.races import no_races  # noqa: E402
 
 MAPS = Path("/proc/self/maps")
@@ -57,12 +56,3 @@ def drop_programs_if_many() -> None:
     """Each compiled program holds a few memory maps, of which Linux allows a process 65530; then XLA crashes."""
     if MAPS.exists() and MAPS.read_text().count("\n") > 30_000:
         jax.clear_caches()
-
-
-@pytest.fixture(scope="module", params=["pallas_tpu", "triton_gpu"])
-def kernels(request: pytest.FixtureRequest) -> Iterator[tuple[str, ran.Launches]]:
-    """On the CPU, another platform's kernels are its own, and are interpreted: the backend, and what ran."""
-    if request.param == "triton_gpu":
-        gpu.needs_triton()
-    with ran.interpreted(request.param) as launches:
-        yield request.param, launches

@@ -59,19 +59,12 @@ class Kernel(NamedTuple):
 
     name: str
     ptx: str
-    registers: int  # that each thread has
-    spill_bytes: int  # stored and loaded, a thread: the sum over the code, not over its execution
     shared_bytes: int  # of a block, as it is launched
     threads: int  # of a block, as it is launched
+    registers: int  # that each thread has
+    spill_bytes: int  # stored and loaded, a thread: the sum over the code, not over its execution
     remarks: tuple[str, ...]  # of ptxas, such as wgmma that is serialised, which costs most of its speed
     sass_counts: Counter[str]  # instructions by name, without suffixes: {"HGMMA": 16, "UTMALDG": 4, …}
-
-
-class _Assembled(NamedTuple):
-    registers: int
-    spill_bytes: int
-    remarks: tuple[str, ...]
-    sass_counts: Counter[str]
 
 
 def needs_triton(missing: str | None = None) -> None:
@@ -203,10 +196,9 @@ def _kernel(chip: str, payload: bytes) -> Kernel:
     assert int(version.replace(".", "")) <= cap, f"`{name}` is PTX {version}: pass `triton_call.backend_options()`"
     shared = kernel.get(3, 0)
     assert shared <= SHARED_BYTES[chip], f"`{name}` takes {shared} bytes of shared memory: too many for {chip}"
-    done = _assemble(ptx, architecture)
     scratch = kernel.get(12, 0)
     assert name != "grouped_product" or not scratch, f"`{name}` takes scratch: no CUDA graph can have it"
-    return Kernel(name, ptx, done.registers, done.spill_bytes, shared, threads, done.remarks, done.sass_counts)
+    return Kernel(name, ptx, shared, threads, *_assemble(ptx, architecture))
 
 
 def _fields(message: bytes) -> dict[int, Any]:
@@ -233,7 +225,7 @@ def _fields(message: bytes) -> dict[int, Any]:
 
 
 @cache
-def _assemble(ptx: str, architecture: str) -> _Assembled:
+def _assemble(ptx: str, architecture: str) -> tuple[int, int, tuple[str, ...], Counter[str]]:
     # Of the two that Triton has, ptxas-blackwell is the newer, and takes every architecture.
     with tempfile.TemporaryDirectory() as folder:
         source, binary = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
@@ -246,7 +238,7 @@ def _assemble(ptx: str, architecture: str) -> _Assembled:
     names = re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9]*)", code, re.M)
     remarks = re.findall(r"^ptxas\S* (?:info\s*: (?=\(C)|warning\s*: )(.*)$", said, re.M)
     assert len(registers) == 1 and len(spills) == 2 and names, said
-    return _Assembled(int(registers[0]), sum(map(int, spills)), tuple(remarks), Counter(names))
+    return int(registers[0]), sum(map(int, spills)), tuple(remarks), Counter(names)
 
 
 def tools() -> Path:

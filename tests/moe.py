@@ -1,14 +1,21 @@
-"""MoE layers of tests and benchmarks, by one function."""
+"""MoE layers of tests and benchmarks, and the gate of one."""
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from ragged.nn import Experts, MoE, Router
 
 OF_ROUTERS = ("score", "use_selection_bias", "normalize", "epsilon", "scale", "groups")
 OF_EXPERTS = ("gated", "activation", "use_bias", "save", "recipe")
+
+
+def clamped(gate: Array, up: Array) -> Array:
+    """The gate of gpt-oss."""
+    gate, up = jnp.minimum(gate, 7), jnp.clip(up, -7, 7)
+    return (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
 
 
 def moe(d: int, hidden: int, num_experts: int, top_k: int, *, key: Array, **options: Any) -> MoE:

@@ -22,9 +22,7 @@ def clipped(sizes: Sequence[int], capacity: int) -> list[tuple[int, int]]:
     return spans
 
 
-def pack(
-    groups: Groups, ragged: tuple[bool, bool], shape: Sequence[int], fill: float = np.nan, packed_last: bool = False
-) -> np.ndarray:
+def pack(groups: Groups, ragged: tuple[bool, bool], shape: Sequence[int], fill: float = np.nan) -> np.ndarray:
     """The buffer of a `GroupedTensor`, with `fill` wherever no group has an element."""
     dtype = groups[0].dtype
     data = np.full(shape, fill if jnp.issubdtype(dtype, jnp.floating) else 77, dtype)
@@ -33,7 +31,7 @@ def pack(
     start = 0
     for group in groups:
         first, last = group.shape
-        if ragged == (False, True) or packed_last:
+        if ragged == (False, True):
             data[:first, start : start + last] = group
             start += last
         else:

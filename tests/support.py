@@ -4,7 +4,7 @@ of weights in few bits in `docs/quantisation.md`.
     python -m tests.support          writes both pages, or the two files that are named
 
 Each combination is traced, and each of its products is planned for each device, as its lowering does.
-`tests/docs/test_support.py` compares the page with a new one, and some of the combinations with the oracle.
+`tests/docs/test_support.py` compares the pages with new ones.
 """
 
 import itertools
@@ -231,48 +231,6 @@ def found() -> dict[tuple[str, str], Cell]:
     return cells
 
 
-HEAD = """# What is supported
-
-This page shows where `ragged.matmul` runs kernels made for the platform, and where XLA computes the product instead.
-There is one table for each platform.
-
-| mark | meaning |
-|---|---|
-| ● | the backend named in the heading computes all eight layouts |
-| ◐ | this backend computes some layouts, and XLA computes the layouts in the note |
-| ○ | XLA computes all eight layouts |
-| – | not supported: the note has the error. Without a note: JAX doesn't differentiate integers |
-
-A number in brackets is the number of a note at the end of the page. [Layouts](layouts.md) are the eight products. Each
-row is a format of the operands:
-
-- a dtype without scales, such as `bfloat16`. Errors call 8-bit floats quantised, also without scales;
-- a dtype with scales: [`ragged.quantize`](quantisation.md) quantised both operands along the contracted dim;
-- `bfloat16` × a dtype with scales: only `rhs` is quantised;
-- a recipe: the operands are bfloat16, and the [recipe](training.md) quantises them in the product.
-
-Other pairs of formats, and other limits, are on the pages [TPU](tpu.md) and [GPU](gpu.md). A bias, an activation or a
-gate doesn't change the backend of the product, but XLA sometimes [computes it after the
-kernel](kernels.md#bias-activation-and-gate).
-
-The column "on" names the devices. "All" TPUs are v5e, v5p, v6e and tpu7x. "All" GPUs are A100, H200 and B200, and these
-also stand for other GPUs: L4 and H100 have the marks of the H200, B300 has the marks of the B200. The other columns are
-transformations:
-
-| column | what is computed |
-|---|---|
-| value | the product; `jit`, `scan` and `remat` run the same kernels |
-| `jvp`, `grad` | derivatives with respect to both operands |
-| `grad` of `grad` | second derivatives |
-| `vmap` | products of a batch whose elements share the group sizes |
-| `vmap`, sizes too | products of a batch whose elements have different group sizes |
-
-`python -m tests.support` writes this page: it plans each combination as JAX's lowering does, and reads which backend
-computes each of its products. `tests/docs/test_support.py` checks that the page is up to date, and compares a sample of
-the combinations with a NumPy reference.
-"""
-
-
 def page(cells: dict[tuple[str, str], Cell]) -> str:
     notes: list[str] = []
 
@@ -297,7 +255,7 @@ def page(cells: dict[tuple[str, str], Cell]) -> str:
             notes.append(text)
         return f"{'–' if errors else '◐'} ({notes.index(text) + 1})"
 
-    lines = [HEAD]
+    lines = [PAGE.read_text().partition("\n## ")[0]]  # what is written by hand
     for backend, devices in PLATFORMS.items():
         title = {"pallas_tpu": "TPUs", "triton_gpu": "NVIDIA's GPUs", "xla": "CPUs, and any other platform"}[backend]
         lines += [f"## {title}: `{backend}`", "", f"| operands | on | {' | '.join(TRANSFORMATIONS)} |"]

@@ -1,10 +1,12 @@
 """Folders are layers: what may import what, and when. Functions are short, and take few arguments."""
 
 import ast
+import itertools
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -21,11 +23,17 @@ def name_of(file: Path) -> str:
 
 
 FILES = {name_of(file): file for file in (ROOT / "ragged").rglob("*.py")}
+LAST = {name.rpartition(".")[2] for name in FILES}
+
+
+@cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
 
 
 def imported(name: str) -> Iterator[str]:
     """The modules of `ragged` that a module imports, at its top or inside its functions."""
-    for node in ast.walk(ast.parse(FILES[name].read_text())):
+    for node in ast.walk(parsed(FILES[name])):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.partition(".")[0] == "ragged")
         if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").partition(".")[0] == "ragged"):
@@ -70,7 +78,7 @@ def test_files_import_each_other_without_circles() -> None:
 def test_no_import_is_for_annotations_alone() -> None:
     """An import of `ragged` below `if TYPE_CHECKING:` would hide an arrow between layers."""
     for name, file in FILES.items():
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(parsed(file)):
             if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
                 inside = [each for each in ast.walk(node) if isinstance(each, ast.Import | ast.ImportFrom)]
                 assert "ragged" not in " ".join(map(ast.unparse, inside)), name
@@ -79,26 +87,25 @@ def test_no_import_is_for_annotations_alone() -> None:
 TUPLES = {"_replace", "_asdict", "_fields"}  # public names of `typing.NamedTuple`
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_no_module_uses_private_names_of_another(name: str) -> None:
+def test_no_module_uses_private_names_of_another() -> None:
     """An attribute `x._name`, or an import of `_name`, is of a name that the same file defines; JAX's are left out."""
-    tree = ast.parse(FILES[name].read_text())
-    nodes = list(ast.walk(tree))
-    own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    own |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    own |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
-    foreign = set[str]()
-    for node in nodes:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names = {(alias.asname or alias.name).split(".")[0] for alias in node.names}
-            if "ragged" in (getattr(node, "module", None) or ast.unparse(node)):
-                assert not [each for each in names if each.startswith("_") and not each.startswith("__")], name
-            else:
-                foreign |= names
-    for node in nodes:
-        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
-            is_foreign = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)} & foreign
-            assert node.attr in own | TUPLES | {"_hlo_sharding"} or is_foreign, f"{name}: {ast.unparse(node)}"
+    for name, file in FILES.items():
+        nodes = list(ast.walk(parsed(file)))
+        own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        own |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        own |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+        foreign = set[str]()
+        for node in nodes:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+                if "ragged" in (getattr(node, "module", None) or ast.unparse(node)):
+                    assert not [each for each in names if each.startswith("_") and not each.startswith("__")], name
+                else:
+                    foreign |= names
+        for node in nodes:
+            if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+                is_foreign = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)} & foreign
+                assert node.attr in own | TUPLES | {"_hlo_sharding"} or is_foreign, f"{name}: {ast.unparse(node)}"
 
 
 BACKENDS = {each.backend for each in (XlaConfig, TpuConfig, GpuConfig)}
@@ -109,7 +116,7 @@ NAMES_BACKENDS = {"ragged.primitive.lowering", "ragged.product.config"}
 def test_only_the_registry_and_a_backend_itself_name_it() -> None:
     for module, file in FILES.items():
         if not module.startswith("ragged.backends."):
-            constants = [node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)]
+            constants = [node.value for node in ast.walk(parsed(file)) if isinstance(node, ast.Constant)]
             found = [each for each in constants if isinstance(each, str) and each in BACKENDS]
             assert len(found) == (len({*found}) if module in NAMES_BACKENDS else 0), f"{module} names {found}"
 
@@ -160,9 +167,8 @@ def parameters(function: ast.FunctionDef) -> int:
     return len([name for name in names if name != "self"])
 
 
-@pytest.mark.parametrize("module", FILES)
-def test_functions_are_short_and_take_few_arguments(module: str) -> None:
-    for name, function in functions(ast.parse(FILES[module].read_text()), module):
+def test_functions_are_short_and_take_few_arguments() -> None:
+    for name, function in itertools.chain(*(functions(parsed(file), module) for module, file in FILES.items())):
         if name not in KERNELS:
             assert lines(function) <= LINES, f"{name} has {lines(function)} lines: split it into steps with names"
         if name not in KERNELS | PUBLIC:
@@ -171,7 +177,7 @@ def test_functions_are_short_and_take_few_arguments(module: str) -> None:
 
 
 def test_the_lists_of_exceptions_name_functions() -> None:
-    trees = ((module, ast.parse(file.read_text())) for module, file in FILES.items())
+    trees = ((module, parsed(file)) for module, file in FILES.items())
     names = {name for module, tree in trees for name, _ in functions(tree, module)}
     assert names >= KERNELS | PUBLIC
 
@@ -226,13 +232,13 @@ PUBLIC_CALLS = {"ragged.parallel.estimate"}  # a function, which hides the modul
 
 def used(file: Path) -> Iterator[str]:
     """The modules that a file imports, or gets as attributes of `ragged`."""
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(parsed(file)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             names = (f"{node.module}.{alias.name}" for alias in node.names)
             yield from (name if name in FILES and name not in PUBLIC_CALLS else str(node.module) for name in names)
-        elif isinstance(node, ast.Attribute) and ast.unparse(node) in FILES:
+        elif isinstance(node, ast.Attribute) and node.attr in LAST and ast.unparse(node) in FILES:
             yield ast.unparse(node)
 
 

@@ -122,7 +122,7 @@ def test_info(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: p
     assert none in run(capsys, "info")
 
 
-@pytest.mark.parametrize("layout", ["ragged", *(pytest.param(x, marks=pytest.mark.long) for x in ("wgrad", "batched"))])
+@pytest.mark.parametrize("layout", ["ragged", "inner_columns"])
 def test_explain_of_a_layout(layout: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Shapes and sizes on the command line, as JSON."""
     found = json.loads(run(capsys, "explain", "--layout", layout, *SMALL, "--sizes", "zipf", "--json"))

@@ -1,6 +1,8 @@
 """`backends/schedule.py` against a plain Python listing of rows and tiles."""
 
 import functools
+import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,15 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragged import GroupedTensor
 from ragged.backends import schedule
 from ragged.backends.tpu import tiled as tiled
 from ragged.backends.tpu.tiles import chip
-from ragged.core.offsets import as_int32, count_up_to, element_mask, group_ids, group_offsets, segments
+from ragged.core.offsets import group_offsets, segments
 from ragged.product.layout import Product
 from ragged.product.operands import Call, Operand, Operands, Options
 from tests import oracle
 from tests.cases import split
+from tests.contract.draws import size_table
 
 INT32 = np.iinfo(np.int32)
 
@@ -31,130 +33,54 @@ def list_visits(sizes: list[int], tm: int, start: int = 0, count: int | None = N
     return sorted({(group, row // tm) for row, group in enumerate(owner) if group in wanted})
 
 
-@functools.partial(jax.jit, static_argnames=("m", "tm", "num_nonzero_groups", "visit_empty_groups"))
-def jitted(group_sizes, start_group, **kwargs):
-    return schedule.make_group_metadata(group_sizes=group_sizes, start_group=start_group, **kwargs)
+@pytest.mark.parametrize("m, tm", [(8, 4), (7, 3), (5, 8)])  # whole tiles; a partial one; one larger than the buffer
+def test_visits(m: int, tm: int) -> None:
+    """Of all sizes of four groups that fit, of some that don't, and of any shard: every tile that has a row of a group,
+    group by group, and an empty group once if asked. The static length is enough, and not too long."""
+    rng, g, tiles, most = np.random.default_rng(0), 4, -(-m // tm), 0
+    fitting = [sizes for sizes in itertools.product(range(m + 1), repeat=g) if sum(sizes) <= m]
+    every = np.concatenate([np.array(fitting, np.int32), size_table(g, m, tm, rng)])
+    ways = [*itertools.product((False, True), (None, 0, 2, 9))]
+    first = rng.choice(np.array([0, 0, 0, 1, 3, 4, -1, -9, INT32.min, INT32.max], np.int32), (len(ways), len(every)))
+    # What is negative is too large in uint32.
+    given = [
+        (every.astype(np.uint32 if count == 9 else np.int32), starts)
+        for (_, count), starts in zip(ways, first, strict=True)
+    ]
+
+    def metadata(empty: bool, count: int | None, sizes: jax.Array, start: jax.Array) -> Any:
+        options: dict[str, Any] = {"start_group": start, "num_nonzero_groups": count, "visit_empty_groups": empty}
+        return schedule.make_group_metadata(group_sizes=sizes, m=m, tm=tm, **options)
+
+    @jax.jit
+    def run(given: Any) -> Any:
+        return [jax.vmap(functools.partial(metadata, *way))(*each) for way, each in zip(ways, given, strict=True)]
+
+    for (empty, count), (sizes, starts), found in zip(ways, given, run(given), strict=True):
+        (offsets, groups, at), counts = jax.tree.map(np.asarray, found)
+        assert {x.dtype for x in (offsets, groups, at, counts)} == {np.dtype(np.int32)}
+        # Entries that pad the lists are in range, too.
+        assert groups.shape == at.shape == (len(every), tiles + g - 1)
+        assert groups.min() >= 0 and groups.max() < g and at.min() >= 0 and at.max() < tiles
+        for row, (start, n) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
+            clipped = oracle.clipped(sizes[row].tolist(), m)
+            held, wanted = [size for _, size in clipped], range(start, start + (g if count is None else count))
+            visits = [*zip(groups[row, :n].tolist(), at[row, :n].tolist(), strict=True)]
+            assert offsets[row].tolist() == [0, *(begin + size for begin, size in clipped)]
+            assert [visit for visit in visits if held[visit[0]]] == list_visits(held, tm, start, count)
+            nothing = [i for i in range(g) if empty and not held[i] and i in wanted]
+            assert [i for i, _ in visits if not held[i]] == nothing
+            # In order; and a kernel never comes back to a tile that it has left.
+            assert visits == sorted(visits) and [x for _, x in visits] == sorted(x for _, x in visits)
+            most = max(most, n)
+    assert most == tiles + g - 1
 
 
-def run(
-    sizes: list[int], m: int, tm: int, start: int = 0, count: int | None = None, empty: bool = False
-) -> tuple[np.ndarray, Visits, Visits]:
-    """The offsets, the visits that count, and those that pad."""
-    (offsets, groups, tiles), num_tiles = jitted(
-        jnp.array(sizes, jnp.int32), start, m=m, tm=tm, num_nonzero_groups=count, visit_empty_groups=empty
-    )
-    assert {a.dtype for a in (offsets, groups, tiles, num_tiles)} == {np.dtype(np.int32)}
-    assert num_tiles.shape == () and offsets.shape == (len(sizes) + 1,)
-    tiles_m = -(-m // tm)
-    assert groups.shape == tiles.shape == (tiles_m + len(sizes) - 1,)
-    assert 0 <= num_tiles <= len(groups)
-    visits = list(zip(groups.tolist(), tiles.tolist(), strict=True))
-    assert all(0 <= group < len(sizes) and 0 <= tile < tiles_m for group, tile in visits)
-    n = int(num_tiles)
-    return np.asarray(offsets), visits[:n], visits[n:]
-
-
-def test_worked_example() -> None:
-    """The example at the top of `schedule.py`."""
-    offsets, visits, padding = run([3, 5, 0, 4], m=16, tm=4)
-    assert offsets.tolist() == [0, 3, 8, 8, 12]
-    assert visits == [(0, 0), (1, 0), (1, 1), (3, 2)]
-    assert len(padding) == 4 + 4 - 1 - 4
-
-
-@pytest.mark.parametrize(
-    "sizes, m, tm",
-    [
-        ([8], 8, 8),  # one group, one tile
-        ([5], 8, 8),  # a tail within the tile
-        ([0, 0, 8, 0], 8, 4),  # one giant group among empty ones
-        ([4, 4, 4], 12, 4),  # every boundary on the tile
-        ([1, 1, 1, 1, 1], 5, 8),  # all in one tile that is larger than the buffer
-        ([3, 4, 6], 13, 5),  # m is no multiple of the tile: the last is partial
-        ([3, 4, 2], 13, 5),  # the partial last tile is all tail
-        ([1, 5, 1, 5], 12, 4),  # the bound is met: every boundary inside a tile
-        ([0, 0, 0], 8, 4),  # all empty
-    ],
-)
-def test_visits(sizes: list[int], m: int, tm: int) -> None:
-    """A shared tile is visited once for each of its groups, a tile of the tail never."""
-    offsets, visits, _ = run(sizes, m, tm)
-    assert offsets.tolist() == np.cumsum([0, *sizes]).tolist()
-    assert visits == list_visits(sizes, tm)
-
-
-def test_bound_is_met() -> None:
-    """The static length is not too long: these sizes need all of it."""
-    _, visits, padding = run([1, 5, 1, 5], m=12, tm=4, empty=True)
-    assert len(visits) == 3 + 4 - 1 and not padding
-
-
-@pytest.mark.parametrize("sizes", [[0, 3, 0, 0, 5, 0], [0, 0, 0, 0, 0, 0], [8, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 8]])
-@pytest.mark.parametrize("tm", [3, 4, 8, 16])
-def test_empty_groups_are_visited_when_asked(sizes: list[int], tm: int) -> None:
-    """`visit_empty_groups` adds one visit for each empty group, in the groups' order, to a tile that exists."""
-    _, visits, _ = run(sizes, m=8, tm=tm, empty=True)
-    expected = list_visits(sizes, tm)
-    assert [v for v in visits if sizes[v[0]]] == expected
-    assert [g for g, _ in visits if not sizes[g]] == [g for g, size in enumerate(sizes) if not size]
-    assert visits == sorted(visits)
-    tiles = [tile for _, tile in visits]
-    assert tiles == sorted(tiles)  # a kernel never comes back to a tile that it has left
-
-
-@pytest.mark.parametrize("empty", [False, True])
-@pytest.mark.parametrize(
-    "start, count",
-    [(0, 9), (0, 2), (2, 2), (4, 2), (5, 2), (1, 0), (-1, 2), (-9, 2), (INT32.min, 2), (INT32.max, 2)],
-)
-def test_only_the_groups_of_a_shard(start: int, count: int, empty: bool) -> None:
-    """`start_group` and `num_nonzero_groups`; what lies outside the groups never wraps around into them."""
-    sizes = [3, 0, 5, 1, 2]
-    offsets, visits, _ = run(sizes, m=14, tm=4, start=start, count=count, empty=empty)
-    assert offsets.tolist() == [0, 3, 3, 8, 9, 11]  # of all groups
-    assert [v for v in visits if sizes[v[0]]] == list_visits(sizes, 4, start, count)
-    asked = empty and start <= 1 < start + count
-    assert [g for g, _ in visits if not sizes[g]] == ([1] if asked else [])
-
-
-@given(st.sampled_from([(8, 4), (13, 4), (13, 16)]), st.sampled_from([1, 5]), st.booleans(), st.data())
-@settings(max_examples=150)
-def test_any_sizes(extent: tuple[int, int], g: int, empty: bool, data: st.DataObject) -> None:
-    """Any sizes that fit, any shard."""
-    m, tm = extent
-    cuts = sorted(data.draw(st.lists(st.integers(0, m), min_size=g, max_size=g), label="ends"))
-    sizes = np.diff([0, *cuts]).tolist()
-    start = data.draw(st.integers(-2, g + 1), label="start_group")
-    count = data.draw(st.sampled_from([None, 2]), label="num_nonzero_groups")
-    offsets, visits, _ = run(sizes, m, tm, start, count, empty)
-    assert offsets.tolist() == [0, *cuts]
-    wanted = range(start, start + (g if count is None else count))
-    nothing = [group for group, size in enumerate(sizes) if not size and group in wanted and empty]
-    assert [v for v in visits if sizes[v[0]]] == list_visits(sizes, tm, start, count)
-    assert [group for group, _ in visits if not sizes[group]] == nothing
-    assert visits == sorted(visits)
-
-
-any_int32 = st.one_of(st.integers(-3, 20), st.sampled_from([INT32.min, INT32.max, INT32.max - 7, 2**30, -(2**30)]))
-
-
-def sound_offsets(sizes: list[int], capacity: int) -> list[int]:
-    """A negative size is 0, and nothing reaches past the capacity."""
-    return [0, *(start + held for start, held in oracle.clipped(sizes, capacity))]
-
-
-@given(st.lists(any_int32, min_size=5, max_size=5), st.sampled_from([0, 13]), st.sampled_from([1, 4]))
-@settings(max_examples=100)
-def test_wrong_sizes_stay_inside_the_buffer(sizes: list[int], capacity: int, tm: int) -> None:
-    """Offsets and visits for negative sizes, sums above the capacity and sums that overflow int32."""
-    offsets = group_offsets(jnp.array(sizes, jnp.int32), capacity)
-    assert offsets.dtype == jnp.int32
-    assert offsets.tolist() == sound_offsets(sizes, capacity)
-    if capacity:
-        offsets, visits, _ = run(sizes, capacity, tm, empty=True)
-        assert offsets.tolist() == sound_offsets(sizes, capacity)
-        cut = np.diff(offsets).tolist()
-        assert [v for v in visits if cut[v[0]]] == list_visits(cut, tm)
+def test_a_first_group_beyond_int32() -> None:
+    """A Python integer doesn't wrap around into range."""
+    options: dict[str, Any] = {"m": 8, "tm": 4, "start_group": 2**32, "num_nonzero_groups": 2}
+    run = jax.jit(lambda sizes: schedule.make_group_metadata(group_sizes=sizes, **options)[1])
+    assert int(run(np.array([3, 4], np.int32))) == 0
 
 
 def test_many_large_sizes_do_not_wrap_around() -> None:
@@ -162,28 +88,6 @@ def test_many_large_sizes_do_not_wrap_around() -> None:
     capacity = 2**26
     offsets = group_offsets(jnp.full((65,), INT32.max, jnp.int32), capacity)
     assert offsets.tolist() == [0] + [capacity] * 65
-
-
-def test_batched_offsets() -> None:
-    sizes = [[3, 0, 2], [9, -1, 1], [2**31 - 1, 2**31 - 1, 3]]
-    offsets = group_offsets(jnp.array(sizes, jnp.int32), 8)
-    assert offsets.tolist() == [sound_offsets(s, 8) for s in sizes]
-
-
-def test_uint32_sizes() -> None:
-    """Sizes may be uint32, as may the first group."""
-    sizes = jnp.array([3, 0, 5], jnp.uint32)
-    assert group_offsets(sizes, 9).tolist() == [0, 3, 3, 8]
-    assert group_offsets(sizes, 9).dtype == jnp.int32
-    for first in (0, 5):
-        large = jnp.array([first, 2**32 - 3, 1], jnp.uint32)
-        assert group_offsets(large, 9).tolist() == [0, first, 9, 9]
-    for kind in (jnp.int32, jnp.uint32):
-        (offsets, groups, tiles), n = schedule.make_group_metadata(
-            group_sizes=sizes, m=9, tm=4, start_group=jnp.array(1, kind), num_nonzero_groups=2
-        )
-        assert (offsets.dtype, groups.dtype, tiles.dtype, n.dtype) == (jnp.int32,) * 4
-        assert list(zip(groups[:n].tolist(), tiles[:n].tolist(), strict=True)) == [(2, 0), (2, 1)]
 
 
 @pytest.mark.parametrize("m, tm, g", [(0, 4, 2), (4, 0, 2), (-1, 4, 2), (4, -4, 2), (4, 4, 0)])
@@ -194,75 +98,6 @@ def test_empty_buffer_is_refused(m: int, tm: int, g: int) -> None:
         f"`make_group_metadata`: there must be rows, tiles and groups. Got m={m}, tm={tm}, {g} groups.\n"
         "There are no tiles to visit: return zeros without a kernel."
     )
-
-
-@pytest.mark.parametrize("first", split([2**70, np.int64(2**32 + 1)], [2**40, -(2**40), np.int64(-(2**32) + 1)]))
-def test_integers_beyond_int32_stay_out_of_range(first: int | np.int64) -> None:
-    """Python's and NumPy's integers, as the first group and as sizes."""
-    kept = int(np.clip(int(first) if abs(int(first)) < 2**62 else 2**62, INT32.min, INT32.max))
-    assert as_int32(first).dtype == jnp.int32 and int(as_int32(first)) == kept
-    _, n = schedule.make_group_metadata(
-        group_sizes=jnp.array([3, 4], jnp.int32), m=8, tm=4, start_group=first, num_nonzero_groups=2
-    )
-    assert int(n) == 0
-
-
-def test_sizes_beyond_int32() -> None:
-    """They reach past the capacity, and are cut off there."""
-    assert as_int32(np.array([2**32 + 1, -(2**32)])).tolist() == [INT32.max, INT32.min]
-    assert as_int32(np.array([2**64 - 1], np.uint64)).tolist() == [INT32.max]
-    x = GroupedTensor.from_padded(np.ones((2, 3, 1), np.float32), np.array([2**32 + 1, 2]))
-    assert x.first_dims.tolist() == [3, 2]
-
-
-@given(st.lists(st.integers(0, 9), max_size=6), st.integers(0, 9))
-@settings(max_examples=30)
-def test_group_ids_of_any_offsets(ends: list[int], capacity: int) -> None:
-    """Against a count of the groups that end at or before each row; no groups and no rows among them."""
-    ends = sorted(min(end, capacity) for end in ends)
-    ids = group_ids(jnp.array([0, *ends], jnp.int32), capacity)
-    assert ids.dtype == jnp.int32 and ids.tolist() == [sum(end <= row for end in ends) for row in range(capacity)]
-
-
-@given(st.lists(st.integers(-3, 9), max_size=12))
-@settings(max_examples=30)
-def test_count_up_to(values: list[int]) -> None:
-    found = count_up_to(jnp.array(sorted(values), jnp.int32), jnp.arange(-4, 11, dtype=jnp.int32))
-    assert found.dtype == jnp.int32
-    assert found.tolist() == [sum(value <= bound for value in values) for bound in range(-4, 11)]
-
-
-def test_group_ids() -> None:
-    ids = group_ids(jnp.array([0, 0, 3, 3, 4], jnp.int32), 6)
-    assert ids.dtype == jnp.int32
-    assert ids.tolist() == [1, 1, 1, 3, 4, 4]  # 4, the number of groups, in the tail
-
-
-@pytest.mark.parametrize("others", [None, [2, 1, 3], [-1, 0, 2**31 - 1]])
-def test_element_mask(others: list[int] | None) -> None:
-    sizes, rows, columns = [2, 0, 1], 4, 3
-    expected = np.zeros((rows, columns), bool)
-    expected[0:2, : columns if others is None else max(0, others[0])] = True
-    expected[2:3, : columns if others is None else others[2]] = True
-    given = None if others is None else jnp.array(others, jnp.int32)
-    mask = element_mask(jnp.array(sizes, jnp.int32), given, rows, columns)
-    assert np.array_equal(mask, expected)
-
-
-@pytest.mark.parametrize("offset", [0, 1, 3, 4, 9, -1, -9, INT32.min, INT32.max])
-@pytest.mark.parametrize("held", [1, 2, 6])
-def test_segments_of_a_shard(offset: int, held: int) -> None:
-    """The rows of the groups that a shard holds; a group that doesn't exist has no rows."""
-    sizes = [3, 0, 2, 4]
-    ends = np.cumsum(sizes).tolist()
-    starts, stops = segments(jnp.array(sizes, jnp.int32), 12, jnp.array(offset, jnp.int32), held)
-    assert starts.shape == stops.shape == (held,)
-    for i, (start, stop) in enumerate(zip(starts.tolist(), stops.tolist(), strict=True)):
-        group = offset + i
-        if 0 <= group < len(sizes):
-            assert (start, stop) == (ends[group] - sizes[group], ends[group])
-        else:
-            assert start == stop and 0 <= start <= 12
 
 
 def test_segments_of_all_groups() -> None:
@@ -331,30 +166,6 @@ def test_visits_of_rows(given: tuple[np.ndarray, np.ndarray]) -> None:
                 assert rest in (tiles_of[matrix][:1] if later else tiles_of[matrix])
             assert 0 <= rest < 4
     assert not list(found)
-
-
-@pytest.mark.parametrize(
-    "sizes", split([[3, 5, 0, 4]], [[9, 0, 9, 9], [0, 0, 0, 0], [16, 0, 0, 0], [1, 1, 1, 1], [4, 4, 4, 4]])
-)
-def test_kernels_visit_what_the_metadata_lists(sizes: list[int]) -> None:
-    """The schedules of the TPU's kernels, but for gaps, against that for those who write their own."""
-    dims = jnp.array(sizes, jnp.int32)
-    starts, ends = segments(dims, ROWS)
-    for is_wgrad in (False, True):
-        (_, ids, tiles), count = schedule.make_group_metadata(
-            group_sizes=dims, m=ROWS, tm=TILE, visit_empty_groups=is_wgrad
-        )
-        want = sorted(zip(np.asarray(ids)[:count].tolist(), np.asarray(tiles)[:count].tolist(), strict=True))
-        one = starts[None], ends[None]
-        visits = group_visits(*one, sum_batch=False) if is_wgrad else row_visits(*one)
-        table = {name: np.asarray(x) for name, x in visits._asdict().items()}
-        pieces = table["piece"][: int(table["count"][0])]
-        listed = [
-            (int(table["matrix"][p]), int(t))
-            for p, t in zip(pieces, table["tile"], strict=False)
-            if table["rest"][p] < 0
-        ]
-        assert sorted(listed) == want
 
 
 @pytest.mark.parametrize("sum_batch", [False, True])

@@ -29,7 +29,6 @@ import argparse
 import re
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -267,7 +266,6 @@ def main() -> None:
     parser.add_argument("--whose", nargs="+", default=["theirs", "ours"], choices=["theirs", "ours"])
     parser.add_argument("--drops", action="store_true")
     parser.add_argument("--sums", action="store_true")
-    parser.add_argument("--dump", help="a folder for the programs' text")
     options = parser.parse_args()
     if options.drops:
         jax.config.update("jax_num_cpu_devices", 64)
@@ -286,8 +284,6 @@ def main() -> None:
     for form in options.only:
         for whose in options.whose:
             program = compiled(form, whose)
-            if options.dump:
-                (Path(options.dump) / f"{form}-{whose}.txt").write_text(program.as_text() or "")
             print(
                 form,
                 whose,

@@ -56,6 +56,7 @@ from ragged import GroupedTensor  # noqa: E402
 from tests import cases  # noqa: E402
 from tests.benchmarks import cpu_torch, report  # noqa: E402
 from tests.benchmarks.cpu_torch import Job, Shape  # noqa: E402
+from tests.moe import clamped  # noqa: E402
 from tests.moe import moe as layer_of  # noqa: E402
 
 TURN = 0.01  # seconds
@@ -145,15 +146,14 @@ def compiled(fn: Callable[..., Any], *args: Any) -> Program:
 class Torch:
     """The process that runs torch, begun when it is first asked, and anew after it has ended."""
 
-    def __init__(self, command: Sequence[str] | None = None):
-        """`command`: in place of the process itself."""
-        self.missing = NO_TORCH if command is None and importlib.util.find_spec("torch") is None else None
-        self._command = command or [sys.executable, "-m", cpu_torch.__name__, str(report.threads())]
+    def __init__(self):
+        self.missing = NO_TORCH if importlib.util.find_spec("torch") is None else None
         self._process: subprocess.Popen[str] | None = None
 
     def ask(self, **request: Any) -> dict[str, Any]:
         if self._process is None:
-            self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            command = [sys.executable, "-m", cpu_torch.__name__, str(report.threads())]
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdin is not None and self._process.stdout is not None
         answer = ""
         try:
@@ -366,15 +366,9 @@ def measure(job: Job, seconds: float, torch: Torch) -> dict[str, Any]:
         "m, k, n, g": job.shape,
         "dtype": job.dtype,
         "product": job.product,
-        "largest, smallest group": [int(max(job.sizes)), int(min(job.sizes))],
         "dense": dense,
         "figures": figures,
         "skipped": skipped,
-        "ragged_over": {
-            name: figures["ragged"]["seconds"] / figure["seconds"]
-            for name, figure in figures.items()
-            if name in sketches.keys() - {"ragged", "dense torch"}
-        },
     }
 
 
@@ -509,12 +503,6 @@ def gated_layer(extents: tuple[int, int, int, int, int], seconds: float) -> dict
     }
 
 
-def clamped(gate: Array, up: Array) -> Array:
-    """The gate of gpt-oss's experts."""
-    gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
-    return (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
-
-
 def gated_product(shape: Shape, dtype: str, seconds: float) -> dict[str, Any]:
     """A gated product and its gradients, beside two products and a map, and beside plain JAX on `lax.ragged_dot`."""
     x, w, _ = operands(shape, dtype)
@@ -573,7 +561,7 @@ def rows(setting: Setting, torch: Torch, with_series: bool) -> Iterator[tuple[st
         yield f"gated product {dtype}", functools.partial(gated_product, setting.gated_product, dtype)
     for name, points in setting.series.items() if with_series else ():
         for shape, kind in points:
-            at = report.place(name, shape, kind)
+            at = {"groups": shape[3], "rows": shape[0], "skew": kind}[name]
             for dtype in setting.dtypes:
                 for p in ("forward", "wgrad"):
                     yield f"series {name} {at} {dtype} {p}", product(p, dtype, shape, kind, {"series": name, "at": at})

@@ -139,12 +139,7 @@ def arrays(results: Sequence[Any]) -> list[np.ndarray]:
     return [result.detach().float().numpy() for result in results]
 
 
-def serve(
-    requests: Iterable[str],
-    answers: IO[str],
-    make: Callable[[Job], dict[str, Callable[[], Any]]] = make,
-    arrays: Callable[[Any], list[np.ndarray]] = arrays,
-) -> None:
+def serve(requests: Iterable[str], answers: IO[str]) -> None:
     """Answers until there are no more requests. A variant that can't run is left out; its error is told."""
     runs: dict[str, Callable[[], Any]] = {}
     for line in requests:

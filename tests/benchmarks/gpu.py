@@ -72,11 +72,6 @@ CONTRACTED = {"forward": (1, 0), "gated": (1, 0), "wgrad": (0, 0)}  # axes of de
 FP8 = {"fp8": "highest", "fp8_fast": "default", "fp8_blocks": "highest"}  # precisions of XLA's dense products
 PEERS = ("dense", "ragged_dot", "torch", "tokamax")
 SPREADS = ("even", "zipf")
-SERIES: dict[str, list[tuple["Shape", str]]] = {  # with how the rows are spread among the groups
-    "groups": [((32768, 2048, 2048, g), "zipf") for g in (1, 4, 16, 64, 128, 256, 512)],
-    "rows": [((m, 2048, 2048, 16), "zipf") for m in (64, 256, 1024, 4096, 16384, 65536)],
-    "skew": [((32768, 2048, 2048, 64), kind) for kind in ("even", "half_empty", "zipf", "giant")],
-}
 BANDWIDTH = 4.8e12  # of an H200's memory, bytes a second, by its data sheet
 BLOCK = 128  # of scales
 MOST_TEMPORARY = 40 << 30  # bytes that a variant may take,
@@ -442,19 +437,17 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
-def measure(
-    product: str, shape: Shape, peers: Sequence[str], setting: Setting, spreads: Sequence[str] = SPREADS
-) -> Iterator[dict[str, Any]]:
+def measure(product: str, shape: Shape, peers: Sequence[str], setting: Setting) -> Iterator[dict[str, Any]]:
     """A row for each way to spread the sizes."""
     rng, data = np.random.default_rng(0), jax.block_until_ready(make(shape))
-    sizes = {kind: spread(rng, kind, shape[3], shape[0]) for kind in spreads}
+    sizes = {kind: spread(rng, kind, shape[3], shape[0]) for kind in SPREADS}
     with problems() as asked:
-        runs, failed = variants(product, data, sizes[spreads[-1]], peers, setting)
+        runs, failed = variants(product, data, sizes[SPREADS[-1]], peers, setting)
     model_s = None
     if asked:  # of even sizes
         problem, chip = asked[-1]
         model_s, _ = triton_tiling.seconds(problem, triton_tiling.choose(problem, chip), chip)
-    for kind in spreads:
+    for kind in SPREADS:
         figures = interleave(runs, sizes[kind], setting)
         add_ratios(product, shape, sizes[kind], figures)
         row = {"product": product, "shape": shape, "sizes": kind, "figures": figures, "failed": failed}
@@ -492,7 +485,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--products", nargs="+", choices=OPERANDS, default=list(OPERANDS))
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
     parser.add_argument("--quick", action="store_true", help="three rounds in place of seven")
-    parser.add_argument("--series", action="store_true", help="also forwards and wgrads over groups, rows and skew")
     parser.add_argument("--tune", action="store_true", help="also try other configurations than the library's choice")
     parser.add_argument("--first", nargs="*", metavar="STEPS", help="launches, tests, figures and a sweep, or some")
     parser.add_argument("--budget", type=float, default=540, help="begin no row after these seconds (%(default)s)")
@@ -509,11 +501,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results: dict[str, Any] = machine() | {"rows": [], "tuned": []}
     print(results["device"], results["versions"], results["clocks"], flush=True)
 
-    def measure_one(
-        product: str, shape: Shape, spreads: Sequence[str] = SPREADS, where: dict[str, Any] | None = None
-    ) -> None:
-        for row in measure(product, shape, args.peers, setting, spreads):
-            results["rows"].append((where or {}) | row)
+    def measure_one(product: str, shape: Shape) -> None:
+        for row in measure(product, shape, args.peers, setting):
+            results["rows"].append(row)
             report.save(results, args.json)
             print(line(row), flush=True)
 
@@ -522,12 +512,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(tuned_line(row), flush=True)
 
     chosen = list(cartesian(args.products, shapes))
-    steps: list[tuple[Run, str, Shape]] = [(measure_one, *each) for each in chosen]
-    for name, points in ({"skew": [(TINY, "giant")]} if args.dry else SERIES).items() if args.series else ():
-        for product, (shape, kind) in cartesian([x for x in ("forward", "wgrad") if x in args.products], points):
-            where = {"series": name, "at": report.place(name, shape, kind)}
-            steps.append((partial(measure_one, spreads=(kind,), where=where), product, shape))
-    steps += [(tune_one, *each) for each in chosen if args.tune]
+    steps = [(measure_one, *each) for each in chosen] + [(tune_one, *each) for each in chosen if args.tune]
     for step, product, shape in steps:
         if time.monotonic() > end:
             results["stopped"] = f"before {product} {shape}" + " was tuned" * (step is tune_one)

@@ -236,7 +236,7 @@ def run(kinds: Sequence[str], path: str | None, end: float, dry: bool) -> None:
 
     sampler = sample(samples)
     try:
-        left = watch([sys.executable, "-m", __name__], plan(kinds, dry), record, end=end, quiet=20 if dry else QUIET)
+        left = watch([sys.executable, "-m", __name__], plan(kinds, dry), record, end=end, quiet=QUIET)
     finally:
         if sampler is not None:
             sampler.kill()

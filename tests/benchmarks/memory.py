@@ -1,6 +1,6 @@
 """Temporary memory of a training step of expert layers, as compiled. Needs `libtpu` or Triton, but no TPU nor GPU.
 
-    python -m tests.benchmarks.memory [--chips v5e H200] [--only pre rowwise] [--dispatched]
+    python -m tests.benchmarks.memory [--chips v5e H200] [--only pre rowwise]
 
 Four `nn.MoE` layers in a `scan`, in bfloat16: 8192 tokens of 1024, 16 experts of 2048, two a token, gated; the
 gradients by their matrices. In MiB, what XLA sets aside besides arguments and results; and what the loop stacks for
@@ -8,14 +8,11 @@ the derivatives, a layer.
 
 Of a TPU, `hbm` is that in HBM: all that is allocated there, less arguments and results. `temp_size_in_bytes` is more,
 for it counts VMEM too.
-
-`--dispatched`: rows are dispatched before the experts, not gathered by their products.
 """
 
 import argparse
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import equinox as eqx
 import jax
@@ -23,7 +20,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from ragged.nn import MoE
-from ragged.tensor.route import Route
 from tests import gpu, tpu
 from tests.moe import moe as layer_of
 
@@ -92,13 +88,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chips", nargs="+", default=["v5e", "H200"], choices=[*tpu.TOPOLOGIES, "H200"])
     parser.add_argument("--only", nargs="+", default=[*CASES], choices=[*CASES])
-    parser.add_argument("--dispatched", action="store_true")
     options = parser.parse_args()
     for name in options.only:
-        with mock.patch.object(Route, "gathered", Route.dispatch if options.dispatched else Route.gathered):
-            function, *avals = step_of(**CASES[name])
-            kept = stacked(function, *avals)
-            found = [temporaries(chip, function, *avals) for chip in options.chips]
+        function, *avals = step_of(**CASES[name])
+        kept = stacked(function, *avals)
+        found = [temporaries(chip, function, *avals) for chip in options.chips]
         sizes = ", ".join(f"{what} {mib:.0f}" for each in found for what, mib in each.items())
         print(f"{name}: {sizes} MiB; stacked {sum(mib for _, mib in kept):.0f} a layer:", flush=True)
         print("   ", ", ".join(f"{what} {mib:.0f}" for what, mib in kept if mib >= 1), flush=True)

@@ -10,7 +10,6 @@ import importlib.util
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,12 +42,11 @@ MARKS = {  # colour and marker: neither alone says which
     "torch loop": ("#e0a30f", "D"),
     "JAX loop": ("#33a06f", "^"),
     "lax.ragged_dot": ("#b45cc9", "v"),
-    "ragged_dot": ("#b45cc9", "v"),
     "megablox": ("#33a06f", "^"),
     "tokamax": ("#e0700f", "s"),
 }
 PRODUCTS = ("forward", "dgrad", "wgrad", "forward + backward")
-TIME, SPEED = "time / dense product's", "speed / dense product's"
+TIME = "time / dense product's"
 
 
 def by_row(cpu: dict[str, Any], key: str) -> dict[tuple[Any, str, str], dict[str, Any]]:
@@ -111,28 +109,25 @@ def cpu_products(cpu: dict[str, Any]) -> Any:
     return figure
 
 
-def series(report: dict[str, Any], label: str, is_logarithmic: bool) -> Any:
+def cpu_series(cpu: dict[str, Any]) -> Any:
     """A panel for each product and dtype, and for each of what varies."""
-    rows = [row for row in report["rows"] if "series" in row and "figures" in row]
-    names, titles = distinct(row["series"] for row in rows), distinct(map(title, rows))
+    found = {
+        (f"{row['product']}, {row['dtype']}", row["series"], row["at"]): row
+        for row in cpu["rows"]
+        if "series" in row and "figures" in row
+    }
+    titles, names = (distinct(key[i] for key in found) for i in range(2))
     figure, panels = grid(len(titles), len(names))
-    for axes_of, head in zip(panels, titles, strict=True):
+    for axes_of, title in zip(panels, titles, strict=True):
         for axes, name in zip(axes_of, names, strict=True):
-            found = {row["at"]: row for row in rows if (row["series"], title(row)) == (name, head)}
-            panel(axes, list(found), list(found.values()), "none" if name == "skew" else "-", "of_dense")
-            axes.set_title(head)
+            rows = {at: row for (*where, at), row in found.items() if where == [title, name]}
+            panel(axes, [*rows], [*rows.values()], "none" if name == "skew" else "-", "of_dense")
+            axes.set_title(title)
             axes.set_xlabel(name)
-            if is_logarithmic:
-                logarithmic(axes)
-            else:
-                axes.set_ylim(0)
-        axes_of[0].set_ylabel(label)
+            logarithmic(axes)
+        axes_of[0].set_ylabel(TIME)
     legend(figure, panels)
     return figure
-
-
-def title(row: dict[str, Any]) -> str:
-    return ", ".join([row["product"], *filter(None, [row.get("dtype")])])
 
 
 def tpu(report: dict[str, Any]) -> Any:
@@ -165,23 +160,6 @@ def tpu(report: dict[str, Any]) -> Any:
     return figure
 
 
-def gpu(report: dict[str, Any]) -> Any:
-    rows = [row for row in report["rows"] if "figures" in row and "series" not in row]
-    found = {(tuple(row["shape"]), row["sizes"], row["product"]): row for row in rows}
-    shapes, spreads, products = (distinct(key[i] for key in found) for i in range(3))
-    figure, panels = grid(len(products), len(spreads))
-    for axes_of, product in zip(panels, products, strict=True):
-        for axes, spread in zip(axes_of, spreads, strict=True):
-            labels = ["×".join(map(str, shape[:3])) + f"\ng{shape[3]}" for shape in shapes]
-            panel(axes, labels, [found.get((shape, spread, product)) for shape in shapes], "none", "of_dense")
-            axes.set_title(f"{product}, {spread}")
-            axes.tick_params(axis="x", labelrotation=60)
-            axes.set_ylim(0)
-        axes_of[0].set_ylabel(SPEED)
-    legend(figure, panels)
-    return figure
-
-
 class Plot(NamedTuple):
     file: str  # whose figures it draws
     draw: Callable[[dict[str, Any]], Any]
@@ -190,10 +168,8 @@ class Plot(NamedTuple):
 
 PLOTS = {
     "cpu-products": Plot("cpu", cpu_products, "shape"),
-    "cpu-series": Plot("cpu", partial(series, label=TIME, is_logarithmic=True), "series"),
+    "cpu-series": Plot("cpu", cpu_series, "series"),
     "tpu": Plot("tpu", tpu, "generation"),
-    "gpu": Plot("gpu", gpu, "figures"),
-    "gpu-series": Plot("gpu", partial(series, label=SPEED, is_logarithmic=False), "series"),
 }
 
 

@@ -48,11 +48,6 @@ def today() -> str:
     return date.today().isoformat()
 
 
-def place(series: str, shape: tuple[int, int, int, int], spread: str) -> int | str:
-    """Where a row of a series stands: what varies of its rows, k, n and groups, and of how rows are spread."""
-    return {"groups": shape[3], "rows": shape[0], "skew": spread}[series]
-
-
 def save(results: dict[str, Any], path: str | os.PathLike[str] | None) -> None:
     """Writes the file anew, a line for each row; whatever happens meanwhile, there is a whole one."""
 

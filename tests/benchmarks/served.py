@@ -22,15 +22,11 @@ from jax import Array
 from ragged import GroupedTensor, quantize
 from ragged.nn import Experts, MoE, Router
 from tests.benchmarks import report
+from tests.moe import clamped
 from tests.support import WEIGHTS
 
 D, HIDDEN, EXPERTS, TOP_K = 2880, 2880, 32, 4
 AGAIN = "bfloat16, again"
-
-
-def clamped(gate: Array, up: Array) -> Array:
-    gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
-    return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
 
 
 def blocks(d: int = D, hidden: int = HIDDEN) -> dict[str, MoE]:

@@ -50,6 +50,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 import ragged
 from ragged import GroupedTensor, Scaling
 from tests.benchmarks import report as files
+from tests.moe import clamped
 from tests.support import WEIGHTS, products
 
 M, K, N, G = 4096, 2048, 2048, 8
@@ -434,12 +435,6 @@ def tiled_in_xla(product: Tiled, device: Device) -> Kernel:
         )
 
     return Kernel(function, (lhs, rhs, dims), None)
-
-
-def clamped(gate: Array, up: Array) -> Array:
-    """The gate of gpt-oss's experts."""
-    gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
-    return (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
 
 
 def gate_derivative(is_weighted: bool, device: Device) -> Kernel:

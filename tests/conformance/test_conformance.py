@@ -337,10 +337,6 @@ def at_edges(sizes: Array) -> Array:
     return ((sizes == 0) & (starts % 128 == 0) & (starts > 0) & (starts < jnp.sum(sizes))).any()
 
 
-def doubled_if(wrong: Callable[..., Any]) -> Function:
-    return lambda *args: jnp.where(wrong(*args), 2, 1).astype(args[0].dtype) * ours(*args)
-
-
 def in_bfloat16(lhs: Array, rhs: Array, sizes: Array, dout: Array) -> tuple[Array, Array]:
     """The cotangent of `lhs` as a sum of parts over n, each rounded."""
     part = column(dout) // 128
@@ -349,27 +345,14 @@ def in_bfloat16(lhs: Array, rhs: Array, sizes: Array, dout: Array) -> tuple[Arra
 
 
 MORE: dict[str, tuple[str, Function]] = {
-    "an empty group where a tile ends": ("empty groups", doubled_if(lambda a, b, sizes: at_edges(sizes))),
+    "an empty group where a tile ends": (
+        "empty groups",
+        lambda a, b, sizes: jnp.where(at_edges(sizes), 2, 1).astype(a.dtype) * ours(a, b, sizes),
+    ),
     "its gradient": (
         "gradients of empty groups",
         altered(lambda da, db, a, b, sizes, _: (da, jnp.where(at_edges(sizes), 2, 1) * db)),
     ),
-    "one group": ("one group", doubled_if(lambda a, b, sizes: len(b) == 1)),
-    "more than 128 groups": ("more than 128 groups", doubled_if(lambda a, b, sizes: len(b) > 128)),
-    "a group beyond 16 bits": ("one group has all rows", doubled_if(lambda a, b, sizes: sizes.max() >= 2**16)),
-    "n of 1": ("n of 1", doubled_if(lambda a, b, sizes: b.shape[2] == 1)),
-    "k of 1": ("k of 1", doubled_if(lambda a, b, sizes: b.shape[1] == 1)),
-    "unsigned sizes": ("sizes in uint32", doubled_if(lambda a, b, sizes: sizes.dtype == "uint32")),
-    "a sum of sizes that exceeds the rows": (
-        "sizes past the rows",
-        doubled_if(lambda a, b, sizes: sizes.sum() > len(a)),
-    ),
-    "a negative size": ("negative sizes", doubled_if(lambda a, b, sizes: (sizes < 0).any())),
-    "NaN for a negative size": (
-        "negative sizes",
-        lambda a, b, sizes: jnp.where((sizes < 0).any(), jnp.nan, ours(a, b, sizes)),
-    ),
-    "the last group's matrix": ("gradients", altered(lambda da, db, *_: (da, db.at[-1].set(0)))),
     "the gradient of all-empty groups' rows": (
         "gradients, all groups empty",
         altered(lambda da, db, a, b, sizes, _: (jnp.where(sizes.any(), da, 1), db)),
@@ -378,29 +361,7 @@ MORE: dict[str, tuple[str, Function]] = {
         "gradients in the tail",
         altered(lambda da, db, a, b, sizes, dout: (jnp.where(rows(da) < sizes.sum(), da, dout), db)),
     ),
-    "a mask by multiplication in the dgrad": (
-        "gradients, NaN in one group's cotangent",
-        altered(lambda da, db, a, b, sizes, dout: (da + 0 * jnp.sum(dout), db)),
-    ),
     "bfloat16 sums over n": ("gradients, float32 sums of bfloat16", with_backward(in_bfloat16)),
-    "the float16 dgrad": (
-        "gradients, float16",
-        altered(lambda da, db, a, *_: (2 * da if a.dtype == "float16" else da, db)),
-    ),
-    "the dgrad's last columns": (
-        "gradients, k not a multiple of 128",
-        altered(lambda da, db, *_: (da.at[:, 128:].set(0), db)),
-    ),
-    "the wgrad's last rows": (
-        "gradients, k not a multiple of 128",
-        altered(lambda da, db, *_: (da, db.at[:, 128:].set(0))),
-    ),
-    "the wgrad's last columns": (
-        "gradients, n not a multiple of 128",
-        altered(lambda da, db, *_: (da, db.at[:, :, 128:].set(0))),
-    ),
-    "the dgrad's bits": ("gradients, the same bits", altered(lambda da, db, *_: (da * jitter(), db))),
-    "the result's bits": ("the same bits", lambda *args: ours(*args) * jitter()),
 }
 
 

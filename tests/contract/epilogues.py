@@ -15,8 +15,10 @@ from scipy.special import ndtr
 import ragged
 from tests.contract import loop
 from tests.contract.draws import LEAST, MOST, Draw, draws, values
-from tests.contract.loop import ROUNDING, UNDERFLOW, Arrays, Term
+from tests.contract.experts import sigmoid
+from tests.contract.loop import ROUNDING, UNDERFLOW, Arrays, Term, covered
 from tests.contract.programs import Program
+from tests.moe import clamped
 
 Numpy = Callable[..., np.ndarray]
 
@@ -87,16 +89,6 @@ class Activation(NamedTuple):
             return (8 * (moved(1) - moved(-1)) - (moved(2) - moved(-2))) / 12e-3
 
         return at
-
-
-def sigmoid(z: Any) -> Any:
-    return 1 / (1 + np.exp(-z))
-
-
-def clamped(gate: Array, up: Array) -> Array:
-    """The gate of gpt-oss."""
-    gate, up = jnp.minimum(gate, 7), jnp.clip(up, -7, 7)
-    return (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
 
 
 def _quick(z: Any) -> Any:
@@ -250,11 +242,7 @@ class Epilogue(Program):
 
     def with_matrices(self, draw: Draw, element: int) -> np.ndarray:
         """Where the result has rows of groups that have a matrix."""
-        mask = np.zeros(self.terms["out"].shape, bool)
-        for at in self.places(draw.sizes, draw.first, element)["out"]:
-            if at is not None:
-                mask[at] = True
-        return mask
+        return covered(self.terms["out"].shape, self.places(draw.sizes, draw.first, element)["out"])
 
     def in_groups(self, draw: Draw, element: int) -> np.ndarray:
         """Where it has rows of any group."""

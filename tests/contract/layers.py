@@ -14,23 +14,19 @@ from jax.sharding import PartitionSpec as P
 
 from ragged import GroupedTensor
 from ragged.nn import Experts, MoE, Router
+from tests.contract.epilogues import ACTIVATIONS
 from tests.contract.experts import Weights, chosen, kept, mixture, sigmoid, swiglu
 from tests.contract.meshes import mesh_of
+from tests.moe import clamped
 
 TOKENS, D, HIDDEN, EXPERTS = 24, 8, 6, 8
 
 
-def clamped(gate: Any, up: Any) -> Any:
-    gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
-    return (up + 1.0) * gate * jax.nn.sigmoid(1.702 * gate)
-
-
-def clamped_by_hand(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
-    return (up + 1) * gate * sigmoid(1.702 * gate)
-
-
-FUNCTIONS: dict[Any, Callable[..., np.ndarray]] = {"silu": swiglu, clamped: clamped_by_hand, jnp.tanh: np.tanh}
+FUNCTIONS: dict[Any, Callable[..., np.ndarray]] = {
+    "silu": swiglu,
+    clamped: ACTIVATIONS["clamped"].value,
+    jnp.tanh: np.tanh,
+}
 
 # For each model: options of the router, options of the experts, width of the shared expert, whether it has a gate.
 DEEPSEEK = {"score": "sigmoid", "groups": (4, 2), "use_selection_bias": True, "epsilon": 1e-20, "scale": 2.5}

@@ -1,7 +1,7 @@
 """The reference: NumPy, float64, one group after another. It knows nothing of the library."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,6 +61,15 @@ def places(terms: Mapping[str, Term], sizes: Arrays, groups: int, first: int = 0
         its = {name: place(name, term, group) for name, term in terms.items()}
         for name, at in its.items():
             found[name].append(None if None in its.values() else at)
+    return found
+
+
+def covered(shape: tuple[int, ...], where: Iterable[Place | None]) -> np.ndarray:
+    """Where any group is."""
+    found = np.zeros(shape, bool)
+    for at in where:
+        if at is not None:
+            found[at] = True
     return found
 
 

@@ -336,9 +336,7 @@ class Program:
     def mask(self, sizes: Arrays, element: int) -> np.ndarray:
         """Where groups of the result are, also those without a product."""
         out = self.terms["out"]
-        mask = np.zeros(out.shape, bool)
-        for at in loop.places({"out": out}, _element(sizes, element), self.groups)["out"]:
-            mask[at] = True
+        mask = loop.covered(out.shape, loop.places({"out": out}, _element(sizes, element), self.groups)["out"])
         return mask if out.ragged else np.ones(out.shape, bool)
 
     @property
@@ -365,6 +363,8 @@ class Program:
     def check(self, inputs: Iterable[Draw], bits: int = 24) -> list[tuple[str, str]]:
         """That each draw gives what it should, and that the backend's own kernels compute it, in sums of so many
         `bits`. Returns these kernels, as `launches` lists them."""
+        if self.backend == "triton_gpu":
+            gpu.needs_triton()
         with ExitStack() as stack:
             if "float64" in self.dtypes.values():
                 stack.enter_context(jax.enable_x64(True))
@@ -509,4 +509,5 @@ def quantised(backend: str, count: int, layouts: list[str], step: int = 37, **op
             "rhs_cast": rhs and (FP8 if dtype == FP8_WIDE else dtype, rhs),
         }
         chip = gpu.FIRST_WITH_FP8 if backend == "triton_gpu" else ""
-        yield count, Program(layout, backend=backend, k=72, n=20, out_dtype="float32", chip=chip, **casts, **options)
+        extents: dict[str, Any] = {"k": 72, "n": 20}
+        yield count, Program(layout, backend=backend, out_dtype="float32", chip=chip, **casts, **extents | options)

@@ -17,7 +17,7 @@ from ragged import Cast, GroupedTensor, Recipe, Scaling, quantize, quantize_weig
 from tests import gpu
 from tests.contract.draws import draws, values
 from tests.contract.launches import launches
-from tests.contract.loop import TERMS, Arrays, places
+from tests.contract.loop import TERMS, Arrays, covered, places
 from tests.contract.programs import Program, runner
 
 E4M3, E5M2, E8M0 = "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"
@@ -191,10 +191,8 @@ class Quantised:
                 rows, columns = (np.exp2(rng.integers(-4, 5, n)) for n in shape[-2:])
                 data[name] = (values(rng, shape, "float32") * rows[:, None] * columns).astype(draw.data[name].dtype)
                 if term.ragged:
-                    outside = np.ones(shape, bool)
-                    for at in places({"": term}, draw.sizes, program.groups)[""]:
-                        outside[at] = False
-                    data[name][outside] = (np.nan, 1e4)[number % 2]
+                    at = places({"": term}, draw.sizes, program.groups)[""]
+                    data[name][~covered(shape, at)] = (np.nan, 1e4)[number % 2]
             if number % 4 == 2 and min(data["lhs"].shape, default=0):
                 name = self.roles[number // 4 % 3]
                 data[name][tuple(int(n // 3) for n in data[name].shape)] = (np.inf, np.nan)[number // 4 % 2]
@@ -213,6 +211,8 @@ class Quantised:
         return history.astype(np.float32), scales.astype(np.float32)
 
     def check(self, count: int) -> None:
+        if self.program.backend == "triton_gpu":
+            gpu.needs_triton()
         with ExitStack() as stack:
             if self.program.chip:
                 stack.enter_context(gpu.on(self.program.chip))

@@ -14,7 +14,7 @@ from jax import Array
 from ragged import GroupedTensor, per_column, per_group, per_row
 from tests.contract import loop
 from tests.contract.draws import size_table
-from tests.contract.loop import Arrays, Place, Sum, Term
+from tests.contract.loop import Arrays, Place, Sum, Term, covered
 from tests.contract.operations import Group, Operation, dtype_of, operations
 
 BATCH = 2
@@ -268,8 +268,8 @@ class Kind:
         clean: Arrays = {"start": rng.integers(-3, 4, self.groups).astype(np.int32)}
         for name, its in inputs.items():
             values = self._random(rng, name, its.shape)
-            covered = np.ones(its.shape, bool) if self.mapped == "sizes" else _covered(its.shape, its.places)
-            clean[name] = np.where(covered, values, np.asarray(fill, values.dtype))
+            inside = np.ones(its.shape, bool) if self.mapped == "sizes" else covered(its.shape, its.places)
+            clean[name] = np.where(inside, values, np.asarray(fill, values.dtype))
         arrays = {name: each.copy() for name, each in clean.items()}
         if number % 3 == 1 and self.groups and jnp.issubdtype(self.dtype, jnp.floating):
             name, group = "xxxy"[rng.integers(4)], rng.integers(self.groups)
@@ -287,8 +287,8 @@ class Kind:
             out, operation = self.traced(name)[0], self.operations[name]
             with np.errstate(all="ignore"):
                 values = reference.results(operation)
-            covered = _covered(out.shape, reference.places(operation, values, out))
-            found[name] = np.where(covered, rng.standard_normal(out.shape), fill).astype(jnp.dtype(self.dtype))
+            inside = covered(out.shape, reference.places(operation, values, out))
+            found[name] = np.where(inside, rng.standard_normal(out.shape), fill).astype(jnp.dtype(self.dtype))
         return found
 
     def _random(self, rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -311,14 +311,6 @@ def _order(rng: np.random.Generator, count: int) -> Iterator[int]:
 
 def _with_starts(place: Place) -> Place:
     return tuple(slice(at.start or 0, at.stop) if isinstance(at, slice) else at for at in place)
-
-
-def _covered(shape: tuple[int, ...], places: Sequence[Place]) -> np.ndarray:
-    """Where any group is."""
-    found = np.zeros(shape, bool)
-    for at in places:
-        found[at] = True
-    return found
 
 
 class Reference:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests import gpu
+from tests.cases import named
 from tests.contract.epilogues import ACTIVATIONS, Epilogue, epilogue_draws
 
 FP8 = "float8_e4m3fn"
@@ -25,7 +26,8 @@ def by_default() -> Iterator[Case]:
     yield 30, Epilogue("batched", "bfloat16", bias="one", shared="rhs", bias_dtype="float32")
     yield 20, Epilogue("forward", order=2, activation="tanh", **both)
     yield 12, Epilogue("forward", "bfloat16", mapped="lhs sizes up bias", activation="sigmoid", **both)
-    yield 30, Epilogue("forward", "bfloat16", top_k=2)
+    yield 12, Epilogue("forward", mapped="rhs", context="devices", activation="silu", gate=True)
+    yield 30, Epilogue("forward", "bfloat16", top_k=2, activation="silu", gate=True)
     # The last tile of columns is partial, and the last tile of the second part would be past the end.
     yield 9, Epilogue("forward", backend="pallas_tpu", tiles=(16, 128, 256), columns="interleaved", n=300, **both)
     yield 4, Epilogue("forward", "bfloat16", backend="triton_gpu", activation="clamped", held=3, **both)
@@ -137,22 +139,12 @@ def long_of_kernels() -> Iterator[Case]:
         yield 2, Epilogue("forward", dtype, gate=gate, k=k, n=n, **its)
 
 
-def _cases(cases: Iterator[Case]) -> list[Any]:
-    return [pytest.param(*case, id=str(case[1])) for case in cases]
-
-
-def _check(count: int, program: Epilogue) -> None:
-    if program.backend == "triton_gpu":
-        gpu.needs_triton()
+@pytest.mark.parametrize("count, program", named(by_default()))
+def test_epilogues(count: int, program: Epilogue) -> None:
     program.check(epilogue_draws(program, count))
 
 
-@pytest.mark.parametrize("count, program", _cases(by_default()))
-def test_epilogues(count: int, program: Epilogue) -> None:
-    _check(count, program)
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("count, program", _cases(itertools.chain(long(), long_of_kernels())))
+@pytest.mark.parametrize("count, program", named(itertools.chain(long(), long_of_kernels())))
 def test_more_epilogues(count: int, program: Epilogue) -> None:
-    _check(count, program)
+    program.check(epilogue_draws(program, count))

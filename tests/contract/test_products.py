@@ -18,7 +18,7 @@ import ragged
 from ragged import GroupedTensor, Scaling, tuning
 from ragged.tuning import XlaConfig
 from tests import gpu
-from tests.cases import LETTERS, split
+from tests.cases import LETTERS, named, split
 from tests.contract.draws import draws
 from tests.contract.launches import launches
 from tests.contract.programs import BITS, FLOATS, FP8, FP8_WIDE, INTEGERS, Case, Program, quantised
@@ -45,6 +45,7 @@ SERVED: dict[str, Any] = {"backend": "pallas_tpu", "packed_last": "rhs", "k": 16
 BY_TMA: dict[str, Any] = {"backend": "triton_gpu", "chip": "NVIDIA H200", "tiles": (32, 32, 32)}
 BY_TMA |= {"m": 48, "k": 64, "n": 48, "groups": 3, "capacity": 96}
 IN_STEPS: dict[str, Any] = BY_TMA | {"width": 48, "groups": 5}
+FOUR_BITS: dict[str, Any] = {"lhs_cast": ("float4_e2m1fn", "nvfp4"), "k": 40, "out_dtype": "float32"}
 
 
 def by_default() -> Iterator[Case]:
@@ -68,7 +69,7 @@ def by_default() -> Iterator[Case]:
 
     for layout in ("forward", "wgrad"):
         yield 60, Program(layout, held=3, existing=True, capacity=70)
-    yield 60, Program("forward", shared="rhs", size_dtype="uint32")
+    yield 60, Program("forward", shared="rhs", size_dtype="uint32", k=5)  # as many rows as there are groups
     yield from small()
     yield 20, Program("batched", "bfloat16", shared="lhs", existing=True, mapped="rhs")
 
@@ -78,6 +79,7 @@ def by_default() -> Iterator[Case]:
     for backend, count in (("pallas_tpu", 20), ("triton_gpu", 3)):
         yield count, four_bits("forward_left", "float32", NVFP4, backend=backend)
     yield 3, four_bits("forward", "bfloat16", Scaling((32, 1)), "int4", backend="triton_gpu")
+    yield 20, Program("forward", rhs_cast=("float4_e2m1fn", NVFP4), **FOUR_BITS)
 
     yield 20, Program("forward", "bfloat16", rhs_cast=("uint4", (4, 1), "zeros"))
     yield 9, Program("batched", shared="rhs", lhs_cast=("int8", (3, 4), "zeros"))
@@ -203,6 +205,8 @@ def long_of_kernels() -> Iterator[Case]:
                 yield count // 3, Program(layout, backend=backend, order=2, packed_last="lhs rhs")
             elif not is_gpu:
                 yield 3, Program(layout, backend=backend, interpret=TWO_CORES, existing=True, **LARGE)
+        if not is_gpu:  # tiles of four chunks of rows, in which groups begin and end anywhere
+            yield 40, Program("forward", backend=backend, tiles=(512, 128, 128), capacity=1024, k=128, n=128)
         if is_gpu:  # loads by TMA, which takes rows of whole 16 bytes; 8 bits with the contracted axis last
             extents: dict[str, Any] = {"m": 48, "k": 64, "n": 48, "width": 48, "capacity": 96, "chip": "NVIDIA H200"}
             for layout, dtypes in rotated(("float32", "", ""), (FP8, "", "float32"), ("int8", "", "")):
@@ -212,6 +216,7 @@ def long_of_kernels() -> Iterator[Case]:
                 yield 4, Program(layout, "bfloat16", **IN_STEPS)
             yield 4, Program("forward", "bfloat16", held=3, mapped="lhs sizes", **IN_STEPS)  # sums over the batch
             yield 4, Program("ragged", "bfloat16", mapped="sizes", **IN_STEPS)
+            yield 4, Program("forward", backend=backend, held=3, mapped="lhs sizes rhs first")
         for layout, context in rotated("scan", "shard_map unchecked", of=1):
             yield 3, Program(layout, backend=backend, context=context)
         for layout, dtypes in rotated(INTEGERS[0], ("bfloat16", FP8, ""), (FP8, "", ""), FLOATS[3]):
@@ -226,6 +231,11 @@ def long_of_kernels() -> Iterator[Case]:
         yield 3, Program("forward", *INTEGERS[0], backend=backend, k=4000, groups=2)
         yield 3, Program("wgrad", *INTEGERS[0], backend=backend, capacity=4000, groups=2)
         yield 3, Program("wgrad", "int8", "", "float32", backend=backend, existing=True)
+        ones = itertools.cycle(((1, 40, 24), (24, 1, 40), (40, 24, 1), (1, 1, 1), (2, 3, 2)))
+        for i, (layout, (m, k, n)) in enumerate(zip(LETTERS, ones, strict=False)):
+            its: dict[str, Any] = {"groups": (5, 1)[i % 2], "packed_last": ("", "lhs", "rhs", "lhs rhs")[i % 4]}
+            yield 3, Program(layout, "bfloat16", backend=backend, m=m, k=k, n=n, **its)
+        yield from quantised(backend, 3, [*LETTERS], step=29, m=1, k=1, n=1)
 
 
 def long_of_scales() -> Iterator[Case]:
@@ -269,10 +279,12 @@ WIDE_OF: dict[str, dict[str, Any]] = dict.fromkeys(LETTERS, WIDE) | {"batched": 
 
 def long_of_weights() -> Iterator[Case]:
     """Matrices of few bits, as models are served with."""
+    for i, layout in enumerate(LETTERS):
+        yield 20, Program(layout, rhs_cast=("float4_e2m1fn", NVFP4) if i % 2 == 0 else None, **FOUR_BITS)
     ways = itertools.product(("forward", "forward_left", "batched"), ("bfloat16", "float16", "float32"), (MX, NVFP4))
     for i, (layout, dtype, scaling) in enumerate(ways):
         if dtype == "float16" or i % 2:
-            its: dict[str, Any] = {"chip": "NVIDIA H200", "tiles": (32, 64, 64), **WIDE_OF[layout]}
+            its: dict[str, Any] = {"chip": "NVIDIA H200", "tiles": (32, 64, 64), **WIDE_OF[layout], "k": 150, "n": 150}
             yield 3, four_bits(layout, dtype, scaling, backend="triton_gpu", **its)
         else:
             its = {"tiles": (128, 128, 128), **WIDE_OF[layout]}
@@ -307,7 +319,7 @@ def long_of_weights() -> Iterator[Case]:
         yield count, four_bits("forward", "bfloat16", MX.mT, backend=backend, held=3, existing=True)
     # Loads by TMA, and the rest without.
     for scaling, of in ((MX, "float4_e2m1fn"), (NVFP4, "float4_e2m1fn"), (Scaling((64, 1)), "int4")):
-        given: dict[str, Any] = WIDE | {"k": 320, "tiles": (32, 64, 64 if of == "int4" else 128)}
+        given: dict[str, Any] = WIDE | {"k": 320, "n": 150, "tiles": (32, 64, 64 if of == "int4" else 128)}
         yield 3, four_bits("forward", "bfloat16", scaling, of, backend="triton_gpu", chip="NVIDIA H200", **given)
 
 
@@ -321,12 +333,12 @@ def long_of_zero_points() -> Iterator[Case]:
     ]
     dtypes = itertools.cycle(("bfloat16", "int8", "float32"))
     for i, (layout, (of, block)) in enumerate(itertools.product(("forward", "batched", "forward_left"), scalings)):
-        dtype, more = next(dtypes), dict[str, Any](backend="pallas_tpu", tiles=(128, 128, 128))
+        dtype, more = next(dtypes), WIDE_OF[layout] | {"k": 256, "backend": "pallas_tpu", "tiles": (128, 128, 128)}
         if (i + i // 4) % 2:
-            more = {"backend": "triton_gpu", "tiles": (32, 64, 64), "chip": "NVIDIA H200"}
+            more |= {"n": 150, "backend": "triton_gpu", "tiles": (32, 64, 64), "chip": "NVIDIA H200"}
         if dtype == "int8":
             dtype, more["rhs_dtype"] = ("float32", "int8") if layout == "forward_left" else ("int8", "float32")
-        yield 3, four_bits(layout, dtype, Scaling(block), of, "zeros", **WIDE_OF[layout] | {"k": 256}, **more)
+        yield 3, four_bits(layout, dtype, Scaling(block), of, "zeros", **more)
     yield 20, Program("forward_left", lhs_cast=("int8", "row", "zeros"), rhs_cast=("uint8", (4, 1), "zeros"))
     yield 9, Program("wgrad", lhs_cast=("int8", (4, 2), "zeros"), rhs_cast=("int4", "tensor", "zeros"))
     yield 20, four_bits("forward", "bfloat16", Scaling((24, 1)), "uint4", "zeros", backend="pallas_tpu")
@@ -339,19 +351,9 @@ def long_of_zero_points() -> Iterator[Case]:
     yield 2, four_bits("forward", "float16", turned.mT, "uint4", "zeros", backend="triton_gpu", packed_last="rhs")
 
 
-def _check(count: int, program: Program) -> None:
-    if program.backend == "triton_gpu":
-        gpu.needs_triton()
-    program.check(draws(program, count))
-
-
-def _cases(cases: Iterator[Case]) -> list[Any]:
-    return [pytest.param(*case, id=str(case[1])) for case in cases]
-
-
-@pytest.mark.parametrize("count, program", _cases(by_default()))
+@pytest.mark.parametrize("count, program", named(by_default()))
 def test_products(count: int, program: Program) -> None:
-    _check(count, program)
+    program.check(draws(program, count))
 
 
 def more() -> Iterator[Case]:
@@ -362,9 +364,9 @@ def more() -> Iterator[Case]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("count, program", _cases(more()))
+@pytest.mark.parametrize("count, program", named(more()))
 def test_more_products(count: int, program: Program) -> None:
-    _check(count, program)
+    program.check(draws(program, count))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from jax import Array
 import ragged
 from ragged import GroupedTensor, Recipe
 from tests import gpu
-from tests.cases import LETTERS
+from tests.cases import LETTERS, named
 from tests.contract.draws import values
 from tests.contract.launches import launches
 from tests.contract.programs import Program
@@ -60,17 +60,13 @@ def long() -> Iterator[Case]:
         yield 2, Quantised(name, Program(layout, backend="triton_gpu", chip=gpu.FIRST_WITH_FP8, **wide))
 
 
-def _cases(cases: Iterator[Case]) -> list[Any]:
-    return [pytest.param(*case, id=str(case[1])) for case in cases]
-
-
-@pytest.mark.parametrize("count, product", _cases(by_default()))
+@pytest.mark.parametrize("count, product", named(by_default()))
 def test_recipes(count: int, product: Quantised) -> None:
     product.check(count)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("count, product", _cases(long()))
+@pytest.mark.parametrize("count, product", named(long()))
 def test_more_recipes(count: int, product: Quantised) -> None:
     product.check(count)
 
@@ -90,11 +86,15 @@ def test_gathered_rows(names: list[str]) -> None:
         route, found = ragged.route(ids, groups), []
         for rows, recipe in itertools.product((route.gathered, route.dispatch), recipes):
 
-            def product(x: Array, w: Array, recipe: Recipe, rows: Any = rows) -> Array:
-                return ragged.matmul(rows(x), w, recipe=recipe).data
+            def product(x: Array, w: Array, recipe: Recipe, rows: Any = rows) -> list[Array]:
+                its = rows(x)
+                out = [ragged.matmul(its, w, recipe=recipe)]
+                if recipe.history is None:  # which belongs to one product
+                    out.append(ragged.gated_matmul(its, w, w[:, ::-1], recipe=recipe))
+                return [each.data for each in out]
 
             out, pull = jax.vjp(product, x, w, recipe.unsealed())
-            found.append((out, pull(ct)))
+            found.append((out, pull([ct] * len(out))))
         return found[: len(recipes)], found[len(recipes) :]
 
     rng, compiled = np.random.default_rng(0), jax.jit(run)
@@ -124,7 +124,8 @@ def test_gathered_rows(names: list[str]) -> None:
 )
 def test_gated_products(gate: str, up: str, backend: str) -> None:
     """The products of a gate are those of its recipes, bit for bit, with any histories."""
-    program = Program("forward", backend=backend, k=36, n=20)
+    k, n = (256, 128) if gate == "blockwise" else (36, 20)
+    program = Program("forward", backend=backend, k=k, n=n)
     both = [Quantised(name, program) for name in (gate, up)]
     options = program.options("out", None)
 

@@ -5,10 +5,10 @@ zeros around them, and derivatives by all inputs.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
+from tests.cases import named
 from tests.contract.operations import ARITHMETIC
 from tests.contract.tensors import Kind, check
 
@@ -74,10 +74,6 @@ def long() -> Iterator[Case]:
     yield Kind("mn", packed_last=True, mapped="data sizes"), 10, ODD, OWN
 
 
-def cases(found: Iterator[Case]) -> list[Any]:
-    return [pytest.param(*case, id=str(case[0])) for case in found]
-
-
 def run(kind: Kind, count: int, names: list[str], differentiated: list[str], order: int = 1) -> None:
     differentiated = kind.differentiable if differentiated == ALL else differentiated
     if names in (ALL, EVEN, ODD):
@@ -86,13 +82,13 @@ def run(kind: Kind, count: int, names: list[str], differentiated: list[str], ord
     check(kind, count, names, differentiated, order, roundings=1 if names is ROUNDED_ONCE else 4)
 
 
-@pytest.mark.parametrize("kind, count, names, differentiated", cases(by_default()))
+@pytest.mark.parametrize("kind, count, names, differentiated", named(by_default(), 0))
 def test_operations(kind: Kind, count: int, names: list[str], differentiated: list[str]) -> None:
     run(kind, count, names, differentiated)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind, count, names, differentiated", cases(long()))
+@pytest.mark.parametrize("kind, count, names, differentiated", named(long(), 0))
 def test_more_operations(kind: Kind, count: int, names: list[str], differentiated: list[str]) -> None:
     run(kind, count, names, differentiated)
 

@@ -293,59 +293,6 @@ def test_shapes_that_the_pages_state() -> None:
     assert layer.end_lineno and layer.end_lineno - layer.lineno + 1 == 24
 
 
-def test_formats_without_a_kernel() -> None:
-    import jax
-    import jax.numpy as jnp
-
-    claims("README.md", "XLA computes the products that a kernel doesn't support, such as those in float64.")
-    for dtype in ("float8_e4m3fn", "float8_e5m2", "float64"):
-        with jax.enable_x64(dtype == "float64"):
-            x = ragged.GroupedTensor(jnp.ones((4, 16), dtype), jnp.array([2, 1], jnp.int32))
-            for device in ("NVIDIA A100", "NVIDIA L4"):  # 8.0 and 8.9
-                (plan, *_) = ragged.explain(x, jnp.ones((2, 16, 16), dtype), device=device).plans
-                assert plan.backend == ("xla" if dtype == "float64" else "triton_gpu")
-
-
-def test_sizes_that_are_compared() -> None:
-    """Those of two operands outside of `jit`, and not with the buffer."""
-    import jax
-    import jax.numpy as jnp
-
-    sentence = "a product with a ragged contracted dim, such as `wgrad`, also raises if the group sizes"
-    claims("README.md", f"Outside of `jit`, {sentence} of its operands differ.")
-    claims("README.md", "No product checks that sizes fit the buffer")
-    x, y = (ragged.GroupedTensor(jnp.ones((4, 3)), jnp.array(sizes, jnp.int32)) for sizes in ([2, 1], [1, 20]))
-    with pytest.raises(ValueError, match="the contracted dims have different sizes"):
-        ragged.matmul(x.mT, y)
-    assert jax.eval_shape(ragged.matmul, x.mT, y).shape == (2, 3, 3)
-    assert ragged.matmul(y, jnp.ones((2, 3, 3))).data.tolist() == [[3.0] * 3] * 4
-
-
-def test_infinity_and_nan_in_few_bits() -> None:
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-
-    claims("README.md", "in an integer or 4-bit format, NaN reaches all groups if they share one scale")
-    claims("docs/quantisation.md", "infinity stays infinity in float8_e5m2 and becomes NaN in float8_e4m3fn")
-    shared = 'all elements that share its scale become NaN: with `"tensor"`, the elements of all groups'
-    claims("docs/quantisation.md", shared)
-
-    @jax.jit
-    def of(value: Any) -> dict[tuple[str, str], Any]:
-        x = ragged.GroupedTensor(jnp.ones((2, 2)).at[0, 0].set(value), jnp.array([1, 1], jnp.int32))
-        each = [("float8_e5m2", "tensor"), ("float8_e4m3fn", "tensor"), ("int8", "tensor"), ("int8", "row")]
-        return {how: ragged.quantize(x, *how).dequantize().data for how in each}
-
-    for value in (np.inf, np.nan):
-        for (name, scaling), found in of(value).items():
-            if name.startswith("float8"):
-                assert np.isnan(found[0, 0]) == (name == "float8_e4m3fn" or np.isnan(value))
-                assert found[0, 1] == found[1, 0] == found[1, 1] == 1
-            else:
-                assert np.isnan(found[0]).all() and np.isnan(found[1]).all() == (scaling == "tensor")
-
-
 def script(name: str) -> Any:
     """A module of `docs/site`."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "site" / f"{name}.py")

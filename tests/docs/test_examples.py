@@ -1,6 +1,5 @@
 """The examples: their layers against references that know nothing of `ragged`, and each script from end to end."""
 
-import importlib
 import inspect
 import os
 import re
@@ -11,7 +10,6 @@ from collections.abc import Callable
 from functools import partial
 from io import StringIO
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import equinox as eqx
@@ -19,24 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxtyping import install_import_hook
 
 import ragged
 from tests import oracle
+from tests.models.blocks import ROOT, example
 
-FOLDER = Path(__file__).parent.parent.parent / "examples"
+FOLDER = ROOT / "examples"
 # Sums of at most some hundred products, in float32: a few roundings of 2⁻²⁴ of the largest element.
 CLOSE = {"max": 1e-6, "rms": 2e-7}
-
-
-def example(name: str) -> ModuleType:
-    """The example as a module, whose annotations are checked at run time."""
-    sys.path.insert(0, str(FOLDER))
-    try:
-        with install_import_hook(name, "beartype.beartype"):
-            return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(FOLDER))
 
 
 def quick(fn: Callable, *args: Any) -> Any:
@@ -294,32 +282,6 @@ def test_ranks_of_held_out_imports() -> None:
     scores = np.array([[9, 8, 1, 2, 1, 1], [0, 5, 0, 4, 3, 0]] + [[0] * 6] * 4, np.float32)
     known, held_out = (np.array(rows, np.int32) for rows in ([[0, 0, 1], [1, 0, 3]], [[0, 0, 4], [1, 1, 4]]))
     assert rgcn.ranks(scores, known, held_out).tolist() == [3, 1]
-
-
-@pytest.mark.long
-def test_varlen_attention() -> None:
-    """Forward and gradients, packed and padded, as of each sequence and head alone; one sequence is empty."""
-    varlen = example("varlen_attention")
-    lengths, rows, heads, head_dim = (5, 0, 1, 8, 3), 20, 2, 4
-    rng = np.random.default_rng(0)
-    q, k, v, dy = rng.normal(size=(4, rows, heads, head_dim)).astype(np.float32)
-    total = sum(lengths)
-
-    def reference(q: Any, k: Any, v: Any) -> Any:
-        out, start = [], 0
-        for n in lengths:
-            mine = slice(start, start + n)
-            weights = jnp.tril(jnp.ones((n, n)))[None] * jnp.exp(jnp.einsum("ihd,jhd->hij", q[mine], k[mine]) / 2)
-            out.append(jnp.einsum("hij,jhd->ihd", weights / jnp.sum(weights, axis=2, keepdims=True), v[mine]))
-            start += n
-        return jnp.concatenate([*out, jnp.zeros((rows - total, heads, head_dim))])
-
-    want = float64(with_gradients(reference), dy, q, k, v)
-    for x in (q, k, v, dy):
-        x[total:] = np.nan  # what lies behind the last sequence
-    for attend in (varlen.attention, varlen.padded_attention):
-        attend = partial(attend, lengths=jnp.array(lengths, jnp.int32), longest=max(lengths))
-        assert_close(quick(with_gradients(attend), dy, q, k, v), want)
 
 
 def figures(printed: str, label: str) -> list[float]:

@@ -133,7 +133,7 @@ def has_argument(function: Any, name: str) -> bool:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return False
-    return name in parameters or "options" in parameters
+    return name in parameters or ("options" in parameters and name in inspect.signature(ragged.matmul).parameters)
 
 
 def run(span: str, hint: str, site: core_errors.Site, names: dict[str, Any]) -> None:
@@ -166,9 +166,7 @@ def run(span: str, hint: str, site: core_errors.Site, names: dict[str, Any]) -> 
 
 @pytest.fixture(scope="module")
 def setup() -> dict[str, Any]:
-    names: dict[str, Any] = {}
-    exec(compile(errors.SETUP, "<setup>", "exec"), names)
-    return names
+    return errors.setup()
 
 
 @pytest.mark.parametrize("codes", [*parts()])

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import install_import_hook
 
 from tests.models.record import LENGTHS, WHOLE
 
@@ -31,9 +32,11 @@ LOW = ("bfloat16", "rowwise")
 
 
 def example(name: str) -> ModuleType:
+    """The example as a module, whose annotations are checked at run time."""
     sys.path.insert(0, str(ROOT / "examples"))
     try:
-        return importlib.import_module(name)
+        with install_import_hook(name, "beartype.beartype"):
+            return importlib.import_module(name)
     finally:
         sys.path.remove(str(ROOT / "examples"))
 

@@ -1,9 +1,6 @@
 """Attention over packed sequences: three products of the library, and JAX's own kernels with a tensor's segment ids."""
 
-import importlib
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,19 +11,10 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
 import ragged
 from ragged import GroupedTensor
+from tests.models.blocks import ROOT, example
 
-ROOT = Path(__file__).parent.parent.parent
 LENGTHS = (17, 0, 1, 30, 40)
 ROWS, TOTAL = 128, sum(LENGTHS)
-
-
-def three_products(*args: Any, **options: Any) -> Any:
-    sys.path.insert(0, str(ROOT / "examples"))
-    try:
-        attention = importlib.import_module("varlen_attention").attention
-    finally:
-        sys.path.remove(str(ROOT / "examples"))
-    return attention(*args, jnp.array(LENGTHS, jnp.int32), max(LENGTHS), **options)
 
 
 def page(name: str) -> Any:
@@ -71,36 +59,42 @@ def loop(q: np.ndarray, k: np.ndarray, v: np.ndarray, dy: np.ndarray, window: in
 def check(
     attend: Any, heads: int, kv_heads: int, size: int, tail: float, window: int = ROWS, sinks: Any = None
 ) -> None:
-    """The result and all gradients. `tail`: what lies behind the last sequence."""
+    """The result and all gradients. `tail`: what lies behind the last sequence. If NaN, results are zero there."""
     rng = np.random.default_rng(0)
     q, dy = rng.normal(size=(2, ROWS, heads, size)).astype(np.float32)
     k, v = rng.normal(size=(2, ROWS, kv_heads, size)).astype(np.float32)
-    for x in (q, k, v):
+    for x in (q, k, v, dy):
         x[TOTAL:] = tail
-    dy[TOTAL:] = 0
     more = () if sinks is None else (sinks.astype(np.float32),)
 
     def both(dy: Any, *args: Any) -> Any:
         y, pull = jax.vjp(attend, *args)
-        return y[:TOTAL], [d[:TOTAL] for d in pull(dy)]
+        return y, *pull(dy)
 
-    y, gradients = jax.jit(both)(dy, q, k, v, *more)
     wide = [np.nan_to_num(x).astype(np.float64) for x in (q, k, v, dy)]
     want = loop(wide[0], wide[1], wide[2], wide[3], window, np.full(heads, -np.inf) if sinks is None else sinks)
-    for got, expected in zip((y, *gradients), want, strict=False):
-        error = np.abs(np.asarray(got, np.float64) - expected[:TOTAL]).max()
-        assert got.shape == expected[:TOTAL].shape and error < 2e-6 * np.abs(expected).max()
+    for got, expected in zip(jax.jit(both)(dy, q, k, v, *more), want, strict=False):
+        error = np.abs(np.asarray(got, np.float64) - expected)[:TOTAL].max()
+        assert got.shape == expected.shape and error < 2e-6 * np.abs(expected).max()
+        assert np.isfinite(tail) or not np.asarray(got)[TOTAL:].any()
 
 
 @pytest.mark.long
 def test_three_products() -> None:
-    """With a window, sinks, and query heads that share heads of keys and values. NaN in the tail reaches nothing."""
+    """With a window, sinks, and query heads that share heads of keys and values."""
     sinks = np.array([0.5, -2.0, 3.0, 0.0, -0.5, 1.0])
 
     def attend(q: Any, k: Any, v: Any, sinks: Any) -> Any:
-        return three_products(q, k, v, window=jnp.int32(7), sinks=sinks)
+        lengths = jnp.array(LENGTHS, jnp.int32)
+        return example("varlen_attention").attention(q, k, v, lengths, max(LENGTHS), window=jnp.int32(7), sinks=sinks)
 
     check(attend, 6, 2, 8, np.nan, window=7, sinks=sinks)
+
+
+@pytest.mark.long
+def test_padded_attention() -> None:
+    lengths = jnp.array(LENGTHS, jnp.int32)
+    check(partial(example("varlen_attention").padded_attention, lengths=lengths, longest=max(LENGTHS)), 2, 2, 4, np.nan)
 
 
 def test_dot_product_attention() -> None:

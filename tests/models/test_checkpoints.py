@@ -1,13 +1,10 @@
 """`examples/load_checkpoint.py` and the number formats of checkpoints: bit for bit, there and back."""
 
-import importlib
 import json
 import re
 import struct
-import sys
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -19,19 +16,11 @@ import pytest
 import ragged
 from ragged import GroupedTensor, Scaling
 from tests.four_bits import E2M1_VALUES
+from tests.models.blocks import ROOT, example
 
-EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 FORMATS = {"BF16": ml_dtypes.bfloat16, "F32": np.float32, "F8_E4M3": ml_dtypes.float8_e4m3fn, "U8": np.uint8}
 Tensors = dict[str, tuple[str, np.ndarray]]
 """By name: the format, and the bits, uint8 `[*shape, bytes]`."""
-
-
-def example(name: str) -> ModuleType:
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(EXAMPLES))
 
 
 def write(path: Path, tensors: Tensors) -> None:
@@ -316,7 +305,7 @@ def test_what_would_be_wrong_silently(tmp_path: Path) -> None:
 
 def page(name: str) -> dict[str, Any]:
     """The functions in the block of the page on quantisation that defines `name`."""
-    text = (EXAMPLES.parent / "docs" / "quantisation.md").read_text()
+    text = (ROOT / "docs" / "quantisation.md").read_text()
     code = next(block for block in text.split("```python\n")[1:] if f"def {name}" in block)
     code = re.split(r"\n\n\n(?=blocks|packed)", code)[0]
     names: dict[str, Any] = {"jnp": jnp, "GroupedTensor": GroupedTensor, "Scaling": Scaling}

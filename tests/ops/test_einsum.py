@@ -63,8 +63,8 @@ def test_more_specs(spec: Spec) -> None:
 @pytest.mark.parametrize(
     "backend, spec",
     [
-        *(("pallas_tpu", SPECS[i]) for i in (0, 2, 5, 6, 10)),
-        *(("triton_gpu", SPECS[i]) for i in (1, 4, 7)),
+        *(("pallas_tpu", SPECS[i]) for i in (0, 5, 10)),
+        *(("triton_gpu", SPECS[i]) for i in (1, 7)),
     ],
     ids=str,
 )
@@ -262,8 +262,6 @@ def test_options() -> None:
 
     keys = GroupedTensor(jnp.ones((8, 2, 5)), jnp.array([3, 2, 3], jnp.int32))
     assert [each.shape for each in jax.eval_shape(shapes, x, keys)] == [(12, 2, 3), (12, 2, 3), (8, 5)]
-    with pytest.raises(TypeError, match="unexpected keyword argument 'bias'"):
-        ragged.einsum(spec, x, w, bias=w)  # pyright: ignore[reportCallIssue]
 
 
 @pytest.mark.long

@@ -149,11 +149,10 @@ def test_equals_the_definition(name: str) -> None:
             assert got.shape == direction.shape and got.dtype == direction.dtype
             np.testing.assert_allclose(np.vdot(got, direction), np.vdot(cotangent, want), rtol=1e-4, atol=1e-4)
         assert not np.asarray(gradients[0])[np.isnan(with_nan[0])].any()
-    if name not in FAILS_IN_JAX:
-        theirs = JAX.ragged_dot_general(lhs, rhs, sizes, numbers)
-        out = multiply(lhs, rhs, sizes)
-        assert (out.shape, out.dtype, out.weak_type) == (theirs.shape, theirs.dtype, theirs.weak_type)
-        np.testing.assert_allclose(out, theirs, atol=2e-5)
+        if name not in FAILS_IN_JAX:
+            theirs = JAX.ragged_dot_general(lhs, rhs, sizes, numbers)
+            assert (out.shape, out.dtype, out.weak_type) == (theirs.shape, theirs.dtype, theirs.weak_type)
+            np.testing.assert_allclose(out, theirs, atol=2e-5)
 
 
 @pytest.mark.parametrize("batch", [(), (2,)])
@@ -164,20 +163,6 @@ def test_a_ragged_batch_dim_changes_nothing(batch: tuple[int, ...]) -> None:
     numbers = dims(((i + 2,), (i + 1,)), (axes, axes), i)
     out = ragged.lax.ragged_dot_general(lhs, rhs, np.ones((*batch, 3), np.int32), numbers)
     np.testing.assert_allclose(out, np.asarray(lhs, np.float64) @ rhs, atol=2e-5)
-
-
-@pytest.mark.long
-def test_vmap_and_scan() -> None:
-    """Over any axis of any operand; jax 0.12 maps sizes with both operands, over their first axis, only."""
-    lhs, rhs, sizes = operands("kept, batch")
-    want = np.stack([Definition(a, b, c, BASIC)(a, b) for a, b, c in zip(lhs, rhs, sizes, strict=True)])
-    mapped = jax.vmap(ragged.lax.ragged_dot, (2, 1, 0), out_axes=1)
-    out = mapped(lhs.transpose(1, 2, 0), rhs.transpose(1, 0, 2, 3), sizes)
-    np.testing.assert_allclose(out.transpose(1, 0, 2), want, atol=2e-5)
-    _, out = lax.scan(lambda _, each: (0, ragged.lax.ragged_dot(*each)), 0, (lhs, rhs, sizes))
-    np.testing.assert_allclose(out, want, atol=2e-5)
-    want = np.stack([Definition(lhs[0], rhs[0], c, BASIC)(lhs[0], rhs[0]) for c in sizes])
-    np.testing.assert_allclose(jax.vmap(partial(ragged.lax.ragged_dot, lhs[0], rhs[0]))(sizes), want, atol=2e-5)
 
 
 @pytest.mark.long
@@ -297,22 +282,9 @@ def test_dtypes_are_those_of_jax(dtypes: tuple[str, str, str | None]) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_all_dtypes_are_those_of_jax(dtype: str) -> None:
-    for other in DTYPES:
+    for other in DTYPES[DTYPES.index(dtype) % 2 :: 2]:
         check_dtypes(dtype, other, None)
         check_dtypes(dtype, dtype, other)
-
-
-@pytest.mark.long
-def test_complex_gradients() -> None:
-    rng = np.random.default_rng(0)
-    lhs, rhs = (numbers_of(rng, shape, "complex64") for shape in ((9, 3), (2, 3, 4)))
-    sizes = jnp.array([3, 4], jnp.int32)
-
-    def gradients(fn: Any) -> Any:
-        return jax.grad(lambda *args: jnp.sum(jnp.abs(fn(*args, sizes)) ** 2), (0, 1))(lhs, rhs)
-
-    for ours, theirs in zip(*map(gradients, (ragged.lax.ragged_dot, JAX.ragged_dot)), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
 
 PRECISIONS = [None, "highest", ("default", "highest"), DotAlgorithmPreset.F32_F32_F32, DotAlgorithmPreset.F16_F16_F32]

@@ -2,7 +2,6 @@
 
 import inspect
 import re
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ from jax import Array
 
 import ragged
 from ragged import GroupedTensor
-from tests import cases, oracle
+from tests import cases
 from tests.cases import NAMES
 from tests.everywhere import everywhere
 
@@ -61,33 +60,18 @@ def test_an_offset_never_wraps_around() -> None:
         assert not np.asarray(out.data).any(), repr(offset)
 
 
-def test_num_actual_groups_is_any_integer() -> None:
-    x = GroupedTensor(jnp.ones((8, 1)), jnp.array([3, 5, 0], jnp.int32))
-    counts: tuple[Any, ...] = 2, np.int64(2)
-    assert [ragged.matmul(x.mT, x, num_actual_groups=n).data.ravel().tolist() for n in counts] == [[3, 5]] * 2
-
-
 def test_dims_of_the_result() -> None:
-    """They are the operands' own arrays."""
+    """They are the operands' own arrays; its buffer has room for the largest groups that the operands may have."""
 
-    def check(lhs: GroupedTensor, rhs: GroupedTensor) -> None:
+    def check(layout: str, lhs: GroupedTensor, rhs: GroupedTensor) -> None:
         out = ragged.matmul(lhs, rhs)
         assert out.first_dims is lhs.first_dims and out.last_dims is rhs.last_dims
+        buffers = {"outer": (96, 96), "inner_columns": (7, 4 * rhs.shape[-1])}
+        assert out.shape == buffers.get(layout, out.shape)
 
     for layout in NAMES:
         case = cases.make(layout)
-        jax.eval_shape(check, case.lhs, case.rhs)
-
-
-def test_a_shape_alone_groups_nothing() -> None:
-    """A matrix with as many rows as there are groups is one matrix of all groups; two have no groups at all."""
-    rng = np.random.default_rng(0)
-    x, w = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((4, 4), (4, 3)))
-    out = ragged.matmul(GroupedTensor(x, jnp.ones((4,), jnp.int32)), w)
-    assert out.kind == "ragged rows" and out.num_groups == 4
-    oracle.assert_close([np.asarray(out.data)], [np.asarray(x, np.float64) @ w], max=2e-6)
-    with pytest.raises(ValueError, match="there are no groups"):
-        ragged.matmul(x, w)
+        jax.eval_shape(partial(check, layout), case.lhs, case.rhs)
 
 
 @pytest.mark.long
@@ -120,47 +104,6 @@ def test_results_of_64_bits() -> None:
                 wanted = dx, np.broadcast_to(dw[..., None], w.shape)
                 for each, value in zip(got, wanted, strict=True):
                     np.testing.assert_array_equal(each, jnp.asarray(value, dtype))
-
-
-def test_buffers_of_results() -> None:
-    """Their extents, where the operands don't tell how large they must be. `tests/contract` has the values."""
-    outer, inner = cases.make("outer"), cases.make("inner_columns")
-    for case, options, shape in (
-        (outer, {}, (96, 96)),
-        (outer, {"max_last": 3}, (96, 3)),
-        (inner, {}, (7, 4 * inner.rhs.shape[-1])),
-        (inner, {"capacity": 90}, (7, 90)),
-    ):
-        assert jax.eval_shape(partial(ragged.matmul, **options), case.lhs, case.rhs).data.shape == shape
-
-
-@pytest.mark.long
-def test_attention_forward_and_backward() -> None:
-    """The layouts at work together: softmax(q kᵀ) v for sequences of different lengths, against a loop."""
-    rng = np.random.default_rng(0)
-    dims = jnp.array([5, 0, 9, 2], jnp.int32)
-    q, k, v = (jnp.asarray(rng.standard_normal((20, 4)), jnp.float32).at[16:].set(jnp.nan) for _ in range(3))
-
-    def attention(q: Array, k: Array, v: Array) -> Array:
-        queries, keys, values = (GroupedTensor(x, first_dims=dims) for x in (q, k, v))
-        weights = ragged.matmul(queries, keys.mT, max_last=9).softmax()
-        return ragged.matmul(weights, values).data
-
-    def loop(q: Array, k: Array, v: Array) -> Array:
-        rows, start = [], 0
-        for size in (5, 0, 9, 2):
-            a, b, c = (x[start : start + size] for x in (q, k, v))
-            rows.append(jax.nn.softmax(a @ b.T, axis=-1) @ c)
-            start += size
-        return jnp.concatenate([*rows, jnp.zeros((4, 4))])
-
-    np.testing.assert_allclose(attention(q, k, v), loop(q, k, v), atol=1e-5)
-
-    def grads(fn: Callable[..., Array]) -> Any:
-        return jax.grad(lambda *xs: jnp.sum(jnp.sin(fn(*xs))), argnums=(0, 1, 2))(q, k, v)
-
-    for got, want in zip(grads(attention), grads(loop), strict=True):
-        np.testing.assert_allclose(got, want, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import sys
 from collections import Counter
 from typing import Any, cast
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,22 +15,6 @@ import ragged
 from ragged import GroupedTensor
 from tests import oracle
 from tests.cases import LETTERS, small
-
-
-def test_grouped_tensors_cross_transformations_as_pytrees() -> None:
-    """A model of `GroupedTensor`s is differentiated, mapped and scanned over like any pytree."""
-    case = small("forward", dtype="float32")
-
-    @eqx.filter_jit
-    def step(w: GroupedTensor, x: GroupedTensor) -> GroupedTensor:
-        grad = eqx.filter_grad(lambda w: jnp.sum(ragged.matmul(x, w).data ** 2))(w)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, w, grad)
-
-    new = step(case.rhs, case.lhs)
-    assert jax.tree.structure(new) == jax.tree.structure(case.rhs)
-    transposed = eqx.filter_grad(lambda w: jnp.sum(ragged.matmul(case.lhs, w.mT).data ** 2))(case.rhs.mT)
-    assert jax.tree.structure(transposed) == jax.tree.structure(case.rhs.mT)
-    np.testing.assert_allclose(case.rhs.data - 0.1 * transposed.data.mT, new.data, rtol=1e-5)
 
 
 def test_calls_outside_of_jit() -> None:
@@ -123,96 +106,64 @@ def check_symbolic(layout: str) -> None:
             np.testing.assert_allclose(each, packed, rtol=1e-4, atol=1e-4)
 
 
-def in_a_process(code: str) -> None:
-    """Runs it without the import hook: a symbolic extent is no `int`."""
+def check_symbolic_maps() -> None:
+    """How many elements a map has, how many groups a wgrad of plain arrays has, and how many of them it holds."""
+    w, sizes, x, f32 = jnp.ones((3, 4, 2)), jnp.array([7, 0, 8], jnp.int32), jnp.ones((2, 16, 4)), jnp.float32
+
+    def mapped(x: Array, w: Array) -> Any:
+        def loss(x: Array, w: Array) -> Any:
+            out = jax.vmap(lambda x: ragged.matmul(GroupedTensor(x, sizes), w).data)(x)
+            return out.sum(), out
+
+        return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(x, w)
+
+    def wgrads(x: Array, sizes: Array, like: Array) -> Any:
+        every = ragged.transposed_grouped_matmul(x.T, x, sizes)
+        return every, ragged.transposed_grouped_matmul(x.T, x, sizes, num_actual_groups=like.shape[0])
+
+    (b,), (g, held) = export.symbolic_shape("b"), export.symbolic_shape("g, held")
+    (_, out), (dx, dw) = export.export(jax.jit(mapped))(jax.ShapeDtypeStruct((b, 16, 4), f32), w).call(x, w)
+    row = np.where(np.arange(16) < 15, 1.0, 0.0)[:, None]
+    np.testing.assert_array_equal(out, np.broadcast_to(4 * row, (2, 16, 2)))
+    np.testing.assert_array_equal(dx, np.broadcast_to(2 * row, (2, 16, 4)))
+    np.testing.assert_array_equal(dw, np.broadcast_to(2 * np.array([7, 0, 8])[:, None, None], (3, 4, 2)))
+    types = [jax.ShapeDtypeStruct(s, t) for s, t in (((8, 1), f32), ((g,), jnp.int32), ((held, 1), f32))]
+    args = jnp.arange(8.0).reshape(8, 1), jnp.array([3, 5, 0], jnp.int32), jnp.ones((2, 1))
+    every, some = export.export(jax.jit(wgrads))(*types).call(*args)
+    np.testing.assert_array_equal(every[:, 0, 0], [5, 135, 0])
+    np.testing.assert_array_equal(some[:, 0, 0], [5, 135])
+
+
+def check_symbolic_rows() -> None:
+    """With activations, a program of any number of rows and columns equals the program of one shape."""
+
+    def loss(x: Array, w: Array) -> Any:
+        rows = GroupedTensor(x, jnp.array([7, 0, 8], jnp.int32))
+        outs = [ragged.matmul(rows, w, activation=lambda z: jnp.clip(jax.nn.silu(z), -1, 1), bias=w[0, 0]).data]
+        outs.append(ragged.gated_matmul(rows, w, columns="halves").data)
+        return sum(out.sum() for out in outs), outs
+
+    scope = export.SymbolicScope()
+    types = [jax.ShapeDtypeStruct(export.symbolic_shape(s, scope=scope), jnp.float32) for s in ("m,4", "3,4,2*n")]
+    args = jnp.cos(jnp.arange(64.0)).reshape(16, 4), jnp.sin(jnp.arange(48.0)).reshape(3, 4, 4)
+    program = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+    got = export.export(program)(*types).call(*args)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, program(*args))
+
+
+def check_all_symbolic() -> None:
+    for layout in ("batched", "wgrad", "outer", "ragged"):
+        check_symbolic(layout)
+    check_symbolic_maps()
+    check_symbolic_rows()
+
+
+@pytest.mark.long
+def test_symbolic_extents() -> None:
+    """Each extent, alone and with all others, of products and of gradients; none has to be bounded.
+
+    In a process without the import hook: a symbolic extent is no `int`.
+    """
+    code = "from tests.ops import test_transforms; test_transforms.check_all_symbolic()"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("layout", ["batched", "wgrad", "outer", "ragged"])
-def test_symbolic_extents(layout: str) -> None:
-    """Each extent, alone and with all others, of products and of gradients; none has to be bounded."""
-    in_a_process(f"from tests.ops.test_transforms import check_symbolic; check_symbolic({layout!r})")
-
-
-SYMBOLIC = """
-import jax, jax.numpy as jnp, numpy as np
-import ragged
-from jax import export
-
-def product(x, w, sizes):
-    return ragged.matmul(ragged.GroupedTensor(x, sizes), w).data
-
-w, sizes = jnp.ones((3, 4, 2)), jnp.array([7, 0, 8], jnp.int32)
-x = jnp.ones((2, 16, 4))
-
-def mapped(x, w):
-    def loss(x, w):
-        out = jax.vmap(lambda x: product(x, w, sizes))(x)
-        return out.sum(), out
-    return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(x, w)
-
-(b,) = export.symbolic_shape("b")  # elements of a map
-(_, out), (dx, dw) = export.export(jax.jit(mapped))(jax.ShapeDtypeStruct((b, 16, 4), jnp.float32), w).call(x, w)
-
-(g, held), f32 = export.symbolic_shape("g, held"), jnp.float32
-rows, sizes, like = (jax.ShapeDtypeStruct(s, t) for s, t in (((8, 1), f32), ((g,), jnp.int32), ((held, 1), f32)))
-
-def wgrads(x, sizes, like):
-    every = ragged.transposed_grouped_matmul(x.T, x, sizes)
-    return every, ragged.transposed_grouped_matmul(x.T, x, sizes, num_actual_groups=like.shape[0])
-
-args = jnp.arange(8.0).reshape(8, 1), jnp.array([3, 5, 0], jnp.int32), jnp.ones((2, 1))
-every, some = export.export(jax.jit(wgrads))(rows, sizes, like).call(*args)
-np.testing.assert_array_equal(every[:, 0, 0], [5, 135, 0])
-np.testing.assert_array_equal(some[:, 0, 0], [5, 135])
-
-row = np.where(np.arange(16) < 15, 1.0, 0.0)[:, None]
-np.testing.assert_array_equal(out, np.broadcast_to(4 * row, (2, 16, 2)))
-np.testing.assert_array_equal(dx, np.broadcast_to(2 * row, (2, 16, 4)))
-np.testing.assert_array_equal(dw, np.broadcast_to(2 * np.array([7, 0, 8])[:, None, None], (3, 4, 2)))
-"""
-
-
-@pytest.mark.long
-def test_symbolic_shapes() -> None:
-    """How many elements a map has, how many groups a wgrad of plain arrays has, and how many of them it holds."""
-    in_a_process(SYMBOLIC)
-
-
-SYMBOLIC_ROWS = """
-import jax, jax.numpy as jnp, numpy as np
-import ragged
-from jax import export
-
-def loss(x, w):
-    x = ragged.GroupedTensor(x, jnp.array([7, 0, 8], jnp.int32))
-    outs = [ragged.matmul(x, w, activation=lambda z: jnp.clip(jax.nn.silu(z), -1, 1), bias=w[0, 0])]
-    outs += [ragged.gated_matmul(x, w, columns="halves")]
-    return sum(out.data.sum() for out in outs), [out.data for out in outs]
-
-scope = export.SymbolicScope()
-types = [jax.ShapeDtypeStruct(export.symbolic_shape(s, scope=scope), jnp.float32) for s in ("m,4", "3,4,2*n")]
-args = jnp.cos(jnp.arange(64.0)).reshape(16, 4), jnp.sin(jnp.arange(48.0)).reshape(3, 4, 4)
-program = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
-exported = export.export(program)(*types)
-jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), exported.call(*args), program(*args))
-"""
-
-
-@pytest.mark.long
-def test_symbolic_rows_and_columns_of_activations() -> None:
-    """A program of any number of rows and columns equals the program of one shape."""
-    in_a_process(SYMBOLIC_ROWS)
-
-
-def test_linear_in_each_operand_but_not_in_both() -> None:
-    case = small("forward", dtype="float32")
-
-    def product(x: Array, w: Array) -> Array:
-        return ragged.matmul(GroupedTensor(x, case.lhs.first_dims), w).data
-
-    args = case.lhs.data, case.rhs.data
-    with pytest.raises(NotImplementedError, match="linear in each operand, not in both"):
-        jax.linear_transpose(product, *args)(product(*args))

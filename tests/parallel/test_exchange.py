@@ -172,8 +172,6 @@ def long() -> Iterator[Layer]:
     yield Layer("ring", chunks=3, capacity=34, is_mapped=True, data=2, ways=2)
     yield Layer("dense", chunks=2, is_mapped=True)  # which doesn't divide the tokens
     for transport in ("dense", "ring", "ragged"):
-        yield Layer(transport)
-        yield Layer(transport, check_vma=False)
         yield Layer(transport, data=2, ways=4)
         yield Layer(transport, chunks=3, capacity=27, is_mapped=True)
         yield Layer(transport, chunks=3, capacity=25)
@@ -200,11 +198,9 @@ def check(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
             got = jax.tree.map(np.asarray, run(given | {"ids": given["ids"].astype(np.int32)}))
             layer.check(given, got)
             jax.effects_barrier()
-            if (
-                layer.transport == "ragged"
-            ):  # what goes somewhere travels there and back, and its gradients, and no more
+            if layer.transport == "ragged":  # what goes somewhere travels there and back, gradients too, and no more
                 rows = ((given["ids"] >= 0) & (given["ids"] < GROUPS)).sum() - got["dropped"].sum()
-                assert sum(sent) % max(rows, 1) == 0 and sum(sent) <= 6 * rows
+                assert sum(sent) % max(rows, 1) == 0 and 2 * rows <= sum(sent) <= 6 * rows
                 sent.clear()
 
 
@@ -277,18 +273,6 @@ def test_transformations(transport: str) -> None:
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
-def rounded(x: np.ndarray, scaling: str) -> np.ndarray:
-    """Rows in float8_e4m3fn and back, in NumPy, by scales that are powers of two: of each 32 elements, or of a row."""
-    out = np.zeros_like(x)
-    for row, values in enumerate(x):
-        block = 32 if scaling == "mx" else len(values)
-        for i in range(0, len(values), block):
-            part = values[i : i + block]
-            scale = 2.0 ** np.ceil(np.log2(np.abs(part).max() / 448))
-            out[row, i : i + block] = (part / scale).astype(jnp.float8_e4m3fn).astype(x.dtype) * scale
-    return out
-
-
 WIRES = [("mxfp8", "dense", "bfloat16"), ("rowwise", "ring", "float32"), ("mxfp8", "ring", "bfloat16")]
 
 
@@ -306,8 +290,8 @@ def test_wire(wire: str, transport: str, dtype: str) -> None:
 
     times = ((np.asarray(ids) >= 0) & (np.asarray(ids) < GROUPS)).sum(1, keepdims=True)
     exact = np.asarray(x, np.float64)
-    sent = rounded(np.asarray(x, np.float32), "mx" if wire == "mxfp8" else "row")
-    sent = np.asarray(jnp.asarray(sent, dtype), np.float64)
+    cast: Any = "float8_e4m3fn", "mx" if wire == "mxfp8" else "row"
+    sent = np.asarray(ragged.quantize(x[None], *cast, power_of_two=True).dequantize().data[0].astype(dtype), np.float64)
     want = times * sent, times * exact, (times**2 * sent, times**2 * exact), times * np.stack([sent, -sent])
     found = jax.jit(results)(x)
     for got, each in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):

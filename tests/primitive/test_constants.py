@@ -1,6 +1,7 @@
 """Operands that are constants of the program: products have the values that they have of arguments."""
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,14 @@ from jaxlib.version import __version__ as jaxlib_version
 import ragged
 from ragged import GroupedTensor
 from ragged.core.formats import bits
-from tests.constants import replicated
 
 AFFECTED_UP_TO = (0, 12, 0)  # 0.11.1, 0.11.2, 0.12.0 were tried
+
+
+def replicated(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` on each of two devices, with the same operands."""
+    mesh = jax.make_mesh((2,), ("both",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.shard_map(fn, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
 
 
 def test_which_jaxlib_folds_a_bitcast_wrongly() -> None:
@@ -73,7 +79,8 @@ def operands(dtype: Any) -> list[np.ndarray]:
 
 def product(x: Array, w: Array, recipe: Any = None) -> Array:
     rows = GroupedTensor(x, jnp.asarray(SIZES))
-    return ragged.matmul(rows, w, recipe=recipe, preferred_element_type=jnp.float32).data
+    tiles = ragged.tuning.Configs(*[ragged.tuning.XlaConfig(m=(8,))] * 3)  # in loops, although the product is small
+    return ragged.matmul(rows, w, recipe=recipe, preferred_element_type=jnp.float32, backend=tiles).data
 
 
 def oracle(x: np.ndarray, w: np.ndarray, ct: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -98,14 +105,16 @@ LARGEST = {"rowwise": 0.051, "mxfp8": 0.051, None: 1e-6}
 @pytest.mark.parametrize("in_loop", [False, True])
 @pytest.mark.parametrize("recipe, dtype", [("rowwise", jnp.float32), (None, jnp.float8_e4m3fn)])
 def test_weights_closed_over(recipe: Any, dtype: Any, in_loop: bool) -> None:
-    """Within `shard_map`, and in a loop there: those that a recipe casts, and those of 8 bits, seen through `mT`."""
+    """Within `shard_map`, and in a loop there: those that a recipe casts, and those of 8 bits, seen through `mT`, as
+    are the rows then."""
     x, w, ct = operands(dtype)
 
-    def run(x: Array) -> Array:
+    def run(given: Array) -> Array:
         turned = jnp.asarray(w.mT) if recipe else jnp.asarray(w).mT
+        rows = given if recipe else jnp.asarray(x.T.copy()).mT
         if not in_loop:
-            return product(x, turned, recipe)
-        return lax.fori_loop(0, 2, lambda i, y: y + product(x, turned, recipe) / 2, jnp.zeros((16, N)))
+            return product(rows, turned, recipe)
+        return lax.fori_loop(0, 2, lambda i, y: y + product(rows, turned, recipe) / 2, jnp.zeros((16, N)))
 
     assert far(jax.jit(replicated(run))(x), oracle(x, w, ct)[0]) < LARGEST[recipe]
 

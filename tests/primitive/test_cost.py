@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,46 +14,18 @@ from jax import Array
 import ragged
 from ragged import GroupedTensor
 from tests.benchmarks.cpu import on_ragged_dot, trained
-from tests.cases import LETTERS, NAMES, split
+from tests.cases import NAMES, split
+from tests.contract.machines import options_of, shapes, train
 from tests.moe import moe as layer_of
 
 
-def shapes(layout: str, g: int, rows: int = 2048, k: int = 128, n: int = 96) -> tuple[GroupedTensor, GroupedTensor]:
-    """Operands as shapes: `rows` along packed axes, ragged-both operands 64 wide."""
-    letters = LETTERS[layout]
-    dims = jax.ShapeDtypeStruct((g,), jnp.int32)
-    extent = {"m": 64, "k": k, "n": n}
-
-    def tensor(first: str, last: str) -> GroupedTensor:
-        flags = first in letters, last in letters
-        shape = {
-            (False, False): (g, extent[first], extent[last]),
-            (True, False): (rows, extent[last]),
-            (False, True): (extent[first], rows),
-            (True, True): (rows, 64),
-        }[flags]
-        return GroupedTensor(
-            jax.ShapeDtypeStruct(shape, jnp.float32), dims if flags[0] else None, dims if flags[1] else None
-        )
-
-    return tensor("m", "k"), tensor("k", "n")
-
-
 def product(layout: str) -> Callable[[GroupedTensor, GroupedTensor], GroupedTensor]:
-    options: dict[str, Any] = {"max_last": 64} if layout == "outer" else {}
-    options |= {"capacity": 2048} if layout == "inner_columns" else {}
+    options = options_of(layout, 2048)
     return lambda lhs, rhs: ragged.matmul(lhs, rhs, **options)
 
 
-def with_gradient(layout: str) -> Callable[..., Any]:
-    def run(lhs: GroupedTensor, rhs: GroupedTensor, ct: Array) -> Any:
-        def buffer(a: Array, b: Array) -> Array:
-            return product(layout)(lhs.with_data(a), rhs.with_data(b)).data
-
-        out, pull = jax.vjp(buffer, lhs.data, rhs.data)
-        return out, pull(ct)
-
-    return run
+def with_gradient(layout: str) -> Callable[[GroupedTensor, GroupedTensor], Any]:
+    return partial(train, **options_of(layout, 2048))
 
 
 def size(tree: Any) -> int:
@@ -69,12 +42,10 @@ def temporary(program: jax.stages.Lowered) -> int:
 @pytest.mark.parametrize("layout", split(["forward"], [name for name in NAMES if name != "forward"]))
 def test_temporary_memory(layout: str) -> None:
     """At 64 groups, forward and backward need at most twice the size of operands and results besides."""
-    lhs, rhs = shapes(layout, g=64)
+    lhs, rhs = shapes(layout, 64, 2048, 128, 96)
     out = jax.eval_shape(product(layout), lhs, rhs)
     assert temporary(jax.jit(product(layout)).lower(lhs, rhs)) <= 2 * size((lhs, rhs, out))
-    assert temporary(jax.jit(with_gradient(layout)).lower(lhs, rhs, out.data)) <= 2 * size(
-        (lhs, rhs, out, out, lhs, rhs)
-    )
+    assert temporary(jax.jit(with_gradient(layout)).lower(lhs, rhs)) <= 2 * size((lhs, rhs, out, lhs, rhs))
 
 
 @pytest.mark.parametrize(
@@ -87,7 +58,7 @@ def test_the_program_does_not_grow_with_the_groups(layout: str) -> None:
     """
 
     def lowered(g: int, rows: int) -> jax.stages.Lowered:
-        return jax.jit(product(layout)).lower(*shapes(layout, g, rows))
+        return jax.jit(product(layout)).lower(*shapes(layout, g, rows, 128, 96))
 
     def instructions(program: jax.stages.Lowered) -> int:
         return len(re.findall(r"stablehlo\.dot_general", program.as_text()))
@@ -187,7 +158,5 @@ def test_the_program_is_small() -> None:
     """One product and its gradient, at the benchmark's shapes: what is traced, lowered and compiled. The benchmark says
     how long that takes."""
     for rows, k, n, g in ((4096, 1024, 1024, 16), (4096, 256, 512, 64)):
-        lhs, rhs = shapes("forward", g, rows, k, n)
-        ct = jax.eval_shape(product("forward"), lhs, rhs).data
-        program = jax.jit(with_gradient("forward")).lower(lhs, rhs, ct)
+        program = jax.jit(with_gradient("forward")).lower(*shapes("forward", g, rows, k, n))
         assert len(program.as_text().splitlines()) < 2700

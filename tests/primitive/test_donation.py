@@ -83,15 +83,6 @@ def test_tpu(layout: str) -> None:
     assert text.count("stablehlo.custom_call @tpu_custom_call") == text.count(ALIAS) == 1
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gpu(layout: str) -> None:
-    """The kernel's result is its operand `existing`, as lowered."""
-    function, avals = accumulation(layout, jnp.bfloat16)
-    text = gpu.lower_for("NVIDIA H200", function, *avals).as_text()
-    assert text.count("stablehlo.custom_call @triton_kernel_call_ffi") == text.count(ALIAS) == 1
-
-
 def check_compiled(text: str, memory: Any, existing: Any) -> None:
     assert text.count("output_to_operand_aliasing") == 1
     assert memory.alias_size_in_bytes == size(existing)
@@ -100,11 +91,10 @@ def check_compiled(text: str, memory: Any, existing: Any) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("generation", ["v5e", "tpu7x"])
-def test_compiled_for_a_tpu(generation: str, layout: str) -> None:
+def test_compiled_for_a_tpu(layout: str) -> None:
     """In place, as libtpu compiles the whole program."""
     function, avals = accumulation(layout, jnp.bfloat16)
-    compiled = tpu.compile_for(generation, function, *avals, donated=(2,))
+    compiled = tpu.compile_for("v5e", function, *avals, donated=(2,))
     check_compiled(compiled.text, compiled.memory, avals[2])
 
 

@@ -18,7 +18,7 @@ from ragged.backends.tpu import pipeline
 from ragged.tuning import GpuConfig, TpuConfig
 from tests import gpu
 from tests.backends.layers import product
-from tests.cases import NAMES, split
+from tests.cases import LETTERS, NAMES, split
 
 TILES = TpuConfig(m=128, k=128, n=128), GpuConfig(m=128, k=128, n=128, warps=8, stages=2)
 
@@ -159,32 +159,40 @@ MAPPED = ("lhs",), ("rhs",), ("lhs", "rhs")
 @pytest.mark.parametrize(
     "platform, layout, mapped",
     split(
-        [("tpu", "ragged", ("lhs", "rhs"))],
-        [(("cuda", "tpu")[i % 2], layout, MAPPED[i % 3]) for i, layout in enumerate(NAMES)],
+        [("tpu", "ragged", ("lhs", "rhs")), *(("tpu", layout, ("sizes",)) for layout in ("outer", "wgrad"))],
+        [
+            *((("cuda", "tpu")[i % 2], layout, MAPPED[i % 3]) for i, layout in enumerate(NAMES)),
+            *(
+                (("tpu", "cuda")[i % 2], layout, ("sizes",))
+                for i, layout in enumerate(NAMES)
+                if layout not in ("batched", "outer")
+            ),
+        ],
     ),
     ids=str,
 )
 def test_a_map_is_one_call(platform: str, layout: str, mapped: tuple[str, ...]) -> None:
-    """Where sizes are shared, of a product and of each derivative, inside of the map and outside."""
-    function, (lhs, rhs, sizes) = product(layout, (256, 64, 128, 4), jnp.bfloat16)
-    axes = ("lhs" in mapped or None) and 0, ("rhs" in mapped or None) and 0, None
-    lhs, rhs = (
-        x if axis is None else Aval((BATCH, *x.shape), x.dtype) for x, axis in zip((lhs, rhs), axes[:2], strict=True)
+    """Of a product and of each derivative, inside of the map and outside."""
+    function, args = product(layout, (256, 64, 128, 4), jnp.bfloat16)
+    axes = tuple(0 if name in mapped else None for name in ("lhs", "rhs", "sizes"))
+    lhs, rhs, sizes = (
+        each if axis is None else jax.tree.map(lambda x: Aval((BATCH, *x.shape), x.dtype), each)
+        for each, axis in zip(args, axes, strict=True)
     )
 
     def outside(lhs: Array, rhs: Array, sizes: dict[str, Array]) -> Any:
         loss = lambda lhs, rhs: jax.vmap(function, axes)(lhs, rhs, sizes)[0].sum()  # noqa: E731
         return jax.grad(loss, (0, 1))(lhs, rhs)
 
+    # TPU kernels with tiles in two ragged letters have one list of visits: XLA maps over their sizes.
+    is_xla = platform == "tpu" and "sizes" in mapped and len(LETTERS[layout]) > 1
     for mapping in (jax.vmap(function, axes), outside):
         calls = kernels(platform, mapping, lhs, rhs, sizes)
         # A call in a loop over the elements would see one of them.
-        assert [any(BATCH in shape for shape in call.shapes) for call in calls] == [True] * 3
+        assert [any(BATCH in shape for shape in call.shapes) for call in calls] == [True] * (0 if is_xla else 3)
 
 
-@pytest.mark.parametrize(
-    "layout", [x if x in ("forward", "outer") else pytest.param(x, marks=pytest.mark.long) for x in NAMES]
-)
+@pytest.mark.parametrize("layout", ["forward", "outer"])
 def test_an_export_for_three_platforms_holds_kernels(layout: str) -> None:
     """Forward and both derivatives are a TPU's kernels in the one program for all; a GPU's are XLA's there."""
     function, avals = product(layout, (256, 64, 128, 4), jnp.bfloat16)

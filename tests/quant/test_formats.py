@@ -49,25 +49,6 @@ def test_halves_go_to_even(scaling: Any) -> None:
         )
 
 
-def test_nvfp4() -> None:
-    """Scales are 256 × 2 for an amax of 2688, and 2⁻⁶ × 2 for blocks that are far below the largest one."""
-    ties = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
-    x = np.zeros((1, 2, 16), np.float32)
-    x[0, 0, :7], x[0, 0, 7:14], x[0, 0, 14] = 512 * ties, -512 * ties, 2688
-    x[0, 1, :7] = ties / 32
-    q = quantize(jnp.asarray(x), F4, "nvfp4", power_of_two=True)
-    assert q.tensor_scale == 2
-    np.testing.assert_array_equal(q.scales[..., 0].astype(jnp.float32), [[256, 2**-6]])
-    even = np.array([0, 1, 1, 2, 2, 4, 4])
-    got = np.asarray(q.data.astype(jnp.float32))[0]
-    np.testing.assert_array_equal(got[0, :15], [*even, *-even, 6])  # 2688 / 512 is 5.25
-    np.testing.assert_array_equal(got[1, :7], even)
-    # Other scales are rounded to float8_e4m3fn, and at least 2⁻⁶; zeros have 1.
-    x = jnp.zeros((1, 5, 16)).at[0, :4, 0].set(jnp.array([2688.0, 6 * 2.0**-6, 6 * 2.0**-20, 6 * 449.0]))
-    q = quantize(x, F4, "nvfp4")
-    np.testing.assert_array_equal(q.scales[0, :, 0].astype(jnp.float32), [448, 2**-6, 2**-6, 448, 1])
-
-
 def test_tiny_and_huge_values() -> None:
     """Nothing overflows, however small or large all values are."""
     ways = [(dtype, scaling) for dtype in VALUES for scaling in ("row", "mx", "nvfp4")]
@@ -108,22 +89,6 @@ def test_the_same_bits_with_jit_and_without(dtype: str) -> None:
     for q in (quantize(x, dtype, (1, 16)), jax.jit(lambda x: quantize(x, dtype, (1, 16)))(x)):
         np.testing.assert_array_equal(q.scales, scale)
         np.testing.assert_array_equal(np.asarray(q.data).astype(np.float32), data.astype(np.float32))
-
-
-def test_bytes_of_a_checkpoint() -> None:
-    """The hints' `.view` gives the numbers that the bytes stand for: `2 ** (byte - 127)`, and the low half first."""
-    rng, mx = np.random.default_rng(0), Scaling.of("mx")
-    codes, exponents = rng.integers(0, 256, (2, 8, 32), np.uint8), rng.integers(100, 150, (2, 8, 2), np.uint8)
-    halves = np.stack([codes & 15, codes >> 4], axis=-1).reshape(2, 8, 64)
-    want = np.where(halves & 8, -1, 1) * E2M1_VALUES[halves & 7] * np.repeat(2.0 ** (exponents - 127.0), 32, axis=-1)
-    data, scales = jnp.asarray(codes), jnp.asarray(exponents)
-    with pytest.raises(ValueError, match=r"`x.scales.view\(jnp.float8_e8m0fnu\)`"):
-        GroupedTensor(data.view(jnp.float4_e2m1fn), scales=scales, scaling=mx)
-    scales = scales.view(jnp.float8_e8m0fnu)
-    with pytest.raises(TypeError, match=r"`x.data.view\(jnp.float4_e2m1fn\)` for two numbers per byte"):
-        GroupedTensor(jnp.repeat(data, 2, axis=-1), scales=scales, scaling=mx)
-    x = GroupedTensor(data.view(jnp.float4_e2m1fn), scales=scales, scaling=mx)
-    np.testing.assert_array_equal(np.asarray(x.dequantize().data, np.float64), want)
 
 
 def test_annotations() -> None:

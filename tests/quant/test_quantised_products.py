@@ -19,33 +19,12 @@ from ragged import GroupedTensor, Scaling, matmul, quantize
 from ragged.tuning import GpuConfig, TpuConfig
 from tests import gpu
 from tests.cases import split
-from tests.contract.draws import draws
 from tests.contract.launches import launches
-from tests.contract.programs import Program
 
-F4, E4M3, E8M0 = "float4_e2m1fn", "float8_e4m3fn", "float8_e8m0fnu"
+F4, E4M3 = "float4_e2m1fn", "float8_e4m3fn"
 X = GroupedTensor(jax.random.normal(jax.random.key(0), (64, 256)), jnp.array([20, 0, 30], jnp.int32))
 W = jax.random.normal(jax.random.key(1), (3, 256, 64))
 INTERPRETED: dict[str, Any] = {"pallas_tpu": TpuConfig(interpret=True), "triton_gpu": GpuConfig(interpret=True)}
-
-
-@pytest.mark.parametrize(
-    "layout, is_alone",
-    [
-        ("forward", False),
-        *(
-            pytest.param(layout, i % 2 > 0, marks=pytest.mark.long)
-            for i, layout in enumerate(
-                ("batched", "wgrad", "forward_left", "inner_rows", "inner_columns", "outer", "ragged")
-            )
-        ),
-    ],
-)
-def test_four_bits(layout: str, is_alone: bool) -> None:
-    """Of both operands or one, along what is contracted: equal the product of what they dequantise to."""
-    rhs = None if is_alone else (F4, Scaling((16, 1), E4M3))
-    program = Program(layout, lhs_cast=(F4, "nvfp4"), rhs_cast=rhs, k=40, out_dtype="float32")
-    program.check(draws(program, 20))
 
 
 def by_group(x: GroupedTensor | Array, seed: int) -> tuple[GroupedTensor, list[np.ndarray]]:
@@ -132,7 +111,7 @@ def test_a_global_scale_for_each_group_on_a_gpu(is_shard: bool) -> None:
             gated = partial(ragged.gated_matmul, activation=None, **options)
             out = jax.jit(lambda *args: gated(*args).data)(rows, w, u)
             want = [(x @ a) * (x @ b) for x, a, b in zip(x_groups, w_groups, u_groups, strict=True)]
-    assert {backend for backend, _ in ran} == {"triton_gpu"}
+    assert [backend for backend, _ in ran] == ["triton_gpu"]
     np.testing.assert_allclose(out[:50], np.concatenate(want), rtol=1e-3, atol=1e-2)
 
 
@@ -192,35 +171,26 @@ def tokens(seed: int) -> GroupedTensor:
     return quantize(GroupedTensor(x.astype(np.float32), np.array(SIZES, np.int32)), E4M3, (32, 1))
 
 
-@pytest.mark.parametrize("backend", ["pallas_tpu", "triton_gpu"])
-def test_tiles_are_counted_as_they_run(backend: str) -> None:
+def test_tiles_of_groups_that_are_moved_apart_on_a_gpu() -> None:
     """`explain` counts the tiles of groups that a kernel reads moved apart: each begins with a block of scales."""
-    with gpu.on("NVIDIA H200") if backend == "triton_gpu" else jax.default_matmul_precision("highest"):
-        plans = ragged.explain(tokens(0).mT, tokens(1), backend=INTERPRETED[backend]).plans
+    with gpu.on("NVIDIA H200"):
+        plans = ragged.explain(tokens(0).mT, tokens(1), backend=INTERPRETED["triton_gpu"]).plans
     (plan,) = [plan for plan in plans if plan.product == "forward" and plan.platform == "cpu"]
-    assert plan.backend == backend and plan.is_exact and plan.visits
-    whole = -(-np.array(SIZES) // 32) * 32
-    if backend == "triton_gpu":
-        assert list(plan.tiles) == [
-            (group, int(first + at), 32)
-            for group, (first, size) in enumerate(zip(np.cumsum(SIZES) - SIZES, whole, strict=True))
-            for at in range(0, size, 32)
-        ]
+    assert plan.backend == "triton_gpu" and plan.is_exact and plan.visits
+    assert list(plan.tiles) == [
+        (group, int(first + at), 32)
+        for group, (first, size) in enumerate(zip(np.cumsum(SIZES) - SIZES, SIZES, strict=True))
+        for at in range(0, size, 32)
+    ]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("way", ["tokens", "nvfp4", "zeros"])
-def test_over_devices(way: str, kind: AxisType) -> None:
-    """A device has its part of a block, scaled as the whole, and the tensor's scale, whatever it has of the blocks'."""
+def test_over_devices(kind: AxisType) -> None:
+    """A device has its part of the blocks, scaled as the whole, and the tensor's scale, whatever it has of them."""
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind, kind))
-    x = X.with_data(X.data[:, :192])
-    if way == "tokens":
-        lhs, rhs, specs = tokens(0).mT, tokens(1), [(P(None, "b"), P("b"))]  # 125 rows each
-    else:
-        lhs, rhs = quantize(x, F4, "nvfp4"), quantize(W[:, :192].mT, F4, "nvfp4").mT
-        rhs = quantize(1 + W[:, :192], "uint4", (16, 2), symmetric=False) if way == "zeros" else rhs
-        specs = [(P("a"), P()), (P(None, "b"), P(None, "b")), (P(None, ("a", "b")), P(None, ("a", "b")))]
+    lhs, rhs = quantize(X.with_data(X.data[:, :192]), F4, "nvfp4"), quantize(W[:, :192].mT, F4, "nvfp4").mT
+    specs = (P("a"), P()), (P(None, "b"), P(None, "b")), (P(None, ("a", "b")), P(None, ("a", "b")))
 
     def product(x: Array, y: Array) -> Array:
         return matmul(lhs.with_data(x), rhs.with_data(y), preferred_element_type=jnp.float32).data
@@ -231,25 +201,6 @@ def test_over_devices(way: str, kind: AxisType) -> None:
             data = [jax.device_put(x.data, NamedSharding(mesh, spec)) for x, spec in ((lhs, of_lhs), (rhs, of_rhs))]
             got = jax.jit(product)(*data)
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-3)
-
-
-@pytest.mark.long
-def test_experts_over_a_mesh() -> None:
-    """Quantised weights sharded by group, with their scales."""
-    mesh, sizes = (
-        jax.make_mesh((4,), ("e",), axis_types=(AxisType.Auto,)),
-        np.array([9, 0, 7, 1, 20, 3, 0, 8], np.int32),
-    )
-    x = quantize(GroupedTensor(X.data[:, :40], sizes), E4M3, "row")
-    w = quantize(jax.random.normal(jax.random.key(2), (8, 40, 24)), E4M3, (8, 8))
-    specs: Any = GroupedTensor(P("e"), scales=P("e"), scaling=w.scaling)  # pyright: ignore[reportArgumentType]
-
-    def local(x: GroupedTensor, w: GroupedTensor) -> Array:
-        first = jax.lax.axis_index("e").astype(jnp.int32) * 2
-        return jax.lax.psum(matmul(x, w, group_offset=first, preferred_element_type=jnp.float32).data, "e")
-
-    got = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(P(), specs), out_specs=P()))(x, w)
-    np.testing.assert_allclose(got, matmul(x, w, preferred_element_type=jnp.float32).data, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", split(["pallas_tpu"], ["triton_gpu"]))

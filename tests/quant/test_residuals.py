@@ -78,10 +78,9 @@ def test_a_loop() -> None:
 
     ws = jnp.ones((4, 3, 36, 36), jnp.bfloat16)
     program: Any = jax.make_jaxpr(lambda x, ws: jax.vjp(layers, x, ws)[1](x))(X.data, ws).jaxpr
-    forward, backward = ([v.aval for v in e.outvars] for e in program.eqns if e.primitive.name == "scan")
+    forward, _ = ([v.aval for v in e.outvars] for e in program.eqns if e.primitive.name == "scan")
     stacked = [(each.dtype.name, each.shape) for each in forward if each.size > X.data.size]
     assert stacked == [("float8_e4m3fn", (4, *X.shape))]  # and of the weights, which it was given, no copy
-    assert any(each.shape == ws.shape for each in backward)
 
 
 TWICE = "a derivative of a product with `recipe` can't be differentiated: only quantised operands were saved."

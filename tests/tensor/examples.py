@@ -21,41 +21,26 @@ RAGGED = KINDS[1:]
 
 @dataclass
 class Example:
-    """A tensor whose tail holds `fill`, its groups as NumPy arrays, and where each lies in the buffer."""
+    """A tensor whose tail holds NaN, its groups as NumPy arrays, and where each lies in the buffer."""
 
     tensor: GroupedTensor
     groups: list[np.ndarray]
     places: list[tuple[Any, ...]]
 
-    def unpack(self, buffer: Any) -> list[np.ndarray]:
-        return [np.asarray(buffer)[place] for place in self.places]
-
-    def pack(self, groups: list[np.ndarray], fill: Any = 0) -> np.ndarray:
-        """A buffer of these groups, with `fill` where no group has an element."""
-        buffer = np.full(self.tensor.shape, fill, groups[0].dtype)
+    def pack(self, groups: list[np.ndarray]) -> np.ndarray:
+        """A buffer of these groups, with zeros where no group has an element."""
+        buffer = np.zeros(self.tensor.shape, groups[0].dtype)
         for place, group in zip(self.places, groups, strict=True):
             buffer[place] = group
         return buffer
 
     @property
     def mask(self) -> np.ndarray:
-        return self.pack([np.ones(g.shape, bool) for g in self.groups], False)
-
-    def with_data(self, data: Any) -> GroupedTensor:
-        x = self.tensor
-        return GroupedTensor(jnp.asarray(data), x.first_dims, x.last_dims, transposed=x.transposed)
+        return self.pack([np.ones(g.shape, bool) for g in self.groups])
 
 
-def example(
-    kind: str,
-    sizes: tuple[int, ...] = SIZES,
-    others: tuple[int, ...] = OTHERS,
-    *,
-    fill: float = np.nan,
-    dtype: Any = np.float32,
-    seed: int = 0,
-) -> Example:
-    """An example of a kind. Values are in [0.5, 1.5), integers for an integer dtype, all different."""
+def example(kind: str, sizes: tuple[int, ...] = SIZES, others: tuple[int, ...] = OTHERS, *, seed: int = 0) -> Example:
+    """An example of a kind. Values are in [0.5, 1.5), all different."""
     o = np.cumsum([0, *sizes])
     along = [slice(a, b) for a, b in itertools.pairwise(o.tolist())]
     upto = [slice(0, n) for n in others]
@@ -67,19 +52,25 @@ def example(
         "ragged both": ((CAPACITY, 4), list(zip(along, upto, strict=True)), sizes, others),
         "ragged both, packed columns": ((4, CAPACITY), list(zip(upto, along, strict=True)), others, sizes),
     }[kind]
-    rng = np.random.default_rng(seed)
-    values = rng.permutation(np.prod(shape)).reshape(shape)
-    if np.issubdtype(dtype, np.integer):
-        values = (values - 20).astype(dtype)
-        fill = 99 if np.isnan(fill) else fill
-    else:
-        values = (0.5 + values / values.size).astype(dtype)
-    data = np.full(shape, fill, dtype)
+    values = 0.5 + np.random.default_rng(seed).permutation(np.prod(shape)).reshape(shape) / np.prod(shape)
+    data = np.full(shape, np.nan, np.float32)
     for place in places:
         data[place] = values[place]
     firsts, lasts = (None if dims is None else jnp.array(dims, jnp.int32) for dims in (first, last))
     tensor = GroupedTensor(jnp.asarray(data), firsts, lasts, transposed=kind.endswith("packed columns"))
     return Example(tensor, [data[place] for place in places], places)
+
+
+def groups_of(x: GroupedTensor) -> list[np.ndarray]:
+    """In NumPy: slices of arrays of JAX would be compiled, each shape anew."""
+    data = np.asarray(x.data)
+    if x.packed_axis is None:
+        return list(data)
+    if x.packed_axis == -1:
+        return [group.T for group in groups_of(x.mT)]
+    along = [slice(*ends) for ends in itertools.pairwise(np.cumsum([0, *np.asarray(x.packed_dims)]))]
+    widths = [None] * x.num_groups if x.last_dims is None else np.asarray(x.last_dims)
+    return [data[at, ..., :width] for at, width in zip(along, widths, strict=True)]
 
 
 def assert_groups(got: Any, want: list[np.ndarray]) -> None:

@@ -13,11 +13,7 @@ from jax import Array
 import ragged
 from ragged import GroupedTensor, per_column, per_group, per_row
 from tests.cases import split
-
-
-def ints(*values: int) -> Array:
-    return jnp.array(values, jnp.int32)
-
+from tests.tensor.examples import ints
 
 # What is differentiated, by what, its cotangent's shape, and its gradient from the cotangent, in float64.
 Way = tuple[Callable[[Array], Array], Array | float, tuple[int, ...], Callable[[np.ndarray], Any]]
@@ -29,7 +25,6 @@ def ways(sizes: list[int], rows: int, dtype: Any) -> dict[str, Way]:
     along, last = [slice(a, b) for a, b in itertools.pairwise(ends.tolist())], ends[-1]
     dims, g, half = ints(*sizes), len(sizes), rows // 2
     packed = GroupedTensor(jnp.zeros((rows, 2), dtype), dims)
-    columns = GroupedTensor(jnp.zeros((2, rows), dtype), None, dims)
     uniform = GroupedTensor(jnp.zeros((2, half, 2), dtype))
     few = GroupedTensor(jnp.zeros((3, rows), dtype), ints(2))
     route = ragged.route(jnp.arange(8 * 16, dtype=jnp.int32).reshape(16, 8) % 3, 3)
@@ -48,12 +43,6 @@ def ways(sizes: list[int], rows: int, dtype: Any) -> dict[str, Way]:
     return {
         "a group": (lambda v: (packed + per_group(v)).data, zeros(g), (rows, 2), lambda c: np.sum(of_groups(c), 1)),
         "a group's row": (lambda v: (packed + per_group(v)).data, zeros(g, 2), (rows, 2), of_groups),
-        "a group of columns": (
-            lambda v: (columns + per_group(v)).data,
-            zeros(g),
-            (2, rows),
-            lambda c: np.sum(of_groups(c.T), 1),
-        ),
         "a uniform group": (
             lambda v: (uniform + per_group(v)).data,
             zeros(2),
@@ -164,10 +153,7 @@ def test_gradients_of_many_rows(sizes: list[int], dtype: Any) -> None:
         check_sums(sizes, 100_000, dtype, 0.25)
 
 
-@pytest.mark.parametrize(
-    "dtype, rows",
-    split([(jnp.bfloat16, 2**17)], [(jnp.float32, 2**17), ("f", 2_000_000), ("e", 2_000_000)]),
-)
+@pytest.mark.parametrize("dtype, rows", split([(jnp.bfloat16, 2**17)], [(jnp.float32, 2**17), ("e", 2**20)]))
 def test_sums_do_not_drift(dtype: Any, rows: int) -> None:
     """A serial float32 sum of as many tenths is off by 1e-4."""
     data = np.full((rows, 1), 0.1).astype(jnp.dtype(dtype))
@@ -198,37 +184,6 @@ def test_variance_of_large_means() -> None:
 def softmax(values: np.ndarray) -> np.ndarray:
     weights = np.exp(values - values.max(-1, keepdims=True))
     return weights / weights.sum(-1, keepdims=True)
-
-
-@pytest.mark.parametrize(
-    "sizes, dtype, tolerance",
-    [
-        ([1, 0, 3000, 13_000], jnp.bfloat16, 2**-6),
-        *(
-            pytest.param([1, 0, 59_000, 40_000], dtype, each, marks=pytest.mark.long)
-            for dtype, each in ((jnp.bfloat16, 2**-6), (jnp.float16, 2**-9), (jnp.float32, 1e-5))
-        ),
-    ],
-)
-def test_softmax_of_many_columns(sizes: list[int], dtype: Any, tolerance: float) -> None:
-    """Its values and gradients, relative to a group's largest value."""
-    rng, dims = np.random.default_rng(0), ints(*sizes)
-    data, ct = (jnp.asarray(rng.standard_normal((2, sum(sizes) + 9)) + shift, dtype) for shift in (0, 3))
-
-    @jax.jit
-    def run(data: Array, ct: Array) -> tuple[Array, Array]:
-        out, pull = jax.vjp(lambda d: GroupedTensor(d, None, dims).softmax().data, data)
-        return out, pull(ct)[0]
-
-    results = [np.asarray(each, np.float64) for each in run(data, ct)]
-    ends = np.cumsum([0, *sizes]).tolist()
-    for begin, end in itertools.pairwise(ends):
-        if begin < end:
-            x, c = (np.asarray(each, np.float64)[:, begin:end] for each in (data, ct))
-            p = softmax(x)
-            for got, want in zip(results, (p, p * (c - (p * c).sum(-1, keepdims=True))), strict=True):
-                assert np.max(np.abs(got[:, begin:end] - want)) <= tolerance * np.max(p)
-    assert not any(each[:, ends[-1] :].any() for each in results)
 
 
 def test_softmax_tangents_near_the_largest_float() -> None:

@@ -109,19 +109,6 @@ def test_axes_are_bound_across_arguments() -> None:
     assert "typechecking parameter 'dy'" in why(lambda: wgrad(ROWS, three))[0]
 
 
-@checked
-def returns(x: Rows[GroupedTensor, "g"], y: Any) -> Uniform[Float[GroupedTensor, "g d f"], "g"]:
-    return y
-
-
-def test_results_are_checked() -> None:
-    assert returns(ROWS, UNIFORM) is UNIFORM
-    message, reason = why(lambda: returns(ROWS, ROWS))
-    assert "checking the return value" in message
-    assert "this tensor's kind is ragged rows, not uniform." in reason
-    assert "the size of dimension g is 3" in why(lambda: returns(ROWS, GroupedTensor(UNIFORM.data[:3])))[1]
-
-
 COTANGENT = "this is a cotangent or tangent, whose groups are unknown."
 MESSAGES: list[tuple[Any, str]] = [
     (ROWS.data, "this is f32[16,8], not a GroupedTensor."),

@@ -10,8 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import ragged
 from ragged import GroupedTensor, Route
@@ -161,27 +159,6 @@ def test_vmap(mapped: str) -> None:
         got = run(np.stack(some) if axes[0] == 0 else some[0], data)
         for i, ids in enumerate(some):
             check(ids, both[i], {name: each[i] for name, each in got.items()})
-
-
-@pytest.mark.parametrize("context", split(["shard_map"], ["scan"]))
-def test_in_a_program(context: str) -> None:
-    """In a `scan` of checkpoints; over devices, each of which routes its own tokens."""
-    some = id_table((TOKENS, 2))[8:10]
-    data = [draw(ids, i) for i, ids in enumerate(some)]
-    stacked = np.stack(some), {name: np.stack([each[name] for each in data]) for name in data[0]}
-    if context == "scan":
-        got = jax.jit(lambda args: jax.lax.scan(lambda _, x: (None, jax.checkpoint(compute)(*x)), None, args)[1])(
-            stacked
-        )
-    else:
-        mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-
-        def local(args: Any) -> Any:
-            return jax.tree.map(lambda x: x[None], compute(*jax.tree.map(lambda x: x[0], args)))
-
-        got = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("d"), out_specs=P("d")))(stacked)
-    for i, (ids, each) in enumerate(zip(some, data, strict=True)):
-        check(ids, each, {name: x[i] for name, x in got.items()})
 
 
 @pytest.mark.parametrize("sort", [_by_count, _by_sort])

@@ -9,7 +9,6 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import ragged
@@ -104,8 +103,3 @@ def test_a_quantised_tensor_says_by_what() -> None:
     q = ragged.quantize(X, jnp.float8_e4m3fn, "row")
     assert f"scales {q.scaling}" in q._repr_html_().replace("&#x27;", "'")
     assert len(bars(q._repr_html_())) == 4
-
-
-def test_numpy_s_sizes_are_shown_too() -> None:
-    x = GroupedTensor(np.ones((4, 2), np.float32), np.array([1, 2], np.int32))
-    assert bars(x._repr_html_())[0] == ("group 0: 1", "1", 1)

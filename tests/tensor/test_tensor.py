@@ -56,24 +56,12 @@ def test_what_it_is(kind: str) -> None:
 
     half = x.astype(jnp.bfloat16)
     assert half.dtype == jnp.bfloat16 and jax.tree.structure(half) == jax.tree.structure(x)
-    assert all(
-        np.array_equal(*each) for each in zip(e.unpack(half.data), e.unpack(x.data.astype(jnp.bfloat16)), strict=True)
-    )
     for wrong in (4, -5):
         with pytest.raises(IndexError, match="there are 4 groups"):
             x[wrong]
     for index in ("a", True):
         with pytest.raises(TypeError, match="the index must be an int"):
             x[index]  # pyright: ignore
-
-
-def test_ragged_both_remembers_which_axis_is_packed() -> None:
-    """The same buffer and dims mean other groups when it is the columns that are packed."""
-    data = jnp.arange(16.0).reshape(4, 4)
-    rows = GroupedTensor(data, ints(2, 1), ints(1, 2))
-    columns = GroupedTensor(data, ints(2, 1), ints(1, 2), transposed=True)
-    assert_groups(rows, [np.array([[0.0], [4.0]]), np.array([[8.0, 9.0]])])
-    assert_groups(columns, [np.array([[0.0], [4.0]]), np.array([[1.0, 2.0]])])
 
 
 @pytest.mark.parametrize("kind", RAGGED)
@@ -83,7 +71,7 @@ def test_groups_need_known_sizes(kind: str) -> None:
     for f in (lambda t: t[1], lambda t: t.to_list(), list):
         with pytest.raises(ValueError, match="shape depends on sizes that are not known while tracing"):
             jax.eval_shape(f, e.tensor)
-    groups = jax.eval_shape(lambda data: e.with_data(data).to_list(), e.tensor.data)
+    groups = jax.eval_shape(lambda data: e.tensor.with_data(data).to_list(), e.tensor.data)
     assert [g.shape for g in groups] == [g.shape for g in e.groups]
     uniform = jax.eval_shape(lambda t: t.to_list(), example("uniform").tensor)
     assert [g.shape for g in uniform] == [(3, 2)] * 4
@@ -221,10 +209,9 @@ def exported(function: Callable[..., Any], *args: Any) -> Any:
     return jax.export.deserialize(jax.export.export(jax.jit(function))(*args).serialize())
 
 
-@pytest.mark.parametrize("kind", [KINDS[4], *(pytest.param(k, marks=pytest.mark.long) for k in KINDS[:4])])
-def test_export(kind: str) -> None:
+def test_export() -> None:
     """A function of tensors survives serialising: their kind, `transposed`, and what it computes."""
-    x = example(kind).tensor.mT
+    x = example(KINDS[4]).tensor.mT
     run = exported(lambda t: {"doubled": 2 * t, "sums": t.sum()}, x)
     got, want = run.call(x), {"doubled": 2 * x, "sums": x.sum()}
     assert jax.tree.structure(got) == jax.tree.structure(want)
@@ -278,20 +265,6 @@ def test_export_of_every_module() -> None:
         assert jax.tree.structure(again.call(module)) == jax.tree.structure(module)
 
 
-@pytest.mark.long
-def test_export_of_a_layer() -> None:
-    """What it computes, and what its router did; a layer that holds a function, which has no name, can't be written."""
-    x, key = jnp.ones((4, 3)), jax.random.key(0)
-    moe = layer_of(3, 4, 2, 1, key=key)
-    got, want = exported(lambda moe, x: moe(x), moe, x).call(moe, x), moe(x)
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    np.testing.assert_array_equal(got[0], want[0])
-    np.testing.assert_array_equal(got[1].rows, want[1].rows)
-    of_a_function = layer_of(3, 4, 2, 1, activation=jax.nn.relu, key=key)
-    text = "`Exported.serialize()`: a static field holds the function `relu`, which can't be serialised.\n"
-    check_error(lambda: exported(lambda moe: moe.router, of_a_function), TypeError, text)
-
-
 # Cotangents, and what needs groups.
 
 NEED_GROUPS: list[Callable[[GroupedTensor], Any]] = [
@@ -309,6 +282,7 @@ NEED_GROUPS: list[Callable[[GroupedTensor], Any]] = [
     lambda t: t.mean(-1),
     lambda t: t.max(-2),
     lambda t: t.softmax(),
+    lambda t: t.rows(0, 1),
     lambda t: t * ragged.per_group(jnp.ones(4)),
     lambda t: t * ragged.per_row(jnp.ones(4)),
     lambda t: ragged.concat([t, t]),
@@ -338,17 +312,21 @@ def test_cotangents(kind: str) -> None:
         def quotient(data: Array) -> Array:
             return jnp.sum((x / dirty.with_data(data)).data)
 
-        apart = [g * 2, 0.5 * g, g + g, -g, g.map(lambda d: d * 3), g - g / 2]
-        return apart, [t for each in (g, dirty) for t in (x - each / 4, each / 4 - x)], jax.grad(quotient)(dirty.data)
+        def steps(g: GroupedTensor) -> list[GroupedTensor]:
+            mapped = x.map(lambda a, b: a - b / 4, g), g.map(lambda a, b: a / 4 - b, x)
+            return [x - g / 4, g / 4 - x, *mapped]
+
+        apart = [g * 2, 0.5 * g, g + g, -g, g.map(lambda d: d * 3), g - g / 2, g.map(jnp.add, g)]
+        return apart, [*steps(g), *steps(dirty)], jax.grad(quotient)(dirty.data)
 
     for g in cotangents(e):
         assert g.kind == "cotangent" and g.is_cotangent
         if g.first_dims is None and g.last_dims is None:  # `jit` takes no float0
             apart, steps, by_dirty = compute(g, g.with_data(jnp.where(e.mask, g.data, jnp.nan)))
-            for out, scale in zip(apart, (2, 0.5, 2, -1, 3, 0.5), strict=True):
+            for out, scale in zip(apart, (2, 0.5, 2, -1, 3, 0.5, 2), strict=True):
                 assert out.is_cotangent and jax.tree.structure(out) == jax.tree.structure(g)
                 np.testing.assert_allclose(out.data, e.pack([2 * scale * d for d in e.groups]), rtol=1e-6)
-            for out, sign in zip(steps, (1, -1, 1, -1), strict=True):
+            for out, sign in zip(steps, (1, -1) * 4, strict=True):
                 assert jax.tree.structure(out) == jax.tree.structure(x)
                 assert np.array_equal(out.data, e.pack([sign * (d - 0.5 * d) for d in e.groups]))
             # NaN in its tail reaches no gradient.
@@ -379,9 +357,7 @@ def test_what_has_no_groups_refuses_what_needs_them(kind: str) -> None:
     for g in cotangents(e):
         quantised = [lambda t: ragged.quantize(t, jnp.int8, "row"), lambda t: ragged.matmul(t, jnp.ones((4, 3, 2)))]
         for use in (*NEED_GROUPS, *quantised):
-            check_error(lambda use=use, g=g: use(g), TypeError, "a cotangent or tangent")
-            with pytest.raises(TypeError, match=hint):
-                use(g)
+            check_error(lambda use=use, g=g: use(g), TypeError, hint)
         check_error(lambda g=g: g.map(lambda d: d[:1]), ValueError, "must keep the rank and the extent of axes [0, 1]")
         check_error(lambda g=g: g + jnp.ones(7), TypeError, "a plain array has no groups to match")
         for other in (GroupedTensor(floats(3, 3), ints(1, 2)), g.mT):

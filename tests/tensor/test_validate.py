@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from jaxtyping import Array
 
-import ragged
 from ragged import GroupedTensor
 from tests.cases import split
 from tests.tensor.examples import CAPACITY, KINDS, OTHERS, SIZES, assert_groups, example, floats, ints
@@ -82,10 +81,7 @@ def test_the_check_hangs_on_the_sizes() -> None:
     """Under `jit`, whatever uses the sizes of the result fails; what uses its buffer alone does not."""
     x = with_sizes("ragged rows", (3, 9, 0, 0), OTHERS)
     uses: list[Callable[[GroupedTensor], Any]] = [
-        lambda t: t.offsets,
         lambda t: (t + 1).data,
-        lambda t: ragged.concat([t, t]).data,
-        lambda t: t.to_padded(3),
         lambda t: jax.grad(lambda d: GroupedTensor(d, t.first_dims).sum().sum())(t.data),
     ]
     for use in uses:
@@ -134,15 +130,14 @@ def test_wrong_sizes_stay_inside_of_the_buffer(kind: str) -> None:
         shapes = [(n, w) for n, w in zip(np.diff(ends).tolist(), widths, strict=True)]
         shapes = shapes if x.packed_axis == -2 else [shape[::-1] for shape in shapes]
         assert [g.shape for g in x] == shapes
-        ones = GroupedTensor(jnp.ones(x.shape), x.first_dims, x.last_dims, transposed=x.transposed)
-        assert ones.sum().tolist() == [a * b for a, b in shapes]
 
 
 def test_sizes_of_another_tensor() -> None:
     """`like=` asks for the same groups: it says which group differs, in a program too."""
     x, y = (GroupedTensor(floats(16, 8), ints(*sizes)) for sizes in ((3, 5, 0, 4), (3, 5, 1, 3)))
-    assert repr(x.validate(like=x)) == repr(x)
+    checked = eqx.filter_jit(lambda x, y: x.validate(like=y))
+    assert repr(x.validate(like=x)) == repr(x) == repr(checked(x, x))
     with pytest.raises(ValueError, match="the size of group 2 in `first_dims` differs"):
         x.validate(like=y)
     with pytest.raises(eqx.EquinoxRuntimeError, match="the size of group 2 in `first_dims` differs"):
-        eqx.filter_jit(lambda x, y: x.validate(like=y).sum())(x, y)
+        checked(x, y)

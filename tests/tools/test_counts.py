@@ -6,21 +6,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import Array
 
 import ragged
 from ragged import GroupedTensor
-from ragged.tuning import Configs, GpuConfig, TpuConfig, XlaConfig
+from ragged.tuning import TpuConfig, XlaConfig
 from tests import gpu
 from tests.cases import LETTERS
-from tests.contract.draws import size_table
+from tests.contract.draws import draws
 from tests.contract.executed import executed
-from tests.contract.machines import options_of, shapes
+from tests.contract.programs import Program
+from tests.everywhere import everywhere
 
-G = 5
-EXTENTS = {"rows": 200, "m": 40, "k": 48, "n": 80, "width": 72}
+EXTENTS: dict[str, Any] = {"capacity": 200, "width": 72, "m": 40, "k": 48, "n": 80}
 
 
 @pytest.fixture(scope="module")
@@ -29,72 +28,32 @@ def counts() -> Iterator[Counter[str]]:
         yield found
 
 
-def config(backend: str, tiles: tuple[int, int, int] | None) -> Any:
-    """The tiles of m, k and n for a product and its derivatives, by interpreted kernels."""
-    if not tiles:
-        return backend
-    if backend == "xla":
-        m, k, n = tiles
-        return Configs(*[XlaConfig(m=(m,), k=(k,), n=(n,))] * 3)
-    of: Any = {"pallas_tpu": TpuConfig, "triton_gpu": GpuConfig}[backend]
-    return Configs(*[of(interpret=True, **dict(zip("mkn", tiles, strict=True)))] * 3)
+def check(counts: Counter[str], program: Program, number: int) -> None:
+    """For a product and both derivatives, each compiled once. Of groups that aren't held, rows are as the tail."""
 
-
-def check(
-    counts: Counter[str],
-    backend: str,
-    layout: str,
-    tiles: Any,
-    draws: int,
-    held: int = 0,
-    groups: int = G,
-    **extents: int,
-) -> None:
-    """For a product and both derivatives, each compiled once. Of groups that aren't `held`, rows are as the tail."""
-    extents, letters = EXTENTS | extents, LETTERS[layout]
-    lhs, rhs = shapes(layout, groups, **extents)
-    options: dict[str, Any] = options_of(layout, extents["rows"], extents["width"])
-    options["backend"] = config(backend, tiles)
-    data = {"lhs": lhs.data, "rhs": jax.ShapeDtypeStruct((held, *rhs.shape[1:]), rhs.dtype) if held else rhs.data}
-    ones = {name: np.ones(x.shape, x.dtype) for name, x in data.items()}
-
-    def operands(data: Any, sizes: Any) -> list[GroupedTensor]:
-        return [
-            GroupedTensor(data[name], *(sizes.get(z) for z in term)) for name, term in (("lhs", "mk"), ("rhs", "kn"))
-        ]
-
-    def multiply(data: Any, sizes: Any, offset: Any) -> Array:
-        return ragged.matmul(*operands(data, sizes), **options, **({"group_offset": offset} if held else {})).data
+    def explained(data: Any, sizes: Any, first: Any) -> Any:
+        operands, options = program.operands(data, sizes), program.options("out", first)
+        return ragged.explain(*operands.values(), platform="cpu", **options).plans
 
     def derivative(name: str) -> Any:
-        def run(data: Any, sizes: Any, offset: Any, ct: Array) -> Array:
-            return jax.vjp(lambda x: multiply(data | {name: x}, sizes, offset), data[name])[1](ct)[0]
+        def run(data: Any, sizes: Any, first: Any) -> Array:
+            return jax.vjp(lambda x: program.multiply(data | {name: x}, sizes, first), data[name])[1](data["out"])[0]
 
-        return run
+        return jax.jit(run)
 
-    rng = np.random.default_rng(0)
-    tables = {z: size_table(groups, extents["rows"] if z == letters[0] else extents["width"], 16, rng) for z in letters}
-    order = rng.permutation(len(next(iter(tables.values()), "x")))[:draws]
-    unknown = {z: jax.ShapeDtypeStruct((groups,), jnp.int32) for z in letters}
-    offset_of = {"group_offset": jax.ShapeDtypeStruct((), jnp.int32)} if held else {}
-    out = jax.eval_shape(multiply, data, unknown, jax.ShapeDtypeStruct((), jnp.int32))
-    run = {"forward": jax.jit(lambda data, sizes, offset, ct: multiply(data, sizes, offset))}
-    run |= {f"by {name}": jax.jit(derivative(name)) for name in data}
-    bounds = ragged.explain(*operands(data, unknown), platform="cpu", **options, **offset_of).plans
-    for number in order.tolist():
-        sizes = {z: np.roll(each[number], i) for i, (z, each) in enumerate(tables.items())}
-        offset = np.int32((-1, 1, 4, 0, 3, -9)[number % 6])
-        chosen = {"group_offset": offset} if held else {}
-        plans = ragged.explain(*operands(data, sizes), platform="cpu", **options, **chosen).plans
+    run = {"forward": jax.jit(program.multiply)} | {f"by {name}": derivative(name) for name in ("lhs", "rhs")}
+    for draw in draws(program, number, is_poisoned=False):
+        unknown = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), draw)
+        bounds, plans = explained(*unknown), explained(*draw)
         assert [plan.product for plan in plans] == [*run]
         for plan, bound in zip(plans, bounds, strict=True):
             counts.clear()
-            jax.block_until_ready(run[plan.product](ones, sizes, offset, jnp.ones(out.shape, out.dtype)))
-            where = f"{plan.product}: {sizes}"
-            assert plan.is_exact and plan.backend == backend
+            jax.block_until_ready(run[plan.product](*draw))
+            where = f"{plan.product}: {draw.sizes}"
+            assert plan.is_exact and plan.backend == program.backend
             assert plan.multiplied == counts["flops"], where
             assert plan.visits is not None and plan.idle is not None
-            if backend == "pallas_tpu":
+            if program.backend == "pallas_tpu":
                 assert plan.visits + plan.idle == counts["steps"], where
             else:
                 assert (plan.visits, plan.idle) == (counts["dots"], counts["idle"]), where
@@ -106,25 +65,24 @@ def check(
 
 
 # XLA would hoist the dots of one tile as wide as its operand. Of two ragged letters, a TPU's tiles are of 128.
-SMALL = {"xla": (32, 128, 128), "pallas_tpu": (32, 128, 128), "triton_gpu": (16, 32, 64)}
-
-
-def case(backend: str, layout: str, draws: int, *marks: Any, tiles: Any = "small", **others: int) -> Any:
+def case(backend: str, layout: str, number: int, *marks: Any, tiles: Any = "small", **others: Any) -> Any:
     letters, several = LETTERS[layout], len(LETTERS[layout]) > 1
     own = tuple((128 if several and backend == "pallas_tpu" else 32) if z in letters else 128 for z in "mkn")
-    found = (SMALL[backend] if backend == "triton_gpu" else own) if tiles == "small" else tiles
-    name = "-".join(map(str, (backend, layout, *others.values(), *(["other tiles"] if tiles != "small" else []))))
-    return pytest.param(backend, layout, found, draws, others, marks=marks, id=name)
+    tiles = tiles if tiles != "small" else (16, 32, 64) if backend == "triton_gpu" else own
+    # Of a group wider than a buffer, a GPU's kernel multiplies more than is counted.
+    extents: dict[str, Any] = EXTENTS | ({"width": EXTENTS["capacity"]} if backend == "triton_gpu" else {})
+    program = Program(layout, backend=backend, tiles=tiles, **extents | others)
+    return pytest.param(program, number if letters else 1, marks=marks, id=str(program))
 
 
 @pytest.mark.parametrize(
-    "backend, layout, tiles, draws, others",
+    "program, number",
     [
         case("xla", "forward", 20, pytest.mark.long),
         case("xla", "outer", 20, pytest.mark.long),
         # One dot for the first rows of all groups, and tiles for what it doesn't hold; one dot for all rows.
-        case("xla", "wgrad", 20, pytest.mark.long, tiles=None, groups=6, rows=40, k=64, n=64),
-        case("xla", "wgrad", 3, tiles=None, groups=6, rows=40, k=16, n=32),
+        case("xla", "wgrad", 20, pytest.mark.long, tiles=None, groups=6, capacity=40, k=64, n=64),
+        case("xla", "wgrad", 3, tiles=None, groups=6, capacity=40, k=16, n=32),
         case("xla", "forward", 20, held=2),
         case("pallas_tpu", "forward", 10, pytest.mark.long, held=2),
         case("triton_gpu", "forward", 4, pytest.mark.long, held=2),
@@ -132,15 +90,15 @@ def case(backend: str, layout: str, draws: int, *marks: Any, tiles: Any = "small
         *(case("pallas_tpu", layout, 20, pytest.mark.long) for layout in LETTERS),
         *(case("triton_gpu", layout, 5, pytest.mark.long) for layout in LETTERS if layout != "forward"),
         # Tiles that groups share are multiplied in chunks on a TPU; several steps of what is contracted.
-        case("pallas_tpu", "forward", 20, pytest.mark.long, tiles=(256, 128, 128), rows=600),
-        case("triton_gpu", "forward", 3, pytest.mark.long, tiles=(128, 32, 16), rows=600, k=40, n=24),
+        case("pallas_tpu", "forward", 20, pytest.mark.long, tiles=(256, 128, 128), capacity=600),
+        case("triton_gpu", "forward", 3, pytest.mark.long, tiles=(128, 32, 16), capacity=600, k=40, n=24),
     ],
 )
-def test_counts(backend: str, layout: str, tiles: Any, draws: int, others: Any, counts: Counter[str]) -> None:
+def test_counts(program: Program, number: int, counts: Counter[str]) -> None:
     """Products of tiles, tiles that only get zeros, and FLOP of whole tiles; and the bounds of unknown sizes."""
-    if backend == "triton_gpu":
+    if program.backend == "triton_gpu":
         gpu.needs_triton()
-    check(counts, backend, layout, tiles, draws, **others)
+    check(counts, program, number)
 
 
 def test_counts_of_one_dot_for_all_groups() -> None:
@@ -166,7 +124,7 @@ def test_counts_of_a_group_in_the_middle() -> None:
         ("pallas_tpu", (32, 128, 128), (3 * 2 * 2, (7 - 3) * 2)),
     ):
         if backend != "triton_gpu" or gpu.triton_call.missing() == "":
-            plan = ragged.explain(x, w, platform="cpu", backend=config(backend, tiles), group_offset=2).plan()
+            plan = ragged.explain(x, w, platform="cpu", backend=everywhere(backend, *tiles), group_offset=2).plan()
             assert (plan.visits, plan.idle, plan.flops) == (*counts, 2 * 70 * 256 * 192)
 
 
@@ -191,7 +149,7 @@ def test_tiles_of_groups_that_are_moved_apart() -> None:
 def test_counts_of_a_shared_matrix() -> None:
     """It makes the groups one."""
     x = GroupedTensor(jax.ShapeDtypeStruct((100, 16), jnp.float32), jnp.array([30, 0, 41], jnp.int32))
-    w, backend = jax.ShapeDtypeStruct((16, 32), jnp.float32), config("xla", (32, 128, 128))
+    w, backend = jax.ShapeDtypeStruct((16, 32), jnp.float32), everywhere("xla", 32, 128, 128)
     found = ragged.explain(x, w, backend=backend, platform="cpu")
     assert {plan.flops for plan in found.plans} == {2 * 71 * 16 * 32}
     assert (found.plan().visits, found.num_groups) == (3, 3)

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import Array
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import ragged
@@ -163,49 +162,6 @@ def test_what_is_lowered(machine: str, layout: str, call: str, said: str | None)
         gpu.needs_triton()
     found = check(machine, layout, **CALLS[call])
     assert said is None or found == said
-
-
-@pytest.mark.parametrize(
-    "machine, layout, mapped",
-    [
-        ("CPU", "outer", "sizes"),
-        ("v5e", "forward", "lhs"),
-        ("v5e", "outer", "sizes"),
-        ("v5e", "wgrad", "sizes"),
-        *(
-            pytest.param(machine, layout, ("sizes", "lhs")[(i + j) % 2], marks=pytest.mark.long)
-            for i, machine in enumerate(MACHINES)
-            for j, layout in enumerate(LETTERS)
-            if layout != "batched"
-        ),
-    ],
-)
-def test_a_map_is_one_kernel(machine: str, layout: str, mapped: str) -> None:
-    """Over the sizes or over an operand, and so are both derivatives."""
-    platform, own, _ = MACHINES[machine]
-    if platform == "cuda":
-        gpu.needs_triton()
-    lhs, rhs = shapes(layout)
-    sizes = {z: jax.ShapeDtypeStruct((3, 4), jnp.int32) for z in LETTERS[layout]}
-    data = jax.ShapeDtypeStruct((3, *lhs.shape), lhs.dtype)
-
-    def element(lhs: Array, rhs: Array, sizes: Any) -> Any:
-        x, y = (GroupedTensor(x, *map(sizes.get, term)) for x, term in ((lhs, "mk"), (rhs, "kn")))
-        return ragged.matmul(x, y, **options_of(layout)).data
-
-    def run(lhs: Array, rhs: Array, sizes: Any) -> Any:
-        axes = (0, None, None) if mapped == "lhs" else (None, None, 0)
-        known = sizes if mapped == "sizes" else {z: each[0] for z, each in sizes.items()}
-        given = lhs if mapped == "lhs" else lhs[0]
-        out, pull = jax.vjp(lambda x, y: jax.vmap(element, axes)(x, y, known), given, rhs)
-        return out, pull(out)
-
-    found, text = lowered(machine, run, data, rhs.data, sizes)
-    # TPU kernels with tiles in two ragged letters have one list of visits.
-    expected = "xla" if own == "pallas_tpu" and len(LETTERS[layout]) > 1 and mapped == "sizes" else own
-    assert [backend for backend, _ in found] == [expected] * 3
-    count = text.count("custom_call @tpu_custom_call") + text.count("custom_call @triton_kernel_call")
-    assert count == (0 if expected == "xla" else 3)
 
 
 SYMBOLIC = """

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from functools import partial
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import ragged
 from ragged import Explanation, GroupedTensor
-from ragged.tuning import Configs, GpuConfig, TpuConfig, XlaConfig
+from ragged.tuning import Configs, TpuConfig, XlaConfig
 from tests import gpu
 from tests.cases import check_error
 
@@ -81,25 +80,6 @@ def test_bytes_of_few_rows() -> None:
     for sizes, matrices in ((jax.ShapeDtypeStruct((8,), jnp.int32), 3), (jnp.asarray([0, 2, 0, 0, 1, 0, 0, 0]), 2)):
         plans = ragged.explain(GroupedTensor(x, sizes), w, platform="cuda").plans
         assert [plan.bytes_accessed for plan in plans] == [2 * 3 * (256 + 384) + matrices * 256 * 384 // 2 + 4 * 8] * 2
-
-
-def test_sources() -> None:
-    """The configuration of each product, and where it comes from."""
-    x, w = forward()
-    gpu_config = partial(GpuConfig, k=32, n=32, warps=4, stages=3)
-    given = Configs((XlaConfig(m=(64,)), gpu_config(m=64)), XlaConfig(m=(32,)), gpu_config(m=16))
-    with ragged.tuning.using(given):
-        found = ragged.explain(x, w)
-    said = {(plan.product, plan.backend): (plan.config, plan.source) for plan in found.plans}
-    assert said["forward", "xla"] == (XlaConfig(m=(64,)), "using")
-    assert said["by lhs", "xla"] == (XlaConfig(m=(32,)), "using")
-    assert said["forward", "triton_gpu"] == (gpu_config(m=64), "using")
-    assert said["by rhs", "triton_gpu"] == (gpu_config(m=16), "using")
-    assert said["by rhs", "xla"][1] == said["by lhs", "triton_gpu"][1] == said["forward", "pallas_tpu"][1] == "model"
-    found = ragged.explain(x, w, backend=Configs(gpu_config(m=64), rhs=gpu_config(m=16)), platform="cuda")
-    said = {plan.product: (plan.config, plan.source) for plan in found.plans}
-    assert said["forward"] == (gpu_config(m=64), "backend") and said["by rhs"] == (gpu_config(m=16), "backend")
-    assert said["by lhs"][1] == "model"
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "delayed", "mxfp8", "nvfp4"])
@@ -186,6 +166,8 @@ def test_forms() -> None:
         assert "backend 'triton_gpu' does not run on cpu" in refused.plan(platform="cpu").error
         assert "on cpu: ValueError: backend 'triton_gpu' does not run on cpu." in str(refused)
     check_error(lambda: found.plan(platform="metal"), ValueError, "no plan for 'forward' on 'metal'.")
+    problem = "`matmul` has no option `tilings`."
+    check_error(lambda: ragged.explain(*forward(), tilings=(8, 8, 8)), TypeError, problem)
 
 
 @pytest.mark.long

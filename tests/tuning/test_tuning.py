@@ -60,12 +60,13 @@ def chosen(lhs: Any = X, rhs: Any = W, machine: str = "CPU", **options: Any) -> 
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_each_backend_has_its_record(machine: str) -> None:
-    """Where another backend runs, it has its own choice."""
+    """Where another backend runs, it has its own choice. A derivative doesn't have that of the product."""
     lhs, rhs = shapes("forward", 4, rows=1000, k=256, n=384)
     records = {"xla": XlaConfig(m=(64, 128)), "pallas_tpu": TPU, "triton_gpu": GPU}
     own = records[MACHINES[machine].backend]
     with using(*records.values()):
-        assert chosen(lhs, rhs, machine)["forward"] == (own, "using")
+        found = chosen(lhs, rhs, machine)
+    assert found["forward"] == (own, "using") and found["by lhs"][1] == found["by rhs"][1] == "model"
     with using(*(record for record in records.values() if record != own)):
         config, source = chosen(lhs, rhs, machine)["forward"]
     assert source == "model" and type(config) is type(own)

@@ -42,40 +42,33 @@ def pointers(x, y, out, k: tl.constexpr, n: tl.constexpr, bm: tl.constexpr, bn: 
 
 
 @triton.jit
-def specialised(
-    x, y, out, m: tl.constexpr, k: tl.constexpr, n: tl.constexpr, bm: tl.constexpr, bn: tl.constexpr, bk: tl.constexpr
-):
-    """`descriptors`, whose warps load or multiply."""
-    xs = tl.make_tensor_descriptor(x, shape=[m, k], strides=[k, 1], block_shape=[bm, bk])
-    ys = tl.make_tensor_descriptor(y, shape=[n, k], strides=[k, 1], block_shape=[bn, bk])
-    outs = tl.make_tensor_descriptor(out, shape=[m, n], strides=[n, 1], block_shape=[bm, bn])
-    row, column = tl.program_id(0) * bm, tl.program_id(1) * bn
-    total = tl.zeros((bm, bn), tl.float32)
-    for start in tl.range(0, k, bk, warp_specialize=True):
-        total = tl.dot(xs.load([row, start]), ys.load([column, start]).T, total)
-    outs.store([row, column], total.to(out.dtype.element_ty))
-
-
-@triton.jit
 def descriptors(
-    x, y, out, m: tl.constexpr, k: tl.constexpr, n: tl.constexpr, bm: tl.constexpr, bn: tl.constexpr, bk: tl.constexpr
+    x,
+    y,
+    out,
+    m: tl.constexpr,
+    k: tl.constexpr,
+    n: tl.constexpr,
+    bm: tl.constexpr,
+    bn: tl.constexpr,
+    bk: tl.constexpr,
+    specialised: tl.constexpr,
 ):
-    """`out = x @ y.T`, by TMA."""
+    """`out = x @ y.T`, by TMA; if `specialised`, warps load or multiply."""
     xs = tl.make_tensor_descriptor(x, shape=[m, k], strides=[k, 1], block_shape=[bm, bk])
     ys = tl.make_tensor_descriptor(y, shape=[n, k], strides=[k, 1], block_shape=[bn, bk])
     outs = tl.make_tensor_descriptor(out, shape=[m, n], strides=[n, 1], block_shape=[bm, bn])
     row, column = tl.program_id(0) * bm, tl.program_id(1) * bn
     total = tl.zeros((bm, bn), tl.float32)
-    for start in range(0, k, bk):
+    for start in tl.range(0, k, bk, warp_specialize=specialised):
         total = tl.dot(xs.load([row, start]), ys.load([column, start]).T, total)
     outs.store([row, column], total.to(out.dtype.element_ty))
 
 
 def matmul(
-    x: Any, y: Any, *, kernel: Any = pointers, num_warps: int = 8, tile: tuple[int, int, int] = TILE, stages: int = 3
+    x: Any, y: Any, *, kernel: Any = pointers, num_warps: int = 8, tile: Any = TILE, stages: int = 3, **more: Any
 ) -> Any:
     bm, bn, bk = tile
-    sizes = {"k": K, "n": N, "bm": bm, "bn": bn, "bk": bk} | ({"m": M} if kernel is not pointers else {})
     return triton_call.load().triton_call(
         x,
         y,
@@ -85,8 +78,12 @@ def matmul(
         num_warps=num_warps,
         num_stages=stages,
         backend_options=triton_call.backend_options(),
-        **sizes,
+        **{"k": K, "n": N, "bm": bm, "bn": bn, "bk": bk, **more},
     )
+
+
+def by_tma(x: Any, y: Any, *, specialised: bool = False, **options: Any) -> Any:
+    return matmul(x, y, kernel=descriptors, m=M, specialised=specialised, **options)
 
 
 def avals(dtype: Any) -> tuple[Any, Any]:
@@ -135,7 +132,7 @@ def test_too_much_shared_memory_is_seen() -> None:
 
 def test_the_wrong_number_of_threads_is_seen() -> None:
     with pytest.raises(AssertionError, match=r"needs \d+ threads and jax-triton launches 256"):
-        compile_one("NVIDIA B200", partial(matmul, kernel=specialised, tile=(128, 128, 64)), *BF16)
+        compile_one("NVIDIA B200", partial(by_tma, specialised=True, tile=(128, 128, 64)), *BF16)
 
 
 def test_ptx_that_is_too_new_is_seen() -> None:
@@ -150,7 +147,7 @@ def test_ptx_that_is_too_new_is_seen() -> None:
 @pytest.mark.long
 def test_whole_program() -> None:
     def program(x: Any, y: Any) -> Any:
-        return jnp.sort(matmul(jnp.tanh(x), y, kernel=descriptors).astype(jnp.float32), axis=0)
+        return jnp.sort(by_tma(jnp.tanh(x), y).astype(jnp.float32), axis=0)
 
     compiled = gpu.compile_whole(program, *BF16)
     assert compiled.as_text().count(f'custom_call_target="{triton_call.load().CUSTOM_CALL_TARGET_NAME}"') == 1

@@ -17,7 +17,7 @@ from ragged.backends.tpu import scales
 from ragged.core.scales import Scales
 from ragged.tuning import TpuConfig
 from tests import products, ran, tpu
-from tests.cases import check_error
+from tests.cases import check_error, split
 from tests.contract.launches import equations
 
 Aval = jax.ShapeDtypeStruct
@@ -88,26 +88,6 @@ def test_powers_of_two_are_exact_in_bfloat16(block: tuple[int, int]) -> None:
         )
 
 
-@pytest.mark.parametrize(
-    "generation",
-    [
-        pytest.param("tpu7x", marks=pytest.mark.long),
-        *(pytest.param(each, marks=pytest.mark.long) for each in ("v5e", "v6e")),
-    ],
-)
-def test_compiled(generation: str) -> None:
-    """Forward and backward of `mxfp8`, with a contraction in several tiles, for real TPUs."""
-    avals = Aval((512, 8192), jnp.bfloat16), Aval((4, 8192, 640), jnp.bfloat16), Aval((4,), jnp.int32)
-
-    def step(x: Array, w: Array, s: Array) -> Any:
-        def loss(x: Array, w: Array) -> Array:
-            return jnp.sum(ragged.matmul(GroupedTensor(x, s), w, recipe="mxfp8").data.astype(jnp.float32))
-
-        return jax.value_and_grad(loss, (0, 1))(x, w)
-
-    assert len(tpu.compile_for(generation, step, *avals).kernels) == 3
-
-
 def test_scales_and_scaled_tiles_keep_all_bits() -> None:
     """Blocks of 48, which no tile ends with: the product that repeats their scales, and that of the tiles which
     are multiplied by them, are of float32 at the highest precision."""
@@ -125,38 +105,26 @@ def test_scales_and_scaled_tiles_keep_all_bits() -> None:
     assert {dot.invars[0].aval.shape[1] for dot in dots} == {5, 240}  # blocks, and elements
 
 
-def test_a_wgrad_takes_no_scale_of_another_group() -> None:
-    """A tile of 192 rows, three blocks of scales, in which the second group begins; its scales are NaN."""
-    x, y = (np.random.default_rng(i).integers(-4, 5, (256, 128)).astype(np.float32) for i in range(2))
-    values = np.repeat(np.array([[2.0], [np.nan]], np.float32), 128, axis=1)
-    target, sizes = Target(interpret=True), jnp.array([128, 128], jnp.int32)
+@pytest.mark.parametrize("tile", split([192], [256]))  # of three and of two blocks of scales
+def test_scales_of_a_group_that_begins_in_a_tile(tile: int) -> None:
+    """It takes its own scales, and the group in front of it none of them: they may be NaN."""
+    rng, sizes = np.random.default_rng(0), jnp.array([128, 128], jnp.int32)
+    x, y = (rng.integers(-4, 5, (256, 128)).astype(np.float64) for _ in range(2))
+    a, b = (np.exp2(rng.integers(-3, 4, (2, 128))).astype(np.float32) for _ in range(2))
 
     @jax.jit
-    def wgrad(x: Array, y: Array, values: Array) -> Array:
-        options: dict[str, Any] = {"preferred_element_type": jnp.float32, "tiling": (128, 192, 128), "target": target}
-        options |= {"lhs_scales": Scales(values, (128, 1)), "rhs_scales": Scales(values, (128, 1))}
-        return products.transposed_grouped_matmul("pallas_tpu", x, y, sizes, **options)
+    def wgrad(x: Array, y: Array, a: Array, b: Array) -> Array:
+        options: dict[str, Any] = {"preferred_element_type": jnp.float32, "tiling": (128, tile, 128)}
+        options |= {"lhs_scales": Scales(a, (128, 1)), "rhs_scales": Scales(b, (128, 1))}
+        return products.transposed_grouped_matmul("pallas_tpu", x, y, sizes, target=Target(interpret=True), **options)
 
-    out = wgrad(*(jnp.asarray(each, jnp.float8_e4m3fn) for each in (x, y)), jnp.asarray(values))
-    np.testing.assert_array_equal(out[0], 4.0 * x[:128].T @ y[:128])
+    rows = [jnp.asarray(each, jnp.float8_e4m3fn) for each in (x, y)]
+    left, right = x * np.repeat(a, 128, axis=0), y * np.repeat(b, 128, axis=0)
+    want = [left[:128].T @ right[:128], left[128:].T @ right[128:]]
+    np.testing.assert_allclose(wgrad(*rows, a, b), want, rtol=1e-6, atol=1e-3)
+    out = wgrad(*rows, np.stack([a[0], np.full(128, np.nan, np.float32)]), b)
+    np.testing.assert_allclose(out[0], want[0], rtol=1e-6, atol=1e-3)
     assert np.isnan(out[1]).all()
-
-
-def test_a_wgrad_takes_no_scale_of_an_empty_group() -> None:
-    """A scale for each group and column: those of the group without rows are NaN, and its product is zero."""
-    x, y = (np.random.default_rng(i).integers(-4, 5, (256, 128)).astype(np.float32) for i in range(2))
-    values = np.repeat(np.array([[2.0], [np.nan], [3.0]], np.float32), 128, axis=1)
-    target, sizes = Target(interpret=True), jnp.array([128, 0, 100], jnp.int32)
-
-    @jax.jit
-    def wgrad(x: Array, y: Array, values: Array) -> Array:
-        options: dict[str, Any] = {"preferred_element_type": jnp.float32, "tiling": (128, 128, 128), "target": target}
-        options |= {"lhs_scales": Scales(values, (None, 1)), "rhs_scales": Scales(values, (None, 1))}
-        return products.transposed_grouped_matmul("pallas_tpu", x, y, sizes, **options)
-
-    out = wgrad(*(jnp.asarray(each, jnp.float8_e4m3fn) for each in (x, y)), jnp.asarray(values))
-    want = [4.0 * x[:128].T @ y[:128], np.zeros((128, 128)), 9.0 * x[128:228].T @ y[128:228]]
-    np.testing.assert_array_equal(out, want)
 
 
 @pytest.mark.long
@@ -222,24 +190,6 @@ def test_existing_values_are_not_scaled() -> None:
     got = rows_product(lhs, rhs, [20, 12], **options)
     x = lhs * values
     np.testing.assert_array_equal(got, old + np.concatenate([x[:20] @ rhs[0], x[20:] @ rhs[1]]))
-
-
-@pytest.mark.long
-def test_scales_of_a_group_that_begins_in_a_tile() -> None:
-    """A group of the second half of a tile of 256 rows takes the second block's scales."""
-    rng = np.random.default_rng(0)
-    x, y = (rng.integers(-4, 5, (256, 128)).astype(np.float64) for _ in range(2))
-    a, b = (np.exp2(rng.integers(-3, 4, (2, 128))).astype(np.float32) for _ in range(2))
-    options: dict[str, Any] = {"preferred_element_type": jnp.float32, "tiling": (128, 256, 128)}
-    options |= {"lhs_scales": Scales(jnp.asarray(a), (128, 1)), "rhs_scales": Scales(jnp.asarray(b), (128, 1))}
-    got = jax.jit(
-        lambda x, y: products.transposed_grouped_matmul(
-            "pallas_tpu", x, y, jnp.array([128, 128], jnp.int32), target=Target(interpret=True), **options
-        )
-    )(*(jnp.asarray(each, jnp.float8_e4m3fn) for each in (x, y)))
-    left, right = x * np.repeat(a, 128, axis=0), y * np.repeat(b, 128, axis=0)
-    want = np.stack([left[:128].T @ right[:128], left[128:].T @ right[128:]])
-    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-3)
 
 
 @pytest.mark.long

@@ -142,16 +142,10 @@ def test_a_scale_in_the_tile_is_multiplied_in_float32() -> None:
         assert ("f32", "f32") in got if wide else got == {(TYPES[E4M3], TYPES[E4M3])}
 
 
-VALUES = [
-    ("tpu7x", pltpu.InterpretParams()),
-    pytest.param("v6e", True, marks=pytest.mark.long),
-    pytest.param("v6e", pltpu.InterpretParams(), marks=pytest.mark.long),
-    pytest.param("tpu7x", True, marks=pytest.mark.long),
-]
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("generation, interpret", VALUES)
+@pytest.mark.parametrize(
+    "generation, interpret", [*itertools.product(("v6e", "tpu7x"), (True, pltpu.InterpretParams()))]
+)
 def test_values(generation: str, interpret: Any) -> None:
     """Forward, wgrad and two ragged letters equal float64; nothing of the tail or of another group's NaN."""
     rng, sizes, rows, k, n = np.random.default_rng(0), [40, 0, 46, 10], 128, 72, 136

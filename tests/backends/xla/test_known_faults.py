@@ -37,12 +37,6 @@ PROGRAMS = {
 @pytest.mark.long
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_of_plain_jax(name: str) -> None:
-    lines = [line.strip() for line in PROGRAMS[name].splitlines()]
-    lines = [
-        "import jax, numpy as np",
-        "import jax.numpy as jnp",
-        *lines,
-        "np.testing.assert_allclose(got, want, 1e-6)",
-    ]
+    lines = [*IMPORTS, *map(str.strip, PROGRAMS[name].splitlines()), "np.testing.assert_allclose(got, want, 1e-6)"]
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], timeout=120, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
