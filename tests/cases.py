@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import Array
 
 from ragged import GroupedTensor
 from tests import oracle
@@ -70,6 +71,11 @@ def compilations() -> Iterator[list[str]]:
         yield found
     finally:
         jax.monitoring.unregister_event_duration_listener(note)
+
+
+def normal(shape: tuple[int, ...], seed: int = 0, dtype: Any = jnp.float32) -> Array:
+    """Random numbers. (`jax.random.normal` compiles a program for each shape.)"""
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
 def spread(rng: np.random.Generator, kind: str, g: int, total: int) -> np.ndarray:

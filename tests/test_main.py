@@ -182,6 +182,7 @@ def test_failures(capsys: pytest.CaptureFixture[str]) -> None:
     assert "TypeError" in said and "A recipe quantises floats of 16 bits or more." in said
 
 
+@pytest.mark.long
 def test_bench(capsys: pytest.CaptureFixture[str]) -> None:
     """Medians of the product, of both derivatives, and of `ragged_dot` where it is the same product."""
     product = ["bench", *SMALL, "--dtype", "float32", "--seconds", "0.01"]

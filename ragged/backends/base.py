@@ -40,7 +40,7 @@ tail to zero. Where there is no product, as in rows of other groups, the result 
 """
 
 import json
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -119,13 +119,15 @@ class Work(NamedTuple):
     tiles: tuple[tuple[int, int, int], ...] = ()  # (group, first element, extent) of each multiplied tile
 
 
-def spans(call: Call, x: Operands) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """`(first, end)` of each local group, keyed by letter, for known sizes, clipped to all buffers.
+def spans(
+    call: Call, x: Operands, buffers: Sequence[tuple[str, tuple[Any, ...]]] = ()
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """`(first, end)` of each local group, keyed by letter, for known sizes, clipped to `buffers`, or else to all.
 
     They are positions in the buffers that pack the letter; if no buffer does, groups begin at 0.
     """
     p, extents = call.product, {}  # keyed by letter: extents of the buffers that don't pack it, and of those that do
-    for letters, shape in call.buffers(x):
+    for letters, shape in buffers or call.buffers(x):
         for place, letter in enumerate(letters):
             is_packed = letter in p.ragged and place == 0
             extents.setdefault(letter, ([], []))[is_packed].append(shape[place - 2])

@@ -54,8 +54,6 @@ PACK_K = [  # an operand packs the contracted letter, and has another ragged one
     (ragged, axes) for ragged, axes in EINSUMS if any(z[0] == "k" and {*z} <= {*ragged} for z in axes)
 ]
 
-TILED: tuple[str, Axes] = ("mkn", ("mk", "kn", "mn"))
-
 
 def term(letters: str, ragged: str, widths: dict[str, int], tile: int) -> Term:
     """It packs 3 tiles; `widths` are tiles of the letters that it doesn't pack."""
@@ -121,11 +119,13 @@ def test_scales_on_a_gpu(ragged: str, axes: Axes) -> None:
     check("triton_gpu", ragged, axes, is_scaled=True)
 
 
-@pytest.mark.parametrize("ragged, axes", split([TILED], (each for each in EINSUMS if each != TILED)), ids=str)
+@pytest.mark.long
+@pytest.mark.parametrize("ragged, axes", EINSUMS, ids=str)
 def test_on_a_tpu(ragged: str, axes: Axes) -> None:
     check("pallas_tpu", ragged, axes)
 
 
+@pytest.mark.long
 def test_scales_on_a_tpu() -> None:
     """In a wgrad, the scales of a group without rows may be NaN."""
     check("pallas_tpu", "k", ("km", "kn", "mn"), is_scaled=True)

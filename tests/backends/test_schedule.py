@@ -18,7 +18,6 @@ from ragged.core.offsets import group_offsets, segments
 from ragged.product.layout import Product
 from ragged.product.operands import Call, Operand, Operands, Options
 from tests import oracle
-from tests.cases import split
 from tests.contract.draws import size_table
 
 INT32 = np.iinfo(np.int32)
@@ -205,7 +204,8 @@ SIZES = {  # sound ones; empty groups and whole tiles; too large, negative
 }
 
 
-@pytest.mark.parametrize("letters, axes", split(STORED[-1:], STORED[:-1]), ids=str)
+@pytest.mark.long
+@pytest.mark.parametrize("letters, axes", STORED, ids=str)
 def test_tables_of_the_tiled_kernel(letters: str, axes: tuple[str, str, str]) -> None:
     """What the TPU's kernel for several ragged letters visits, and where in its buffers each group lies."""
     for sizes in SIZES.values():

@@ -1,8 +1,7 @@
 """How fast the products are on a GPU, beside dense products of the same FLOPs and other libraries' grouped ones.
 
     python -m tests.benchmarks.gpu [--json out.json] [--budget 540] [--tune]
-    python -m tests.benchmarks.gpu --first --json first.json # launches, tests, this and a sweep: see `gpu_first.py`
-    python -m tests.benchmarks.gpu --dry                     # every path on the CPU, tiny and interpreted
+    python -m tests.benchmarks.gpu --dry    # every path on the CPU, tiny and interpreted
 
 All variants of a row take turns in one process, on the same random normal data, in rounds of a rotating order; a figure
 is the median over the rounds. In a round each is called so often, without waiting in between, that the GPU is busy for
@@ -84,8 +83,6 @@ class Setting(NamedTuple):
     dry: bool
     rounds: int
     busy: float  # seconds a variant in a round
-    skip: Sequence[str] = ()  # variants that broke before
-    trying: Callable[[str, bool], None] = lambda name, compiled: None  # is told each variant before it is first run
 
 
 DRY, QUICK, FULL = Setting(True, 2, 0.0), Setting(False, 3, 0.02), Setting(False, 7, 0.02)
@@ -260,9 +257,8 @@ def variants(
     }
     made, failed = {}, {}
     for name, maker in makers.items():
-        if (name == "ours" or name.split()[0] in peers) and name not in setting.skip:
+        if name == "ours" or name.split()[0] in peers:
             try:
-                setting.trying(name, False)
                 variant = maker()
                 variant.wait(variant.run(variant.sizes(sizes)))
                 made[name] = variant
@@ -309,7 +305,6 @@ def interleave(runs: dict[str, Variant], sizes: np.ndarray, setting: Setting) ->
                 if name in failed:
                     continue
                 if i == 0:  # how many it takes, once warm
-                    setting.trying(name, True)
                     burst(name, 1)
                     calls[name] = 1 + int(setting.busy / burst(name, 1 if setting.dry else 3)[1])
                 else:
@@ -373,17 +368,15 @@ def problems() -> Iterator[list[tuple[triton_tiling.Problem, triton_tiling.Chip]
         yield found
 
 
-Tried = Callable[[GpuConfig, triton_tiling.Problem, triton_tiling.Chip], list[GpuConfig]]
-
-
 def others(chosen: GpuConfig, problem: triton_tiling.Problem, on: triton_tiling.Chip) -> list[GpuConfig]:
     """What is tried beside the library's choice."""
     found = [replace(chosen, band=band) for band in (1, 4, 16)] + triton_tiling.ranked(problem, on)[1:]
     return found[:72]
 
 
-def tune(product: str, data: Data, sizes: np.ndarray, setting: Setting, tried: Tried = others) -> dict[str, Any]:
-    """The seconds of the default configuration, and of others."""
+def tune(product: str, shape: Shape, setting: Setting) -> dict[str, Any]:
+    """A row: the seconds of the default configuration, and of others, on sizes that fall off by Zipf's law."""
+    sizes, data = spread(np.random.default_rng(0), "zipf", shape[3], shape[0]), make(shape)
     operands = [getattr(data, name) for name in OPERANDS[product]]
 
     def attempt(config: GpuConfig | None) -> Variant | str:
@@ -397,16 +390,16 @@ def tune(product: str, data: Data, sizes: np.ndarray, setting: Setting, tried: T
     assert asked, first
     problem = asked[-1]  # those before it are of checks at the call, which don't know the device
     chosen = triton_tiling.choose(*problem)
-    configs = {str(config): config for config in tried(chosen, *problem)}
+    configs = {str(config): config for config in others(chosen, *problem)[: 2 if setting.dry else None]}
     with ThreadPoolExecutor(12) as pool:
-        names = [name for name in configs if name not in setting.skip][: 2 if setting.dry else None]
-        made = {"default": first, **dict(zip(names, pool.map(attempt, map(configs.__getitem__, names)), strict=True))}
-    made = {name: variant for name, variant in made.items() if name not in setting.skip}
+        made = {"default": first, **dict(zip(configs, pool.map(attempt, configs.values()), strict=True))}
     runs = {name: variant for name, variant in made.items() if isinstance(variant, Variant)}
     figures = interleave(runs, sizes, setting._replace(rounds=min(3, setting.rounds), busy=setting.busy / 2))
     seconds = {name: row["seconds"] for name, row in figures.items() if "seconds" in row}
     best = min(seconds, key=lambda name: seconds[name], default=None)
     return {
+        "product": product,
+        "shape": shape,
         "problem": problem[0]._asdict(),
         "default": str(chosen),
         "best": best,
@@ -455,12 +448,6 @@ def measure(product: str, shape: Shape, peers: Sequence[str], setting: Setting) 
         yield row | {"clocks": clocks(), "differences": differences(runs, sizes[kind])}
 
 
-def tuned(product: str, shape: Shape, setting: Setting, tried: Tried = others) -> dict[str, Any]:
-    """A row of configurations, on sizes that fall off by Zipf's law."""
-    sizes = spread(np.random.default_rng(0), "zipf", shape[3], shape[0])
-    return {"product": product, "shape": shape, **tune(product, make(shape), sizes, setting, tried)}
-
-
 def machine() -> dict[str, Any]:
     """What the figures were measured on."""
     return {
@@ -486,15 +473,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
     parser.add_argument("--quick", action="store_true", help="three rounds in place of seven")
     parser.add_argument("--tune", action="store_true", help="also try other configurations than the library's choice")
-    parser.add_argument("--first", nargs="*", metavar="STEPS", help="launches, tests, figures and a sweep, or some")
     parser.add_argument("--budget", type=float, default=540, help="begin no row after these seconds (%(default)s)")
     parser.add_argument("--dry", action="store_true", help="tiny shapes, interpreted on the CPU")
     args = parser.parse_args(arguments)
     end = time.monotonic() + args.budget
-    if args.first is not None:
-        from tests.benchmarks import gpu_first
-
-        return gpu_first.run(args.first or gpu_first.KINDS, args.json, end, args.dry)
     shapes: list[Any] = [tuple(map(int, shape.split(","))) for shape in args.shapes or []] or SHAPES
     shapes = [TINY] if args.dry else shapes
     setting = DRY if args.dry else QUICK if args.quick else FULL
@@ -508,7 +490,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(line(row), flush=True)
 
     def tune_one(product: str, shape: Shape) -> None:
-        results["tuned"].append(row := tuned(product, shape, setting))
+        results["tuned"].append(row := tune(product, shape, setting))
         print(tuned_line(row), flush=True)
 
     chosen = list(cartesian(args.products, shapes))

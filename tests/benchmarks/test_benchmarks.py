@@ -9,12 +9,11 @@ import pytest
 from tests import gpu
 from tests.benchmarks import calls, clients, cpu, memory, plots, served
 from tests.benchmarks import gpu as on_gpu
-from tests.cases import NAMES
 
-pytestmark = pytest.mark.long
 DOCS = Path(__file__).parents[2] / "docs"
 
 
+@pytest.mark.long
 def test_on_a_cpu(tmp_path: Path) -> None:
     """Every row is measured, and what lacks a figure says why; plots and tables are made of them."""
     cpu.main(["--dry", "--series", "--seconds", "0.1", "--json", str(tmp_path / "cpu.json")])
@@ -32,6 +31,7 @@ def test_on_a_cpu(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.glob("*.svg")} == {"cpu-products.svg", "cpu-series.svg"}
 
 
+@pytest.mark.long
 def test_first_calls(tmp_path: Path) -> None:
     calls.main(["--processes", "1", "--json", str(tmp_path / "calls.json")])
     seconds = json.loads((tmp_path / "calls.json").read_text())["seconds"]
@@ -40,6 +40,7 @@ def test_first_calls(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.long
 def test_a_wrong_result_has_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     """A variant whose result is another product isn't timed."""
     job = cpu.Job("forward", "float32", (48, 16, 32, 3), [20, 0, 28])
@@ -56,6 +57,7 @@ def test_the_page_has_the_figures_of_the_files() -> None:
         assert plots.fill(text, texts(figures)) == text
 
 
+@pytest.mark.long
 def test_on_a_gpu(tmp_path: Path) -> None:
     """The kernel is interpreted, and so is each variant that tuning tries."""
     gpu.needs_triton()
@@ -73,30 +75,7 @@ def test_on_a_gpu(tmp_path: Path) -> None:
     assert all(row["best_over_default"] >= 1 and not row["failed"] for row in results["tuned"])
 
 
-def test_the_first_minutes_on_a_gpu_outlive_what_breaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A variant that ends its process, one that hangs and one that raises cost themselves alone."""
-    gpu.needs_triton()
-    broken = {"default": "exit", "m=16, k=32, n=32, warps=4, stages=4, programs=1": "hang", "dense": "raise"}
-    monkeypatch.setenv("BREAK", ";".join(f"{name}:{how}" for name, how in broken.items()))
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    on_gpu.main(["--dry", "--first", "launch", "measure", "sweep", "--json", str(tmp_path / "out.json")])
-    results = json.loads((tmp_path / "out.json").read_text())
-    rows = [row for row in results["rows"] if "error" not in row]
-    errors = [(row["variant"], row["error"][:13]) for row in results["rows"] if "error" in row]
-    assert sorted(errors) == 3 * [("default", "exit status 9")] + [(list(broken)[1], "said nothing ")]
-    assert results["left"] == [] and len(results["machine"]["device"]) > 0
-    launched = [(row["layout"], row["by"]) for row in rows if "layout" in row]
-    assert sorted(launched) == sorted((layout, by) for by in ("tma", "pointers") for layout in NAMES)
-    assert all(row["right"] for row in rows if "layout" in row)
-    measured = [row for row in rows if "figures" in row]
-    assert [(row["product"], row["sizes"]) for row in measured] == [
-        (p, s) for p in on_gpu.OPERANDS for s in on_gpu.SPREADS
-    ]
-    assert all("on purpose" in row["failed"]["dense"] for row in measured)
-    swept = {row["product"]: row["seconds"] for row in rows if "best" in row}
-    assert len(swept) == 3 and list(broken)[1] not in swept["forward"]
-
-
+@pytest.mark.long
 def test_weights_of_few_bits(tmp_path: Path) -> None:
     """All formats have figures, and take less memory."""
     served.main(["--dry", "--tokens", "3", "--turns", "1", "--json", str(tmp_path / "served.json")])
@@ -105,12 +84,14 @@ def test_weights_of_few_bits(tmp_path: Path) -> None:
     assert all(row["GiB"] < 0.6 * first["GiB"] and row["ms"] > 0 for row in others)
 
 
+@pytest.mark.long
 def test_rows_that_a_capacity_drops() -> None:
     """A pooled capacity drops a small part of what slots drop."""
     found = clients.dropped(8, 1.0)
     assert 3 * found["pooled"] < found["slots"] and found["slots"] > 0.05
 
 
+@pytest.mark.long
 def test_memory_of_an_exchange() -> None:
     """On a TPU v5e 2×4, at most 3 % above what was measured."""
     found = memory.of_tpu("v5e", clients.compiled("expert", "ours").memory_analysis())

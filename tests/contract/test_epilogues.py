@@ -21,7 +21,6 @@ def by_default() -> Iterator[Case]:
     both: dict[str, Any] = {"gate": True, "bias": "each one"}
     yield 30, Epilogue("forward", "bfloat16", activation="silu", **both)
     yield 30, Epilogue("batched", "bfloat16", activation="relu", bias="one", save="out")
-    yield 30, Epilogue("inner_rows", activation="clamped", gate=True, bias="no each")
     yield 30, Epilogue("forward", "bfloat16", bias="each", held=3, existing=True)
     yield 30, Epilogue("batched", "bfloat16", bias="one", shared="rhs", bias_dtype="float32")
     yield 20, Epilogue("forward", order=2, activation="tanh", **both)
@@ -30,10 +29,6 @@ def by_default() -> Iterator[Case]:
     yield 30, Epilogue("forward", "bfloat16", top_k=2, activation="silu", gate=True)
     # The last tile of columns is partial, and the last tile of the second part would be past the end.
     yield 9, Epilogue("forward", backend="pallas_tpu", tiles=(16, 128, 256), columns="interleaved", n=300, **both)
-    yield 4, Epilogue("forward", "bfloat16", backend="triton_gpu", activation="clamped", held=3, **both)
-    # The tile of the second half begins in the middle of the matrices, and ends past the last one.
-    yield 3, Epilogue("forward", backend="triton_gpu", tiles=(16, 32, 16), columns="halves", k=8, n=8, gate=True)
-    yield 8, Epilogue("forward", "bfloat16", backend="triton_gpu", top_k=2)
     casts: dict[str, Any] = {"lhs_cast": (FP8, "row"), "rhs_cast": (FP8, "mx"), "k": 72, "chip": gpu.FIRST_WITH_FP8}
     yield 3, Epilogue("forward", backend="triton_gpu", activation="gelu", out_dtype="float32", **casts, **both)
 
@@ -130,8 +125,13 @@ def long_of_kernels() -> Iterator[Case]:
             its = {"gate": True, "bias": "each one"} if i % 2 else {"bias": "each"}
             yield count, Epilogue(("batched", "forward")[i % 2], backend=backend, **its, **casts)
         yield count, Epilogue("forward", backend=backend, top_k=2, activation="silu", bias="each one", gate=True)
+        yield count, Epilogue("forward", "bfloat16", backend=backend, top_k=2)
         yield count, Epilogue("forward", backend=backend, top_k=1, order=2)
         yield count, Epilogue("forward", backend=backend, top_k=2, mapped="lhs sizes")
+    its = {"backend": "triton_gpu", "gate": True}
+    yield 4, Epilogue("forward", "bfloat16", activation="clamped", held=3, bias="each one", **its)
+    # The tile of the second half begins in the middle of the matrices, and ends past the last one.
+    yield 3, Epilogue("forward", tiles=(16, 32, 16), columns="halves", k=8, n=8, **its)
     # Tiles of which registers hold a quarter beside the sums; loaded by TMA, or by pointers.
     its = {"backend": "triton_gpu", "chip": "NVIDIA H200", "tiles": (128, 32, 64), "groups": 3, "capacity": 150}
     its |= {"out_dtype": "float32", "activation": "silu", "bias": "each one"}

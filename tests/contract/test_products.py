@@ -18,7 +18,7 @@ import ragged
 from ragged import GroupedTensor, Scaling, tuning
 from ragged.tuning import XlaConfig
 from tests import gpu
-from tests.cases import LETTERS, named, split
+from tests.cases import LETTERS, named
 from tests.contract.draws import draws
 from tests.contract.launches import launches
 from tests.contract.programs import BITS, FLOATS, FP8, FP8_WIDE, INTEGERS, Case, Program, quantised
@@ -52,21 +52,16 @@ def by_default() -> Iterator[Case]:
     """A program for each way to compute a product. `more` has the other layouts, dtypes, scales and options."""
     for layout in LETTERS:
         yield 97, Program(layout, "bfloat16")
-    for layout in ("forward", "wgrad"):
-        # XLA multiplies small groups, large ones, and what fixed tiles cover, in different ways.
-        yield 97, Program(layout, capacity=150)
-        yield 97, Program(layout, "bfloat16", tiles=(16, 16, 16))
+    # XLA multiplies small groups, large ones, and what fixed tiles cover, in different ways.
+    yield 97, Program("forward", capacity=150)
+    yield 97, Program("wgrad", "bfloat16", tiles=(16, 16, 16))
     yield 60, Program("forward", "bfloat16", backend="pallas_tpu")
     yield 9, Program("forward", "bfloat16", backend="triton_gpu")
     yield 3, Program("wgrad", FP8, FP8_WIDE, "float32", backend="triton_gpu")  # on a GPU that can't convert them
 
-    yield 20, Program("inner_rows", packed_last="lhs", swapped=True)
     for layout in ("batched", "forward"):
         yield 20, Program(layout, order=2)
-    for layout, mapped in (("forward", "lhs sizes rhs"), ("outer", "lhs")):
-        yield 12, Program(layout, "bfloat16", mapped=mapped)
-    yield 12, Program("wgrad", groups=1, mapped="sizes", backend="pallas_tpu")
-
+    yield 12, Program("forward", "bfloat16", mapped="lhs sizes rhs")
     for layout in ("forward", "wgrad"):
         yield 60, Program(layout, held=3, existing=True, capacity=70)
     yield 60, Program("forward", shared="rhs", size_dtype="uint32", k=5)  # as many rows as there are groups
@@ -74,25 +69,21 @@ def by_default() -> Iterator[Case]:
     yield 20, Program("batched", "bfloat16", shared="lhs", existing=True, mapped="rhs")
 
     yield from quantised("xla", 20, ["forward"])
-    yield from quantised("pallas_tpu", 20, ["forward", "wgrad", "outer"])
-    yield from quantised("triton_gpu", 3, ["wgrad", "forward"])
-    for backend, count in (("pallas_tpu", 20), ("triton_gpu", 3)):
-        yield count, four_bits("forward_left", "float32", NVFP4, backend=backend)
+    yield from quantised("pallas_tpu", 20, ["forward", "wgrad", "outer"], existing=True)
+    yield from quantised("triton_gpu", 3, ["wgrad"])
+    yield 20, four_bits("forward_left", "float32", NVFP4, backend="pallas_tpu")
     yield 3, four_bits("forward", "bfloat16", Scaling((32, 1)), "int4", backend="triton_gpu")
     yield 20, Program("forward", rhs_cast=("float4_e2m1fn", NVFP4), **FOUR_BITS)
 
     yield 20, Program("forward", "bfloat16", rhs_cast=("uint4", (4, 1), "zeros"))
     yield 9, Program("batched", shared="rhs", lhs_cast=("int8", (3, 4), "zeros"))
     yield 3, four_bits("forward", "bfloat16", Scaling((24, 1)), "uint4", "zeros", backend="triton_gpu")
-    for backend, count in (("pallas_tpu", 20), ("triton_gpu", 3)):
-        yield count, four_bits("forward_left", "float32", Scaling.of("row"), "uint8", "zeros", backend=backend)
 
     yield 3, Program("forward", "bfloat16", **BY_TMA)
     yield 3, Program("wgrad", FP8, "", "float32", **BY_TMA)
-    # The loop over the steps of all tiles: each kind of ragged letter, local groups, old values.
+    # The loop over the steps of all tiles, local groups, old values.
     yield 4, Program("wgrad", "bfloat16", held=3, existing=True, **IN_STEPS)
     yield 4, Program("forward_left", "bfloat16", held=3, **IN_STEPS)
-    yield 4, Program("batched", "bfloat16", **IN_STEPS)
 
     for layout, dtypes in zip(itertools.cycle(["forward", "outer", "wgrad"]), [*FLOATS, *INTEGERS][::4], strict=False):
         yield 3, Program(layout, *dtypes)
@@ -156,7 +147,8 @@ def long() -> Iterator[Case]:
     for layout, letters in LETTERS.items():
         if letters:
             yield 97, Program(layout, "bfloat16", tiles=(16, 16, 16))
-    yield 97, Program("forward_left", capacity=150)
+    for layout in ("forward_left", "wgrad"):
+        yield 97, Program(layout, capacity=150)
     for layout, mapped in rotated(*SUBSETS):
         if LETTERS[layout] or "sizes" not in mapped:
             yield 12, Program(layout, "bfloat16", mapped=mapped)
@@ -205,14 +197,17 @@ def long_of_kernels() -> Iterator[Case]:
                 yield count // 3, Program(layout, backend=backend, order=2, packed_last="lhs rhs")
             elif not is_gpu:
                 yield 3, Program(layout, backend=backend, interpret=TWO_CORES, existing=True, **LARGE)
-        if not is_gpu:  # tiles of four chunks of rows, in which groups begin and end anywhere
+        if not is_gpu:
+            yield 12, Program("wgrad", groups=1, mapped="sizes", backend=backend)
+            yield 3, Program("forward", "int4", backend=backend, chip="v6e")  # interpreted as int8
+            # Tiles of four chunks of rows, in which groups begin and end anywhere.
             yield 40, Program("forward", backend=backend, tiles=(512, 128, 128), capacity=1024, k=128, n=128)
         if is_gpu:  # loads by TMA, which takes rows of whole 16 bytes; 8 bits with the contracted axis last
             extents: dict[str, Any] = {"m": 48, "k": 64, "n": 48, "width": 48, "capacity": 96, "chip": "NVIDIA H200"}
             for layout, dtypes in rotated(("float32", "", ""), (FP8, "", "float32"), ("int8", "", "")):
                 yield 6, Program(layout, *dtypes, backend=backend, tiles=(32, 32, 32), **extents)
             yield 3, Program("wgrad", backend=backend, mapped="sizes")
-            for layout in ("outer", "inner_rows"):
+            for layout in ("outer", "inner_rows", "batched"):
                 yield 4, Program(layout, "bfloat16", **IN_STEPS)
             yield 4, Program("forward", "bfloat16", held=3, mapped="lhs sizes", **IN_STEPS)  # sums over the batch
             yield 4, Program("ragged", "bfloat16", mapped="sizes", **IN_STEPS)
@@ -249,6 +244,15 @@ def long_of_scales() -> Iterator[Case]:
     yield from quantised("pallas_tpu", 3, layouts[::2], step=19, interpret=TWO_CORES)
     # Blocks along the contracted rows begin with each group: of two extents, and of scales that are no powers of two.
     yield 20, Program("wgrad", backend="pallas_tpu", lhs_cast=(FP8, (1, 8)), rhs_cast=(FP8, (32, 1)))
+    # Later tiles along the contracted dim: scales of their numbers, and of their steps.
+    for block, tile in ((32, 128), (128, 256)):
+        tiles = (32, tile, 128)
+        yield 9, Program("forward", backend="pallas_tpu", lhs_cast=(FP8, (1, block)), tiles=tiles, k=300, n=128)
+    # Several blocks along a ragged dim that isn't packed; the next one's scales may be NaN.
+    yield 20, Program("inner_rows", backend="pallas_tpu", lhs_cast=(FP8, (1, 8)), width=40)
+    # Tiles with more rows than the buffer has, and more columns.
+    of_tiles: dict[str, Any] = {"tiles": (64, 128, 256), "capacity": 40, "n": 200}
+    yield 9, Program("forward", backend="pallas_tpu", lhs_cast=("int8", "row"), rhs_cast=("int8", "column"), **of_tiles)
     # A tile begins in the middle of a block.
     blocks: dict[str, Any] = {"tiles": (16, 256, 128), "m": 8, "k": 288, "n": 16}
     yield 9, Program("forward", backend="pallas_tpu", rhs_cast=("int8", (144, 1)), **blocks)
@@ -292,6 +296,7 @@ def long_of_weights() -> Iterator[Case]:
             yield 5, four_bits(layout, dtype, scaling, backend="pallas_tpu", mapped="lhs")
     for backend, count in (("pallas_tpu", 20), ("triton_gpu", 3)):
         yield count, four_bits("forward", "bfloat16", MX, backend=backend)
+        yield count, four_bits("forward_left", "float32", NVFP4, backend=backend)
     yield 20, four_bits("forward", "bfloat16", MX, chip="v5e", **SERVED)
     yield 20, four_bits("forward", "bfloat16", Scaling((32, 1)), "int4", chip="tpu7x", **SERVED)
     # More columns than XLA decodes at a time. Numbers that share a byte are neighbours along either dim.
@@ -348,6 +353,7 @@ def long_of_zero_points() -> Iterator[Case]:
         yield count, four_bits("forward", "bfloat16", turned, "uint8", "zeros", backend=backend, mapped="lhs rhs")
         for scaling, of in ((turned.mT, "uint4"), (Scaling.of("column"), "uint8")):
             yield count, four_bits("forward", "float32", scaling, of, "zeros", backend=backend, packed_last="rhs")
+        yield count, four_bits("forward_left", "float32", Scaling.of("row"), "uint8", "zeros", backend=backend)
     yield 2, four_bits("forward", "float16", turned.mT, "uint4", "zeros", backend="triton_gpu", packed_last="rhs")
 
 
@@ -369,17 +375,15 @@ def test_more_products(count: int, program: Program) -> None:
     program.check(draws(program, count))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "program",
-    split(
-        [Program("forward", "bfloat16")],
-        [
-            Program("wgrad", capacity=150),
-            Program("wgrad", "bfloat16", backend="pallas_tpu"),
-            Program("forward", "bfloat16", backend="triton_gpu"),
-            *(Program(layout, "bfloat16") for layout in LETTERS if layout != "forward"),
-        ],
-    ),
+    [
+        Program("wgrad", capacity=150),
+        Program("wgrad", "bfloat16", backend="pallas_tpu"),
+        Program("forward", "bfloat16", backend="triton_gpu"),
+        *(Program(layout, "bfloat16") for layout in LETTERS),
+    ],
     ids=str,
 )
 def test_same_bits(program: Program) -> None:

@@ -42,8 +42,6 @@ ALL, EVEN, ODD = ["all"], ["even"], ["odd"]  # every operation of the kind, or e
 
 def by_default() -> Iterator[Case]:
     yield Kind("m"), 16, [*OWN, *MORE, "rows by arrays"], [*OWN, "rows by arrays"]
-    yield Kind("n"), 12, [*OWN, "columns by arrays"], VALUES
-    yield Kind("mn", "int8"), 12, OF_INTEGERS, []
     yield Kind("", extent=0), 1, ROUNDED_ONCE, []
     yield Kind("mn", groups=0), 1, OWN, SLICES
 

@@ -27,7 +27,8 @@ def blocks(text: str) -> list[str]:
 def docstrings() -> list[tuple[str, str]]:
     found = []
     for path in sorted((ROOT / "ragged").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)) if "```python" in text else ():
             if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
                 doc = ast.get_docstring(node) or ""
                 name = getattr(node, "name", "module")

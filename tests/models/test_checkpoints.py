@@ -339,6 +339,7 @@ def test_awq_and_gptq(format: str) -> None:
     np.testing.assert_array_equal(w.dequantize().data, values)
 
 
+@pytest.mark.long
 def test_number_formats() -> None:
     """Weights of random bits: their values and products, no copy of the weights, and the bits come back.
 

@@ -18,7 +18,7 @@ from ragged import GroupedTensor
 from ragged.nn import GroupedLinear, MoE, Routing
 from tests import tpu
 from tests.benchmarks import memory
-from tests.cases import split
+from tests.cases import normal, split
 from tests.contract.experts import mixture, sigmoid
 from tests.contract.layers import EXPERTS, HIDDEN, MODELS, TOKENS, D, Layer, named
 from tests.contract.meshes import DOCS, mesh_of, moved
@@ -63,7 +63,7 @@ def moe(**options: Any) -> MoE:
 
 
 def tokens() -> Array:
-    return jax.random.normal(jax.random.key(1), (TOKENS, D))
+    return normal((TOKENS, D), 1)
 
 
 # --- what is kept for the derivative ----------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ def test_what_experts_keep(save: str, kept: int) -> None:
 def test_weights_stored_by_column() -> None:
     """Tensors that memory holds as `[experts, out, in]` are weights like arrays: numbers, gradients, what is kept."""
     layer = moe(activation="silu")
-    x = jax.random.normal(jax.random.key(1), (TOKENS, D))
+    x = normal((TOKENS, D), 1)
 
     def weights(layer: MoE) -> list[Any]:
         return [layer.experts.gate.weight, layer.experts.up.weight, layer.experts.down.weight]
@@ -307,7 +307,8 @@ MESHES: list[dict[str, int]] = [
 ]
 
 
-@pytest.mark.parametrize("axes", split(MESHES[:1], MESHES[1:]))
+@pytest.mark.long
+@pytest.mark.parametrize("axes", MESHES)
 def test_sums_over_devices_happen_once(axes: dict[str, int]) -> None:
     """Of results, and of the gradients of tokens: one row per token, not one for each row of each product. Under `jit`,
     with `Explicit` axes. Besides: gradients of matrices, and a few numbers per row."""
@@ -367,6 +368,7 @@ def test_sums_happen_once_in_a_map() -> None:
 # --- other calls ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_dtypes_and_sizes() -> None:
     """Rows are of the tokens' dtype, whatever the matrices' is; what the router did is float32. A tensor stays one."""
     layer = moe()
@@ -446,10 +448,7 @@ class Cosine(eqx.Module):
 def test_padding_and_a_recipe(recipe: str) -> None:
     """A padded call is the call without its padding: scales are those of tokens, and so are the largest values of a
     history. Another router has finite derivatives in padding, also those of its own arrays."""
-    if recipe == "Cosine":
-        layer = moe(router=Cosine(jax.random.normal(jax.random.key(2), (D, EXPERTS))))
-    else:
-        layer = moe(recipe=recipe)
+    layer = moe(router=Cosine(normal((D, EXPERTS), 2))) if recipe == "Cosine" else moe(recipe=recipe)
     program, count = Layer("mixtral", padding="mask"), 17
     x, mask = tokens().at[count:].set(jnp.nan), jnp.arange(TOKENS) < count
     got = eqx.filter_jit(program.compute)(layer, x, mask)

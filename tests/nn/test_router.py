@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ragged.nn import Experts, MoE, Router, Routing
-from tests.cases import split
+from tests.cases import normal, split
 from tests.contract.experts import chosen, mixture, sigmoid, swiglu
 
 TOKENS, D, HIDDEN, EXPERTS = 24, 8, 6, 8
@@ -45,12 +45,15 @@ def experts() -> Experts:
     split(
         [
             {"normalize": False, "use_bias": True},
-            {"score": "sigmoid", "use_selection_bias": True, "groups": (4, 2)},
             {"score": softplus, "groups": (2, 1), "use_bias": True},
         ],
-        [{"dtype": jnp.bfloat16}, {"score": "sigmoid", "epsilon": 0.3, "scale": 2.5}],
+        [
+            {"score": "sigmoid", "use_selection_bias": True, "groups": (4, 2)},
+            {"dtype": jnp.bfloat16},
+            {"score": "sigmoid", "epsilon": 0.3, "scale": 2.5},
+        ],
     ),
-    ids=["bias", "groups", "function", "default", "sigmoid"],
+    ids=["bias", "function", "groups", "default", "sigmoid"],
 )
 def test_router(options: dict[str, Any]) -> None:
     """Experts, weights and their derivatives, all in float32; of a router in bfloat16 too."""
@@ -101,9 +104,10 @@ def test_scores_near_the_largest_number() -> None:
             assert routing.weights.dtype == routing.logits.dtype == jnp.float32
 
 
+@pytest.mark.long
 def test_narrow_weights_and_probabilities() -> None:
     """They round no tokens that they multiply, and are summed in float32."""
-    x = jax.random.normal(jax.random.key(1), (TOKENS, D)) * 1e5
+    x = normal((TOKENS, D), 1) * 1e5
     experts_of = jnp.zeros((TOKENS, 1), jnp.int32)
     router = Router(D, EXPERTS, 1, key=jax.random.key(0))
     moe = MoE(router, experts(), weigh_inputs=True)
@@ -131,6 +135,7 @@ def test_a_selection_bias_only_selects() -> None:
         np.testing.assert_array_equal(got.weights[got.experts == e], want.weights[want.experts == e])
 
 
+@pytest.mark.long
 def test_a_selection_bias_is_saved(tmp_path: Path) -> None:
     """Unsealed, in a layer and in a stack too. It routes in the same way, and has a gradient of zeros."""
     router = Router(D, EXPERTS, 2, use_selection_bias=True, key=jax.random.key(0))
@@ -201,6 +206,7 @@ class Last(Router):
         return Routing(jnp.ones((len(x), 1)), jnp.where(ids[:, None] == 0, EXPERTS - 1, 0).astype(jnp.uint8))
 
 
+@pytest.mark.long
 def test_routing_from_elsewhere() -> None:
     """At the call, it replaces the router's. A router may be a function, or a subclass with its own call, of tokens and
     further arguments. Without probabilities and logits there are no losses."""
@@ -256,6 +262,7 @@ def test_a_router_of_ones_own(name: str) -> None:
     np.testing.assert_allclose(grads.experts.down.weight, found.dexperts["down"], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.long
 def test_wrong_routing() -> None:
     """At the call and from a router, in pairs and in a `Routing`; with padding, experts of no token are free."""
     layer, w = MoE(Router(D, EXPERTS, 2, key=jax.random.key(0)), experts()), np.ones((TOKENS, 1))

@@ -47,7 +47,7 @@ MORE_SPECS = [
 ]
 
 
-@pytest.mark.parametrize("spec", split(SPECS[1::4] + SPECS[-1:], SPECS[::2] + SPECS[3:-1:4]), ids=str)
+@pytest.mark.parametrize("spec", split(SPECS[5::4], [spec for spec in SPECS if spec not in SPECS[5::4]]), ids=str)
 def test_einsum(spec: Spec) -> None:
     """Extents that don't fit, whatever a cut letter is merged with; sizes whose products wrap around."""
     check(spec, 30)

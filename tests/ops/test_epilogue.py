@@ -18,7 +18,6 @@ import ragged
 from ragged import Cast, GroupedTensor, Recipe
 from ragged.tuning import TpuConfig
 from tests import gpu, tpu
-from tests.cases import split
 from tests.contract.epilogues import ACTIVATIONS
 from tests.contract.launches import launches
 from tests.moe import clamped
@@ -37,7 +36,8 @@ def operands(k: int = 8, n: int = 16, dtype: Any = jnp.float32) -> tuple[Grouped
     return GroupedTensor(x, jnp.asarray(SIZES, jnp.int32)), gate, up, bias
 
 
-@pytest.mark.parametrize("is_gathered, save", split([(True, "pre")], [(False, "out")]))
+@pytest.mark.long
+@pytest.mark.parametrize("is_gathered, save", [(True, "pre"), (False, "out")])
 def test_a_kernel_adds_the_cotangents_of_rows(is_gathered: bool, save: str) -> None:
     """Of both products of a gate, without a pass over memory. That of the second has a tail of zeros already."""
     x, gate, up, _ = operands()
@@ -133,9 +133,8 @@ NAMED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "call", [*list(NAMED)[:1], *(pytest.param(n, marks=pytest.mark.long) for n in list(NAMED)[1:])]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("call", NAMED)
 def test_names(call: str) -> None:
     """A policy saves or offloads each pre-activation by its name, the library's or the caller's, and the gradients
     stay the same. What isn't saved is multiplied again."""
@@ -211,6 +210,7 @@ def test_no_group_is_held() -> None:
     np.testing.assert_array_equal(out, np.zeros((24, 16)))
 
 
+@pytest.mark.long
 def test_dtypes_of_gate_and_up() -> None:
     """The result has the common dtype, whichever of the two has more bits; a kernel multiplies one of them."""
     x, gate, up, _ = operands()
@@ -223,6 +223,7 @@ def test_dtypes_of_gate_and_up() -> None:
         np.testing.assert_allclose(got.data[:5], second / (1 + np.exp(-first)), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.long
 def test_which_recipes_are_one_product() -> None:
     """Gate and up are one product, and a TPU's kernel, if both recipes quantise the rows alike, without a history."""
     x, w, _, _ = operands(256, 128)

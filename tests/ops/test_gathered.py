@@ -55,6 +55,7 @@ def assert_same(got: Any, want: Any) -> None:
         assert g.dtype == w.dtype and np.asarray(g).tobytes() == np.asarray(w).tobytes()
 
 
+@pytest.mark.long
 def test_tokens_of_no_group_do_not_count_for_a_scale() -> None:
     """One scale for all tokens is found from the tokens that a group gets, however large the others are."""
     route, x, w = operands(8, 4)
@@ -159,6 +160,7 @@ OPERATORS: dict[str, Callable[[Any, Any, Any, Any], Any]] = {  # of rows, and of
 }
 
 
+@pytest.mark.long
 def test_operators_stay_gathered() -> None:
     """Of one row each: the rows of NumPy, which has them copied; zeros in the tail, and no NaN of no group. Gradients,
     by tokens and by what they are multiplied with, are those of dispatched rows."""
@@ -196,6 +198,7 @@ def test_operators_stay_gathered() -> None:
             np.testing.assert_allclose(g, w, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.long
 def test_maps_of_tokens() -> None:
     """Of two rows a token: another width and dtype, rowwise functions, what else they are called with."""
     route, x, w = operands()

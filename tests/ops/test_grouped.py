@@ -11,7 +11,6 @@ import pytest
 
 import ragged
 from ragged import GroupedTensor
-from tests.cases import split
 
 SIZES = np.array([7, 0, 31, 2, 20], np.int32)
 
@@ -48,7 +47,8 @@ def test_they_are_matmul(shard: dict[str, Any]) -> None:
     np.testing.assert_array_equal(transposed, ragged.grouped_matmul(jnp.asarray(lhs), jnp.asarray(w), dims, **shard))
 
 
-@pytest.mark.parametrize("dtype", split(["uint8"], ["int64", "uint64"]))
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["uint8", "int64", "uint64"])
 def test_sizes_of_any_integer_dtype(dtype: str) -> None:
     """The same bits as by int32, from NumPy, from JAX, traced and with 64 bits. What int32 can't hold is an error."""
     lhs, rhs, dout, sizes = operands()

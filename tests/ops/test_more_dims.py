@@ -145,6 +145,7 @@ PRODUCTS = {
 }
 
 
+@pytest.mark.long
 def test_matmul() -> None:
     """The last dim of `lhs` is contracted with the first of the groups of `rhs`. Gradients too."""
 

@@ -164,11 +164,8 @@ class Layer:
             assert not got["rows"][device, len(order) :].any()
 
 
-def by_default() -> Iterator[Layer]:
+def layers() -> Iterator[Layer]:
     yield Layer("ragged", capacity=23)
-
-
-def long() -> Iterator[Layer]:
     yield Layer("ring", chunks=3, capacity=34, is_mapped=True, data=2, ways=2)
     yield Layer("dense", chunks=2, is_mapped=True)  # which doesn't divide the tokens
     for transport in ("dense", "ring", "ragged"):
@@ -183,7 +180,10 @@ def long() -> Iterator[Layer]:
     yield Layer("none", data=2, ways=2)
 
 
-def check(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize("layer", [*layers()], ids=str)
+def test_mixture_of_experts(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values, gradients of all operands, the rows that each device gets and how many are dropped."""
     sent: list[int] = []
 
     def counted(operand: Array, output: Array, *sizes: Array, axis_name: str) -> Array:
@@ -202,18 +202,6 @@ def check(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
                 rows = ((given["ids"] >= 0) & (given["ids"] < GROUPS)).sum() - got["dropped"].sum()
                 assert sum(sent) % max(rows, 1) == 0 and 2 * rows <= sum(sent) <= 6 * rows
                 sent.clear()
-
-
-@pytest.mark.parametrize("layer", [*by_default()], ids=str)
-def test_mixture_of_experts(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values, gradients of all operands, the rows that each device gets and how many are dropped."""
-    check(layer, monkeypatch)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("layer", [*long()], ids=str)
-def test_more_mixtures_of_experts(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
-    check(layer, monkeypatch)
 
 
 def over(local: Any, devices: int = 4) -> Any:

@@ -139,7 +139,7 @@ FEW, CHUNKS = {"capacity": 40}, {"chunks": 3, "wire": "mxfp8"}
     "transport, platform, options",
     [
         ("dense", "cpu", FEW),
-        ("ring", "cpu", CHUNKS),
+        pytest.param("ring", "cpu", CHUNKS, marks=pytest.mark.long),
         pytest.param("ragged", "tpu", FEW, marks=pytest.mark.long),
         pytest.param("dense", "cpu", CHUNKS, marks=pytest.mark.long),
         pytest.param("ring", "cpu", FEW, marks=pytest.mark.long),

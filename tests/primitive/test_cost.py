@@ -48,9 +48,8 @@ def test_temporary_memory(layout: str) -> None:
     assert temporary(jax.jit(with_gradient(layout)).lower(lhs, rhs)) <= 2 * size((lhs, rhs, out, lhs, rhs))
 
 
-@pytest.mark.parametrize(
-    "layout", split(["inner_columns"], [name for name in NAMES if name not in ("batched", "inner_columns")])
-)
+@pytest.mark.long
+@pytest.mark.parametrize("layout", [name for name in NAMES if name != "batched"])
 def test_the_program_does_not_grow_with_the_groups(layout: str) -> None:
     """With 8 times the groups: as many instructions, and temporary memory that grows by the list of groups alone.
 

@@ -39,16 +39,12 @@ def accumulation(layout: str, dtype: Any, adds: bool = True) -> tuple[Callable[.
     return function, [*(Aval(shape, dtype) for shape in shapes), Aval((GROUPS,), jnp.int32)]
 
 
-def some(*layouts: str) -> list[Any]:
-    """All of them, but only these in the main run."""
-    return [x if x in layouts else pytest.param(x, marks=pytest.mark.long) for x in LAYOUTS]
-
-
 def size(aval: Any) -> int:
     return aval.size * aval.dtype.itemsize
 
 
-@pytest.mark.parametrize("layout", some("wgrad"))
+@pytest.mark.long
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_xla(layout: str) -> None:
     """Nothing of the result's size beyond what the bare product needs; a uniform product is one dot, and its
     result is there before it is added."""

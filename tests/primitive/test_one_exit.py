@@ -11,10 +11,10 @@ from tests.contract.draws import draws
 from tests.contract.programs import Program
 
 ALL = [(backend, layout) for backend in ("xla", "pallas_tpu", "triton_gpu") for layout in cases.NAMES]
-SOME = [("xla", "forward"), ("triton_gpu", "outer")]
 
 
-@pytest.mark.parametrize("backend, layout", cases.split(SOME, (each for each in ALL if each not in SOME)))
+@pytest.mark.long
+@pytest.mark.parametrize("backend, layout", ALL)
 def test_every_kernel_has_one_exit(backend: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """If `apply_epilogue` doubles its sums, each product and both cotangents double: no kernel goes round it."""
     exact, product = base.apply_epilogue, loop.product

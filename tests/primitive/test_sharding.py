@@ -39,16 +39,18 @@ def loop(x: np.ndarray, ids: np.ndarray, weights: np.ndarray) -> tuple[float, np
     return value, dx, dw
 
 
-LONG_VARYING = [("a", "a", "", ""), ("a", "", "a", ""), ("ab", "a", "b", ""), ("a", "", "", "a"), ("ab", "", "b", "a")]
+VARYING = [
+    ("ab", "b", "ab", "a"),
+    ("a", "a", "", ""),
+    ("a", "", "a", ""),
+    ("ab", "a", "b", ""),
+    ("a", "", "", "a"),
+    ("ab", "", "b", "a"),
+]
 
 
-@pytest.mark.parametrize(
-    "names, axes",
-    [
-        (names, axes) if i == 0 else pytest.param(names, axes, marks=pytest.mark.long)
-        for i, (names, *axes) in enumerate([("ab", "b", "ab", "a"), *LONG_VARYING])
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("names, axes", [(names, axes) for names, *axes in VARYING])
 def test_route_of_operands_over_different_axes(names: str, axes: list[str]) -> None:
     """The axes of the map, and those over which tokens, ids and weights vary. Values, and gradients taken inside and
     outside of the map, are those of a loop over devices and tokens, for any ids."""
@@ -126,7 +128,8 @@ OPERATIONS: dict[str, Operation] = {
 }
 
 
-@pytest.mark.parametrize("names", ["a", pytest.param("ab", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("names", ["a", "ab"])
 def test_sizes_that_vary(names: str) -> None:
     """Each device has sizes of its own; in a map over one axis of two, and over both. The buffer doesn't vary."""
 
@@ -254,6 +257,7 @@ def rounded_once() -> dict[str, Array]:
     return found | {"a token of many rows": pull(jnp.asarray(PARTS, jnp.bfloat16)[:, None])[0]}
 
 
+@pytest.mark.long
 def test_sums_over_devices_are_rounded_once() -> None:
     """They are in the dtype in which one device adds up."""
     run = jax.jit(rounded_once)

@@ -95,9 +95,8 @@ COMPOSED: dict[str, Pair] = {
 BACKENDS = {"xla": "xla", "pallas_tpu": TpuConfig(interpret=True), "triton_gpu": GpuConfig(interpret=True)}
 
 
-@pytest.mark.parametrize(
-    "backend", ["triton_gpu", *(pytest.param(name, marks=pytest.mark.long) for name in ("xla", "pallas_tpu"))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_values(backend: str) -> None:
     """Of each primitive, and of activations: within rounding, however small they are; of infinity and NaN, too.
 
@@ -278,6 +277,7 @@ def with_slope(slope: float) -> Any:
 X, W = GroupedTensor(jnp.ones((8, 4)), jnp.array([3, 2], jnp.int32)), jnp.ones((2, 4, 6))
 
 
+@pytest.mark.long
 def test_a_function_in_a_loop_is_compiled_once() -> None:
     """Eager calls with functions that are made anew, and their gradients."""
 
@@ -329,6 +329,7 @@ CHANGING: list[Callable[[Array], Array]] = [
 ]
 
 
+@pytest.mark.long
 def test_numbers_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """The numbers that a function reads are those of the call, not those of an earlier one."""
     limit, scale = 1.0, SimpleNamespace(of=2.0)
@@ -363,6 +364,7 @@ def test_numbers_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
         np.testing.assert_allclose(outs, [each(jnp.float32(4)) for each in CHANGING], rtol=1e-6)
 
 
+@pytest.mark.long
 def test_in_an_eager_shard_map() -> None:
     """A function with constants to fold, traced while a `shard_map` runs."""
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -374,6 +376,7 @@ def test_in_an_eager_shard_map() -> None:
     np.testing.assert_array_equal(got[:, 0], np.tile([3] * 5 + [0] * 3, 2))
 
 
+@pytest.mark.long
 def test_what_is_elementwise_in_jax() -> None:
     """Functions of primitives without a formula in kernels, and their gradients: XLA computes them."""
     functions: list[Pair] = [

@@ -3,13 +3,13 @@
 import sys
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
 
 from ragged import ErrorTable, GroupedTensor, Recipe, error_table, quantize
+from tests.cases import normal
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 NAMES = ("tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4", "delayed")
@@ -18,9 +18,9 @@ NAMES = ("tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4", "delayed")
 @pytest.mark.long
 def test_definition() -> None:
     """Errors and decibels of each product and group; none for a group without a signal; what overflows and is lost."""
-    x = GroupedTensor(jax.random.normal(jax.random.key(0), (20, 64)), jnp.array([8, 0, 9], jnp.int32))
+    x = GroupedTensor(normal((20, 64)), jnp.array([8, 0, 9], jnp.int32))
     x = x.with_data(x.data.at[8:17].multiply(jnp.exp2(-jnp.arange(9.0) * 2)[:, None]))
-    w, dy = jax.random.normal(jax.random.key(1), (3, 64, 16)), jax.random.normal(jax.random.key(2), (20, 16))
+    w, dy = normal((3, 64, 16), 1), normal((20, 16), 2)
     past = jnp.array([[1.0], [0.0], [0.0]])  # `x` has larger values, which saturate
     delayed = Recipe(*[Recipe.preset("delayed").forward] * 3, history=past, name="past")
     table = error_table(x, w, ["tensorwise", delayed], dy=dy)
@@ -52,10 +52,11 @@ def test_definition() -> None:
     assert len(str(table).splitlines()) == 7
 
 
+@pytest.mark.long
 def test_very_large_and_very_small_numbers() -> None:
     """A factor that is a power of two changes no error."""
-    x = GroupedTensor(jax.random.normal(jax.random.key(0), (8, 64)), jnp.array([3, 5], jnp.int32))
-    w = jax.random.normal(jax.random.key(1), (2, 64, 16))
+    x = GroupedTensor(normal((8, 64)), jnp.array([3, 5], jnp.int32))
+    w = normal((2, 64, 16), 1)
     tables = [error_table(x * factor, w, ["rowwise"]) for factor in (1.0, 2.0**66, 2.0**-70)]
     for table in tables:
         np.testing.assert_allclose(table.relative_error, tables[0].relative_error, rtol=1e-5)
@@ -65,8 +66,8 @@ def test_very_large_and_very_small_numbers() -> None:
 @pytest.mark.long
 def test_operands() -> None:
     """A product from the left, a quantised cotangent, one matrix for all groups, zeros, NaN in a group."""
-    x = GroupedTensor(jax.random.normal(jax.random.key(0), (8, 64)), jnp.array([3, 5], jnp.int32))
-    w, dy = jax.random.normal(jax.random.key(1), (2, 64, 16)), x.with_data(jnp.ones((8, 16)))
+    x = GroupedTensor(normal((8, 64)), jnp.array([3, 5], jnp.int32))
+    w, dy = normal((2, 64, 16), 1), x.with_data(jnp.ones((8, 16)))
     left, right = error_table(w.mT, x.mT, "tensorwise", dy=dy.mT), error_table(x, w, "tensorwise", dy=dy)
     np.testing.assert_allclose(left.sqnr, right.sqnr, rtol=1e-4)
     rounded = quantize(dy, E4M3, "row")
@@ -86,7 +87,7 @@ def test_operands() -> None:
 
 def gaussian(outliers: bool) -> tuple[GroupedTensor, Array]:
     """Outliers: in one row of 8, one feature of 512 is 300 000 times as large."""
-    x, w = jax.random.normal(jax.random.key(0), (256, 4096)), jax.random.normal(jax.random.key(1), (2, 4096, 32))
+    x, w = normal((256, 4096)), normal((2, 4096, 32), 1)
     if outliers:
         x = x.at[::8, ::512].multiply(3e5)
         w = w.at[:, ::512].multiply(1 / 3e5)

@@ -49,6 +49,7 @@ def test_halves_go_to_even(scaling: Any) -> None:
         )
 
 
+@pytest.mark.long
 def test_tiny_and_huge_values() -> None:
     """Nothing overflows, however small or large all values are."""
     ways = [(dtype, scaling) for dtype in VALUES for scaling in ("row", "mx", "nvfp4")]

@@ -17,9 +17,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from ragged import Cast, GroupedTensor, Recipe, matmul
+from tests.cases import normal
 
-X = GroupedTensor(jax.random.normal(jax.random.key(0), (8, 64)), jnp.array([3, 5], jnp.int32))
-W = jax.random.normal(jax.random.key(1), (2, 64, 16))
+X = GroupedTensor(normal((8, 64)), jnp.array([3, 5], jnp.int32))
+W = normal((2, 64, 16), 1)
 ONE = (Cast("float8_e4m3fn"), Cast("float8_e4m3fn"))
 
 
@@ -32,6 +33,7 @@ def test_a_replaced_recipe_keeps_the_rest() -> None:
     np.testing.assert_array_equal(dataclasses.replace(recipe, history=jnp.ones((3, 1))).history, jnp.ones((3, 1)))
 
 
+@pytest.mark.long
 def test_no_optimiser_takes_a_history_for_a_parameter() -> None:
     """It, a norm or a sum refuses a recipe among the parameters, or leaves it alone; so does `jax.grad`."""
     params = {"w": W, "recipe": Recipe.preset("delayed", length=2)}
@@ -165,6 +167,7 @@ def check_program(seed: int, kinds: Sequence[str], jit: bool = True) -> None:
     np.testing.assert_array_equal(following[:, 1:], past[:, :-1])
 
 
+@pytest.mark.long
 def test_one_history_of_many_products() -> None:
     """Its next values are the largest of all products, not their sum."""
     check_program(1, ["devices", "carry"])

@@ -18,12 +18,12 @@ import ragged
 from ragged import GroupedTensor, Scaling, matmul, quantize
 from ragged.tuning import GpuConfig, TpuConfig
 from tests import gpu
-from tests.cases import split
+from tests.cases import normal, split
 from tests.contract.launches import launches
 
 F4, E4M3 = "float4_e2m1fn", "float8_e4m3fn"
-X = GroupedTensor(jax.random.normal(jax.random.key(0), (64, 256)), jnp.array([20, 0, 30], jnp.int32))
-W = jax.random.normal(jax.random.key(1), (3, 256, 64))
+X = GroupedTensor(normal((64, 256)), jnp.array([20, 0, 30], jnp.int32))
+W = normal((3, 256, 64), 1)
 INTERPRETED: dict[str, Any] = {"pallas_tpu": TpuConfig(interpret=True), "triton_gpu": GpuConfig(interpret=True)}
 
 
@@ -43,6 +43,7 @@ def by_expert(seed: int) -> tuple[GroupedTensor, list[np.ndarray]]:
     return w.mT, [group.T for group in groups]
 
 
+@pytest.mark.long
 def test_a_global_scale_for_each_group() -> None:
     """NVFP4 of experts, as published: of either operand or both, in each kind; in products, a gate, an einsum, `mT`,
     `vmap`, and of groups that share a matrix."""
@@ -95,7 +96,8 @@ def test_a_global_scale_for_each_group() -> None:
     same(many[1], product(plain, [2 * g for g in w_groups]))
 
 
-@pytest.mark.parametrize("is_shard", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("is_shard", [False, True])
 def test_a_global_scale_for_each_group_on_a_gpu(is_shard: bool) -> None:
     """Tensor cores apply scales of blocks; the kernel reads the scale of its expert, of gate and up, or of a shard."""
     (w, w_groups), (u, u_groups) = by_expert(0), by_expert(1)
@@ -115,6 +117,7 @@ def test_a_global_scale_for_each_group_on_a_gpu(is_shard: bool) -> None:
     np.testing.assert_allclose(out[:50], np.concatenate(want), rtol=1e-3, atol=1e-2)
 
 
+@pytest.mark.long
 def test_explain() -> None:
     """`explain` says what runs, and that XLA multiplies 4 bits also where another backend is asked for."""
     text = str(ragged.explain(quantize(X, E4M3, "row"), quantize(W, E4M3, "column")))

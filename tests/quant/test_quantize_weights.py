@@ -13,10 +13,11 @@ from jax.sharding import PartitionSpec as P
 
 import ragged
 from ragged import Cast, GroupedTensor, Recipe, matmul, quantize_weights
+from tests.cases import normal
 
 NARROW = {"float8_e4m3fn", "float4_e2m1fn"}
 SIZES = jnp.array([5, 0, 7], jnp.int32)
-W, BATCHES = jax.random.normal(jax.random.key(0), (3, 36, 20)), jax.random.normal(jax.random.key(1), (4, 14, 36))
+W, BATCHES = normal((3, 36, 20)), normal((4, 14, 36), 1)
 X = GroupedTensor(BATCHES[0], SIZES)
 
 

@@ -8,11 +8,12 @@ import pytest
 from jax import Array
 
 from ragged import Cast, GroupedTensor, Recipe, gated_matmul, matmul, quantize_weights
+from tests.cases import normal
 
 PRESETS = ("tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4", "delayed")
 SIZES = jnp.array([5, 0, 7], jnp.int32)
-X = GroupedTensor(jax.random.normal(jax.random.key(0), (14, 36), jnp.bfloat16), SIZES)
-W = jax.random.normal(jax.random.key(1), (3, 36, 20), jnp.bfloat16)
+X = GroupedTensor(normal((14, 36), 0, jnp.bfloat16), SIZES)
+W = normal((3, 36, 20), 1, jnp.bfloat16)
 WHOLE, WEIGHTS = ("bfloat16", X.shape), ("bfloat16", W.shape)
 
 

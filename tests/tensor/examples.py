@@ -85,4 +85,4 @@ def ints(*values: int) -> Array:
 
 
 def floats(*shape: int) -> Array:
-    return jnp.ones(shape, jnp.float32)
+    return jnp.asarray(np.ones(shape, np.float32))

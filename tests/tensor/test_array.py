@@ -22,7 +22,7 @@ from jax import Array
 
 import ragged
 from ragged import GroupedTensor, per_column, per_group, per_row
-from tests.cases import check_error
+from tests.cases import check_error, normal
 from tests.tensor.examples import floats, ints
 
 DATA = np.random.default_rng(0).uniform(0.5, 2, (8, 3)).astype(np.float32)
@@ -340,7 +340,7 @@ def test_hints_for_what_newcomers_pass() -> None:
 
 def test_optimisers_step_over_tensors() -> None:
     """A model whose parameters are tensors, ragged and uniform, by optax."""
-    rows = GroupedTensor(jax.random.normal(jax.random.key(0), (8, 3)).at[6:].set(jnp.nan), first_dims=ints(2, 4))
+    rows = GroupedTensor(normal((8, 3)).at[6:].set(jnp.nan), first_dims=ints(2, 4))
     model = {"rows": rows, "w": GroupedTensor(jnp.ones((2, 3, 2)))}
 
     def loss(model: Any) -> Array:
@@ -364,6 +364,7 @@ def test_optimisers_step_over_tensors() -> None:
     assert model["rows"].first_dims.tolist() == [2, 4] and np.all(np.isfinite(model["rows"].data[:6]))
 
 
+@pytest.mark.long
 def test_infinite_derivatives_by_a_number() -> None:
     """The tail, and groups that have no elements, don't make them NaN."""
 

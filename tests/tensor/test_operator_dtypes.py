@@ -94,7 +94,7 @@ def check(kind: Kind, dtype: str, others_dtypes: tuple[str, ...], promotion: str
 
 @pytest.mark.parametrize(
     "kind, dtype, others_dtypes, promotion",
-    [(KINDS[3], "bfloat16", ("weak float32",), "strict"), (KINDS[1], "int8", ("float16",), "standard")],
+    split([(KINDS[3], "bfloat16", ("weak float32",), "strict")], [(KINDS[1], "int8", ("float16",), "standard")]),
 )
 def test_operators(kind: Kind, dtype: str, others_dtypes: tuple[str, ...], promotion: str) -> None:
     """Every operator, from both sides, errors too."""

@@ -228,6 +228,7 @@ def test_symbolic_tokens() -> None:
     assert run.returncode == 0, run.stderr
 
 
+@pytest.mark.long
 def test_ids_of_any_integer_dtype() -> None:
     """-1 is the largest value where there is no sign; nothing wraps around into range."""
     for dtype in (np.uint8, np.int16, np.uint32, np.int64):
@@ -290,6 +291,7 @@ def test_derivatives_are_gathers() -> None:
         assert "stablehlo.gather" in text and "stablehlo.scatter" not in text
 
 
+@pytest.mark.long
 def test_a_route_is_a_pytree() -> None:
     """It goes into and out of programs and maps; operands may be NumPy's."""
     ids = np.array([[2, 0, 2, 0], [1, 1, -1, 0]], np.int32)

@@ -69,6 +69,7 @@ def test_gradients_of_logsumexp() -> None:
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
+@pytest.mark.long
 def test_a_low_sink_makes_masked_groups_zero() -> None:
     """A group whose elements are all -inf is zero with any finite sink. No gradient is NaN then."""
     data = np.array([[1.0], [2.0], [-INF], [-INF], [NAN]], np.float32)

@@ -77,6 +77,7 @@ def test_uniform_tensors_are_valid() -> None:
     assert_groups(eqx.filter_jit(lambda t: t.validate())(e.tensor), e.groups)
 
 
+@pytest.mark.long
 def test_the_check_hangs_on_the_sizes() -> None:
     """Under `jit`, whatever uses the sizes of the result fails; what uses its buffer alone does not."""
     x = with_sizes("ragged rows", (3, 9, 0, 0), OTHERS)
@@ -92,6 +93,7 @@ def test_the_check_hangs_on_the_sizes() -> None:
     assert np.array_equal(jax.jit(lambda t: t.validate().data)(x), x.data, equal_nan=True)
 
 
+@pytest.mark.long
 def test_one_bad_tensor_of_a_batch_is_enough() -> None:
     good, bad = example("ragged rows").tensor, with_sizes("ragged rows", (3, 9, 0, 0), OTHERS)
     validate = eqx.filter_jit(jax.vmap(lambda t: t.validate().sum()))

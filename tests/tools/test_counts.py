@@ -69,9 +69,7 @@ def case(backend: str, layout: str, number: int, *marks: Any, tiles: Any = "smal
     letters, several = LETTERS[layout], len(LETTERS[layout]) > 1
     own = tuple((128 if several and backend == "pallas_tpu" else 32) if z in letters else 128 for z in "mkn")
     tiles = tiles if tiles != "small" else (16, 32, 64) if backend == "triton_gpu" else own
-    # Of a group wider than a buffer, a GPU's kernel multiplies more than is counted.
-    extents: dict[str, Any] = EXTENTS | ({"width": EXTENTS["capacity"]} if backend == "triton_gpu" else {})
-    program = Program(layout, backend=backend, tiles=tiles, **extents | others)
+    program = Program(layout, backend=backend, tiles=tiles, **EXTENTS | others)
     return pytest.param(program, number if letters else 1, marks=marks, id=str(program))
 
 

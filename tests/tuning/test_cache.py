@@ -178,6 +178,7 @@ def test_where_a_configuration_comes_from() -> None:
     assert chosen() == (model, "model")
 
 
+@pytest.mark.long
 def test_the_file_survives_the_process(file: Path) -> None:
     """What is lowered in another one is by its configuration."""
     remember()

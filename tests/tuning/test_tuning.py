@@ -94,6 +94,7 @@ def test_a_derivative_taken_outside_keeps_what_was_said_inside() -> None:
     assert equation.params["call"].options.configs.rhs == (XlaConfig(m=(16,)),)
 
 
+@pytest.mark.long
 def test_what_is_lowered() -> None:
     """A context is part of what `jit` remembers. Array functions take a record as `matmul` does, or `tiling`; of a
     wgrad, by the letters of what is multiplied: `k` is ragged."""
@@ -331,6 +332,7 @@ def test_what_fails_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
+@pytest.mark.long
 def test_which_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of a function, derivatives included, each once; on its own sizes, where they are known."""
     fake(monkeypatch, lambda config, number: 1.0)

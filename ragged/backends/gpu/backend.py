@@ -208,8 +208,10 @@ def candidates(launch: Launch, x: Operands) -> list[GpuConfig]:
 
 def work(launch: Launch, x: Operands) -> Work:
     """Counts the tiles of the result, and their steps."""
-    call, p, config, groups = launch.call, launch.call.product, launch.config, spans(launch.call, x)
+    call, p, config = launch.call, launch.call.product, launch.config
     (r, c), k = p.out, p.contracted
+    # The result's tiles cover all rows of a group, even if an operand that doesn't pack them has fewer.
+    groups = spans(call, x) | spans(call, x, call.buffers(x)[-1:])
     tile_r, tile_c, tile_k = config.along(r + c + k)
     size = {letter: end - first for letter, (first, end) in groups.items()}
     rows, columns, steps = -(-size[r] // tile_r), -(-call.shape[-1] // tile_c), -(-size[k] // tile_k)

@@ -71,8 +71,7 @@ def run(
 
     **Raises:** `IndexError` if an unmasked lane loads or stores outside of the array that its pointer was computed
     from, or stores to an array that isn't an output, or if a tensor descriptor reaches outside of its array.
-    `ValueError` if an array isn't contiguous, or an output has no array. `AssertionError` if a condition of
-    `tl.assume`, `tl.static_assert` or, for a scalar, `tl.multiple_of` is false.
+    `ValueError` if an array isn't contiguous, or an output has no array.
     """
     arrays = {name: value for name, value in arguments.items() if isinstance(value, np.ndarray)}
     written = {*outputs, *updated}
@@ -157,27 +156,22 @@ class _Builder(upstream.InterpreterBuilder):
     def create_masked_load(self, ptrs: Any, mask: Any, other: Any, *_: Any, **__: Any) -> Any:
         ty = ptrs.get_element_ty()
         result = _undefined(ptrs.data.shape, _dtype(ty)) if other is None else np.array(other.data)
-        for elements, lanes, indices in self._accesses(ptrs, np.asarray(mask.data), "loads"):
+        if (lanes := _lanes(mask)) is not None:
+            elements, indices = self._accessed(ptrs, lanes, "loads")
             result[lanes] = elements[indices]
         return upstream.TensorHandle(result, ty)
 
     def create_masked_store(self, ptrs: Any, value: Any, mask: Any, *_: Any, **__: Any) -> None:
-        for elements, lanes, indices in self._accesses(ptrs, np.asarray(mask.data), "stores"):
+        if (lanes := _lanes(mask)) is not None:
+            elements, indices = self._accessed(ptrs, lanes, "stores")
             elements[indices] = np.broadcast_to(value.data, ptrs.data.shape)[lanes]
 
-    def _accesses(self, ptrs: Any, mask: np.ndarray, verb: str) -> Iterator[tuple[np.ndarray, Any, np.ndarray]]:
-        """Yields `(elements, lanes, indices)` of each accessed array: the `lanes` access `elements[indices]`."""
-        lanes = ... if mask.all() else mask
+    def _accessed(self, ptrs: Any, lanes: Any, verb: str) -> tuple[np.ndarray, np.ndarray]:
+        """`(elements, indices)`: the `lanes` access `elements[indices]`."""
         pointers = ptrs.data[lanes]
-        if not pointers.size:
-            return
         lowest, highest = int(pointers.min()), int(pointers.max())
-        if _number(lowest) == _number(highest):
-            elements = self._elements(ptrs, lowest, highest, verb)
-            yield elements, lanes, ((pointers - _number(lowest) * _SPACING) // elements.itemsize).astype(np.int64)
-        else:
-            for number in np.unique(_number(pointers)):
-                yield from self._accesses(ptrs, mask & (_number(ptrs.data) == number), verb)
+        elements = self._elements(ptrs, lowest, highest, verb)
+        return elements, ((pointers - _number(lowest) * _SPACING) // elements.itemsize).astype(np.int64)
 
     def _elements(self, ptrs: Any, lowest: int, highest: int, verb: str) -> np.ndarray:
         """The flat array that these pointers are computed from.
@@ -254,7 +248,12 @@ class _Builder(upstream.InterpreterBuilder):
     create_atomic_rmw = create_atomic_cas = _not_interpreted
 
 
-def _number(pointer: Any) -> Any:
+def _lanes(mask: Any) -> Any:
+    """Index of the lanes of a mask; None if it has none."""
+    return None if not mask.data.any() else ... if mask.data.all() else mask.data
+
+
+def _number(pointer: int) -> int:
     """Number, from 1, of the array whose start is nearest to a pointer. A wrong pointer may be before this start."""
     return (pointer + _SPACING // 2) // _SPACING
 
@@ -477,21 +476,6 @@ def _static_range(*args: Any, step: Any = 1) -> range:
     return range(*map(_unwrap, (*args, step)[:3]))
 
 
-def _static_assert(condition: Any, message: str = "") -> None:
-    assert condition, message
-
-
-def _multiple_of(x: Any, values: Any) -> Any:
-    # Blocks aren't checked: for them, only the starts of runs of consecutive numbers must be multiples.
-    assert x.type.is_block() or x.handle.data.item() % _unwrap(values) == 0, f"{x} isn't a multiple of {values}."
-    return x
-
-
-def _hint(x: Any, values: Any) -> Any:
-    """`x`: hints are for the compiler."""
-    return x
-
-
 class _Results(upstream.ReduceScanOpInterface):
     """Reductions and scans whose functions and results are interpreted."""
 
@@ -542,10 +526,6 @@ _BUILTINS: dict[str, Any] = {
 _OVERRIDES: dict[str, Any] = {
     "range": _range,
     "static_range": _static_range,
-    "static_assert": _static_assert,
-    "multiple_of": _multiple_of,
-    "max_contiguous": _hint,
-    "max_constancy": _hint,
     "dot_scaled": _dot_scaled,
     "reduce": _reduce,
     "associative_scan": _scan,

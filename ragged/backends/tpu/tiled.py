@@ -664,11 +664,8 @@ def _body(
         """Scales of a tile, or of its transpose. An axis has extent 1 if they are constant along it."""
         x, side = load(scales.source), operand.sides[1]
         if scales.extent not in (None, 1):
-            first, end = p.span(side.letter, group, t)
-            column = lax.broadcasted_iota(jnp.int32, x.shape, 1)
-            x = jnp.where(column * scales.extent < end - first, x, 0.0)  # undefined past the group's end
-            start = place.tile[side.letter] * side.tile - first
-            x = tpu_scales.spread(x, scales.extent, start, side.tile, 1)
+            start = place.tile[side.letter] * side.tile - p.span(side.letter, group, t)[0]
+            x = tpu_scales.spread(x, scales.extent, start, side.tile, 1)  # undefined past the group's end
         index = slice(None if scales.by_row else 1), slice(None if scales.extent else 1)
         return x.T[index[::-1]] if transposed else x[index]
 

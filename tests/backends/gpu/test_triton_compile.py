@@ -365,6 +365,7 @@ def test_epilogue_kernels(
         assert kernel.sass_counts["QGMMA" if fp8 else "HGMMA"]
 
 
+@pytest.mark.long
 def test_roundings_to_narrow_floats_are_kept() -> None:
     """XLA leaves out a conversion to fp4 or fp8 that is undone in the same program, unless a barrier is between them.
 

@@ -21,7 +21,7 @@ from ragged.core.scales import Scales
 from ragged.primitive import lowering
 from ragged.product.config import GpuConfig
 from tests import cases, four_bits, gpu, oracle, products, ran
-from tests.cases import check, split
+from tests.cases import check, normal, split
 
 gpu.needs_triton()
 
@@ -268,13 +268,13 @@ def test_rows_of_four_bits(rows: int) -> None:
 def rows_of_four_bits(seed: int, factor: float) -> tuple[GroupedTensor, list[np.ndarray]]:
     """20 and 13 rows of 80, and a tail."""
     sizes = jnp.array([20, 13], jnp.int32)
-    data = np.asarray(jax.random.normal(jax.random.key(seed), (40, 80)) * factor)
+    data = np.asarray(normal((40, 80), seed) * factor)
     return of_four_bits(GroupedTensor(jnp.asarray(data), sizes), np.split(data[:33], [20]), (1, 16))
 
 
 def matrices_of_four_bits(seed: int, factor: float) -> tuple[GroupedTensor, list[np.ndarray]]:
     """Two `[80, 32]`."""
-    data = np.asarray(jax.random.normal(jax.random.key(seed), (2, 32, 80)) * factor)
+    data = np.asarray(normal((2, 32, 80), seed) * factor)
     q, wide = of_four_bits(GroupedTensor(jnp.asarray(data)), [*data], (1, 16))
     return q.mT, [each.T for each in wide]
 
@@ -283,9 +283,9 @@ def matrices_of_four_bits(seed: int, factor: float) -> tuple[GroupedTensor, list
 def test_an_odd_contracted_extent_of_pairs(dtype: str) -> None:
     """The number that fills the last byte of a row has no scale: neither the next row's, which is NaN, nor one beyond
     the array."""
-    w = ragged.quantize(jax.random.normal(jax.random.key(0), (3, 32, 3)), dtype, (32, 1))
+    w = ragged.quantize(normal((3, 32, 3)), dtype, (32, 1))
     w = eqx.tree_at(lambda w: w.scales, w, w.scales.at[1].set(jnp.nan))
-    dy = GroupedTensor(jax.random.normal(jax.random.key(1), (16, 3)), jnp.array([6, 0, 10], jnp.int32))
+    dy = GroupedTensor(normal((16, 3), 1), jnp.array([6, 0, 10], jnp.int32))
     with ran.watch() as launches:
         out = np.asarray(ragged.matmul(dy, w.mT, backend=INTERPRETED["triton_gpu"]).data, np.float64)
     assert [name for name, _ in launches] == ["triton_gpu"]
@@ -316,7 +316,7 @@ def test_four_bits_of_a_map(calls: list[Any]) -> None:
 def test_four_bits_of_gathered_rows(calls: list[Any]) -> None:
     """A token is quantised once, and its row read for each of its groups."""
     route = ragged.route(jnp.array([[0, 2], [2, 1], [1, 0], [2, -1], [0, 1]], jnp.int32), 3)
-    x, w = jax.random.normal(jax.random.key(0), (5, 64)), jax.random.normal(jax.random.key(1), (3, 64, 32))
+    x, w = normal((5, 64)), normal((3, 64, 32), 1)
 
     def product(x: Array, w: Array) -> Array:
         return ragged.matmul(route.gathered(x), w, recipe="nvfp4", backend=INTERPRETED["triton_gpu"]).data

@@ -21,7 +21,7 @@ from ragged.backends import schedule
 from ragged.backends.tpu import launch as tpu_launch
 from ragged.tuning import TpuConfig
 from tests import cases, oracle, ran
-from tests.cases import check, split
+from tests.cases import check
 from tests.everywhere import everywhere
 from tests.races import no_races
 
@@ -70,7 +70,8 @@ def test_a_race_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         contraction("batched", interpret)  # its result may be right or wrong
 
 
-@pytest.mark.parametrize("mode", split(["two cores"], ["plain"]))
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["two cores", "plain"])
 def test_what_nobody_wrote_is_found(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without its mask, a partial tile brings in what lies past the buffer's end, which is NaN."""
     monkeypatch.setattr(tpu_launch, "select_first", lambda x, count, axis: x)
@@ -78,6 +79,7 @@ def test_what_nobody_wrote_is_found(mode: str, monkeypatch: pytest.MonkeyPatch) 
         contraction("forward", MODES[mode])
 
 
+@pytest.mark.long
 def test_a_read_out_of_bounds_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A schedule that names a tile beyond the last."""
     visits = schedule.row_visits
@@ -91,7 +93,8 @@ def test_a_read_out_of_bounds_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         contraction("forward", TWO_CORES)
 
 
-@pytest.mark.parametrize("product", split(["forward"], ["wgrad"]))
+@pytest.mark.long
+@pytest.mark.parametrize("product", ["forward", "wgrad"])
 def test_buffered_pipeline_without_races(product: str) -> None:
     """Deep buffers, watched by the interpreter that finds reads of what has not arrived."""
     rng, sizes = np.random.default_rng(0), jnp.array([100, 3, 0, 128, 100], jnp.int32)

@@ -17,7 +17,7 @@ from ragged.backends.tpu import scales
 from ragged.core.scales import Scales
 from ragged.tuning import TpuConfig
 from tests import products, ran, tpu
-from tests.cases import check_error, split
+from tests.cases import check_error, normal, split
 from tests.contract.launches import equations
 
 Aval = jax.ShapeDtypeStruct
@@ -59,9 +59,8 @@ FP8_UNIT = "f8E4M3B11FNUZ"  # how a TPU's matrix unit takes float8_e4m3fn
 
 
 def operands(k: int, n: int) -> tuple[Array, Array, Array]:
-    keys = jax.random.split(jax.random.key(0))
     sizes = jnp.array([5, 0, 11, 30], jnp.int32)
-    return jax.random.normal(keys[0], (48, k)), jax.random.normal(keys[1], (4, k, n)), sizes
+    return normal((48, k)), normal((4, k, n), 1), sizes
 
 
 @pytest.mark.long
@@ -127,20 +126,6 @@ def test_scales_of_a_group_that_begins_in_a_tile(tile: int) -> None:
     assert np.isnan(out[1]).all()
 
 
-@pytest.mark.long
-def test_a_tile_of_lanes_beyond_the_extent() -> None:
-    """It is the whole extent, 200, also for scales of columns, which are as many."""
-    w = quantize(GroupedTensor(jax.random.normal(jax.random.key(1), (3, 128, 200))), "int8", "column")
-    x = GroupedTensor(jax.random.normal(jax.random.key(0), (96, 128)), jnp.array([40, 0, 33], jnp.int32))
-    with ran.watch() as launches:
-        out = ragged.matmul(x, w, backend=TpuConfig(m=64, k=128, n=256, interpret=True)).data
-        jax.block_until_ready(out)
-    assert [name for name, _ in launches] == ["pallas_tpu"]
-    rows, matrices = np.asarray(x.data, np.float64), np.asarray(w.dequantize().data, np.float64)
-    np.testing.assert_allclose(out[:40], rows[:40] @ matrices[0], rtol=0, atol=1e-4)
-    np.testing.assert_allclose(out[40:73], rows[40:73] @ matrices[2], rtol=0, atol=1e-4)
-
-
 def test_a_tile_ends_with_a_block() -> None:
     """Another one is an error, not a wrong scale."""
     how: dict[str, Any] = {"backend": TpuConfig(m=48, k=128, n=128, interpret=True)}
@@ -153,68 +138,6 @@ def test_a_tile_ends_with_a_block() -> None:
 
 
 @pytest.mark.long
-def test_a_tile_is_larger_than_the_buffer() -> None:
-    """A tile is a multiple of the sublanes, 32 here, and the buffer has 7 rows, each with a scale."""
-    x = GroupedTensor(jnp.ones((7, 3)), jnp.array([2, 5], jnp.int32))
-    tile = TpuConfig(m=32, k=128, n=128, interpret=True)
-    out = ragged.matmul(ragged.quantize(x, "int8", "row"), jnp.ones((2, 3, 4)), backend=tile)
-    np.testing.assert_allclose(out.data, np.full((7, 4), 3.0), rtol=1e-6)
-
-
-def rows_product(lhs: np.ndarray, rhs: np.ndarray, sizes: list[int], **options: Any) -> np.ndarray:
-    """The forward product in float32 on an interpreted TPU; fails if the kernel refuses."""
-    dims, dtype = jnp.array(sizes, jnp.int32), jnp.float8_e4m3fn
-    options |= {"preferred_element_type": jnp.float32, "target": Target(interpret=True)}
-    x, w = jnp.asarray(lhs, dtype), jnp.asarray(rhs, dtype)
-    return np.asarray(jax.jit(lambda x, w: products.grouped_matmul("pallas_tpu", x, w, dims, **options))(x, w))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("block, tile_k", [(32, 128), (128, 256)])
-def test_scales_of_later_blocks(block: int, tile_k: int) -> None:
-    """The second tile along `k`, scaled in the tile; the second step of a tile, whose product is scaled."""
-    rng = np.random.default_rng(0)
-    lhs, rhs = (rng.integers(-4, 5, shape).astype(np.float64) for shape in ((32, 512), (2, 512, 128)))
-    values = np.exp2(rng.integers(-3, 4, (32, 512 // block))).astype(np.float32)
-    got = rows_product(lhs, rhs, [20, 12], tiling=(32, tile_k, 128), lhs_scales=Scales(jnp.asarray(values), (1, block)))
-    x = lhs * np.repeat(values, block, axis=1)
-    np.testing.assert_allclose(got, np.concatenate([x[:20] @ rhs[0], x[20:] @ rhs[1]]), rtol=1e-6, atol=1e-3)
-
-
-def test_existing_values_are_not_scaled() -> None:
-    """Scales by row multiply the product, but not what it is added to."""
-    rng = np.random.default_rng(0)
-    lhs, rhs, old = (rng.integers(-4, 5, shape).astype(np.float64) for shape in ((32, 128), (2, 128, 128), (32, 128)))
-    values = np.exp2(rng.integers(1, 4, (32, 1))).astype(np.float32)
-    options = {"lhs_scales": Scales(jnp.asarray(values), (1, None)), "existing_out": jnp.asarray(old, jnp.float32)}
-    got = rows_product(lhs, rhs, [20, 12], **options)
-    x = lhs * values
-    np.testing.assert_array_equal(got, old + np.concatenate([x[:20] @ rhs[0], x[20:] @ rhs[1]]))
-
-
-@pytest.mark.long
-def test_a_group_ends_with_a_block() -> None:
-    """Of a tile with two ragged dims: the next block's scales, which no group has, are NaN."""
-    rng = np.random.default_rng(0)
-    x, y = (rng.integers(-4, 5, shape).astype(np.float64) for shape in ((32, 96), (96, 128)))
-    values = np.exp2(rng.integers(-3, 4, (32, 3))).astype(np.float32)
-    scaled = x * np.repeat(values, 32, axis=1)
-    want = np.concatenate([scaled[:20, :64] @ y[:64], scaled[20:, :32] @ y[64:]])
-    values[:20, 2:] = values[20:, 1:] = np.nan
-    got = products.tiled_matmul(
-        "pallas_tpu",
-        jnp.asarray(x, jnp.float8_e4m3fn),
-        jnp.asarray(y, jnp.float8_e4m3fn),
-        {"m": jnp.array([20, 12], jnp.int32), "k": jnp.array([64, 32], jnp.int32)},
-        axes=("mk", "kn", "mn"),
-        shape=want.shape,
-        preferred_element_type=jnp.float32,
-        lhs_scales=Scales(jnp.asarray(values), (1, 32)),
-        target=Target(interpret=True),
-    )
-    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-3)
-
-
 @pytest.mark.parametrize("dtype, k", [("float8_e5m2", 64), ("float4_e2m1fn", 200)])
 def test_few_rows_keep_infinities_and_nan(dtype: str, k: int) -> None:
     """As in decoding, where scales multiply the products of small blocks, with `k` in two tiles: an infinite weight, a

@@ -193,14 +193,3 @@ def test_the_model_knows_the_rate() -> None:
 
     for generation, dtype, rate in (("tpu7x", E4M3, 2), ("v6e", E4M3, 1), ("v5e", "int8", 1)):
         assert seconds("bfloat16", generation) / seconds(dtype, generation) == pytest.approx(rate, rel=0.03)
-
-
-@pytest.mark.long
-def test_interpreted_int4() -> None:
-    """Where it is interpreted, int4 is multiplied as int8: XLA has no such product on the CPU."""
-    x, w = np.full((32, 64), -8, np.int8), np.full((2, 64, 128), 7, np.int8)
-    sizes, target = jnp.array([20, 5], jnp.int32), Target(interpret=True, device=tpu.KINDS["v6e"])
-    lhs, rhs = (jnp.asarray(each).astype(jnp.int4) for each in (x, w))
-    got = products.grouped_matmul("pallas_tpu", lhs, rhs, sizes, preferred_element_type=jnp.int32, target=target)
-    np.testing.assert_array_equal(got[:25], -8 * 7 * 64)
-    np.testing.assert_array_equal(got[25:], 0)
