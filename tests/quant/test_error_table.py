@@ -41,7 +41,7 @@ def test_definition() -> None:
     noise = got[0] - exact[0]
     by_group = [20 * np.log10(np.linalg.norm(exact[0][s]) / np.linalg.norm(noise[s])) for s in (parts[0], parts[2])]
     np.testing.assert_allclose(table.group_sqnr[0, 0, [0, 2]], by_group, rtol=1e-3)
-    assert np.isnan(table.group_sqnr[0, :, 1]).all() and table.worst_group[0, 0] == 2
+    assert np.isnan(table.group_sqnr[0, :, 1]).all() and table.worst_group[0, 0] == (0, 2)[np.argmin(by_group)]
     lost = sum(int(np.sum(np.asarray(z.data, np.float32)[:17] == 0)) for z in q)
     np.testing.assert_allclose(table.underflow[0, 0], 100 * lost / (17 * 64 + w.size), rtol=1e-5)
     beyond = 100 * np.sum(np.abs(rows) > 1) / (17 * 64 + w.size)
