@@ -41,7 +41,7 @@ TPU = [
     ("tiled", "jnp.where((at >= begin) & (at < end), _widened", "jnp.where((at > begin) & (at < end), _widened"),
     ("tiled", "width - offsets[1]), 1)", "offsets[1]), 1)"),
     ("tiled", "pl.ds(i * rows, rows), :] = part", "pl.ds(0, rows), :] = part"),
-    ("tiled", "side.tile - p.span(side.letter, group, t)[0]", "side.tile"),
+    ("tiled", "side.tile - first", "side.tile"),
     ("units", "is_nan = (bits & jnp.int8(0x7F)) == 0x7F", "is_nan = bits == 0x7F"),
 ]
 

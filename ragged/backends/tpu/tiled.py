@@ -664,8 +664,13 @@ def _body(
         """Scales of a tile, or of its transpose. An axis has extent 1 if they are constant along it."""
         x, side = load(scales.source), operand.sides[1]
         if scales.extent not in (None, 1):
-            start = place.tile[side.letter] * side.tile - p.span(side.letter, group, t)[0]
-            x = tpu_scales.spread(x, scales.extent, start, side.tile, 1)  # undefined past the group's end
+            first, end = p.span(side.letter, group, t)
+            column = lax.broadcasted_iota(jnp.int32, x.shape, 1)
+            # Undefined past the group's end. One near float32's largest number would be infinite in bfloat16, and so
+            # reach all elements in `spread`, whose product a TPU makes of bfloat16 parts.
+            x = jnp.where(column * scales.extent < end - first, x, 0.0)
+            start = place.tile[side.letter] * side.tile - first
+            x = tpu_scales.spread(x, scales.extent, start, side.tile, 1)
         index = slice(None if scales.by_row else 1), slice(None if scales.extent else 1)
         return x.T[index[::-1]] if transposed else x[index]
 
