@@ -151,11 +151,13 @@ class GpuConfig(Config):
     band: int = 8  # programs visit bands of this many rows of tiles, each band column by column
     programs: int = 0  # programs that a multiprocessor runs at a time; 0: as many as fit
     tma: bool = True  # whether TMA loads tiles, if it can
+    # Parts of the contracted dim, each multiplied by other programs. XLA then adds up their sums, in order.
+    splits: int = 1
     # True runs the kernel's body on the CPU, planned for the GPU of the mesh in context, or else for an A100.
     interpret: bool = False
 
     def __post_init__(self) -> None:
-        self._check_counts("m", "k", "n", "warps", "stages", "band")
+        self._check_counts("m", "k", "n", "warps", "stages", "band", "splits")
         self._check("warps", self.warps in (None, 1, 2, 4, 8, 16), "1, 2, 4, 8 or 16")
         self._check_counts("programs", minimum=0)
         self._check("tma", isinstance(self.tma, bool), "a bool")

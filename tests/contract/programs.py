@@ -75,6 +75,7 @@ class Program:
     rhs_cast: Any = None
     backend: str = "xla"
     tiles: tuple[int, int, int] | None = None  # of m, k and n, instead of the library's choice
+    splits: int = 1  # parts of a contracted dim that isn't ragged, on a GPU
     interpret: Any = True
     chip: str = ""  # the GPU or TPU that a kernel is lowered for, if not the oldest GPU, or a TPU of no generation
     groups: int = 5
@@ -230,7 +231,9 @@ class Program:
             return Configs(*[XlaConfig(m=m, k=k, n=n)] * 3) if self.tiles else None
         tiles = dict(zip("mkn", self.tiles or (None,) * 3, strict=True))
         config: Any = {"pallas_tpu": TpuConfig, "triton_gpu": GpuConfig}[self.backend]
-        return Configs(*[config(interpret=self.interpret, **tiles)] * 3)
+        contracted = "knm" if self.splits > 1 else ""  # of the product and of the cotangents of `lhs` and `rhs`
+        splits = [{} if z in self.ragged else {"splits": self.splits} for z in contracted] or [{}] * 3
+        return Configs(*(config(interpret=self.interpret, **tiles, **each) for each in splits))
 
     def is_differentiable(self, name: str) -> bool:
         if name in self.casts:

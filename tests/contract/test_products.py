@@ -84,6 +84,9 @@ def by_default() -> Iterator[Case]:
     # The loop over the steps of all tiles, local groups, old values.
     yield 4, Program("wgrad", "bfloat16", held=3, existing=True, **IN_STEPS)
     yield 4, Program("forward_left", "bfloat16", held=3, **IN_STEPS)
+    # Parts of one step; the third has 8 numbers, and the last two none.
+    its: dict[str, Any] = {"backend": "triton_gpu", "tiles": (32, 32, 32), "k": 72, "splits": 5}
+    yield 4, Program("forward", "bfloat16", held=3, existing=True, **its)
 
     for layout, dtypes in zip(itertools.cycle(["forward", "outer", "wgrad"]), [*FLOATS, *INTEGERS][::4], strict=False):
         yield 3, Program(layout, *dtypes)
@@ -212,6 +215,10 @@ def long_of_kernels() -> Iterator[Case]:
             yield 4, Program("forward", "bfloat16", held=3, mapped="lhs sizes", **IN_STEPS)  # sums over the batch
             yield 4, Program("ragged", "bfloat16", mapped="sizes", **IN_STEPS)
             yield 4, Program("forward", backend=backend, held=3, mapped="lhs sizes rhs first")
+            for layout in LETTERS:
+                yield 4, Program(layout, ("bfloat16", "int8")[layout == "batched"], splits=2, **IN_STEPS, existing=True)
+            yield 4, Program("forward", backend=backend, k=150, splits=3, held=3, mapped="lhs sizes rhs first")
+            yield 2, Program("batched", "bfloat16", backend=backend, k=150, splits=4, mapped="lhs", existing=True)
         for layout, context in rotated("scan", "shard_map unchecked", of=1):
             yield 3, Program(layout, backend=backend, context=context)
         for layout, dtypes in rotated(INTEGERS[0], ("bfloat16", FP8, ""), (FP8, "", ""), FLOATS[3]):
@@ -270,6 +277,7 @@ def long_of_scales() -> Iterator[Case]:
         its |= {"packed_last": "rhs"} if layout == "ragged" else {}
         its |= dict(zip(("k", "tiles"), next(extents), strict=True))
         yield 3, Program(layout, **its)
+    yield from quantised("triton_gpu", 3, ["forward", "forward_left", "batched"] * 2, step=31, splits=2)
     for chip in ("NVIDIA B200", "NVIDIA H200"):  # by the tensor cores' own scales, and by the kernel's
         for block in (32, 128):
             casts: dict[str, Any] = {"lhs_cast": (FP8, (1, block)), "rhs_cast": (FP8, (block, 1))}
@@ -326,6 +334,8 @@ def long_of_weights() -> Iterator[Case]:
     for scaling, of in ((MX, "float4_e2m1fn"), (NVFP4, "float4_e2m1fn"), (Scaling((64, 1)), "int4")):
         given: dict[str, Any] = WIDE | {"k": 320, "n": 150, "tiles": (32, 64, 64 if of == "int4" else 128)}
         yield 3, four_bits("forward", "bfloat16", scaling, of, backend="triton_gpu", chip="NVIDIA H200", **given)
+        given |= {"splits": 3, "backend": "triton_gpu", "held": 3}
+        yield 3, four_bits("forward", "bfloat16", scaling, of, *["zeros"] * (of == "int4"), **given)
 
 
 def long_of_zero_points() -> Iterator[Case]:

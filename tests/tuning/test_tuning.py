@@ -134,6 +134,8 @@ def test_bad_configurations() -> None:
         (lambda: forward(X, W, backend=XlaConfig(m=(128,))), "`XlaConfig.m` is (128,) for a buffer of 96."),
         (lambda: forward(X, W, backend=TpuConfig(m=20, k=16, n=8)), "tile_m=20 must be a multiple of 8"),
         (lambda: forward(X, W, backend=GpuConfig(m=48, k=16, n=16)), "tile_m=48 must be a power of two"),
+        (lambda: GpuConfig(splits=0), "`splits` is 0."),
+        (lambda: forward(X, W, backend=GpuConfig(splits=70000)), "splits=70000 takes more than 65535 rows of programs"),
         (lambda: ragged.tuning.sample_sizes("even", 4, 2**31), "a total that int32 holds."),
         (lambda: ragged.tuning.sample_sizes("random", 4, 3, "a"), "`seed` 'a'."),
         (lambda: ragged.tuning.sample_sizes(["even"], 4, 3), "no distribution is called ['even']."),
@@ -152,6 +154,10 @@ def test_bad_configurations() -> None:
         with on(machine):
             plan = ragged.explain(lhs, rhs, platform=MACHINES[machine].platform, backend=config).plan()
         assert text in plan.error
+    in_parts, of_rhs = GpuConfig(splits=2), "splits=2 is illegal for a product whose contracted dim is ragged.\n"
+    assert of_rhs in ragged.explain(lhs, rhs, platform="cuda", backend=Configs(rhs=in_parts)).plan("by rhs").error
+    activated = ragged.explain(lhs, rhs, platform="cuda", backend=in_parts, activation="gelu").plan()
+    assert "splits=2 is illegal for a product with an epilogue.\n" in activated.error
 
 
 # Which there are

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
@@ -147,6 +148,7 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
         products=call.num_products,
         results=call.num_stored,
         instructions=call.epilogue.instructions if call.epilogue else 0,
+        splits=k not in sizes and call.epilogue is None,
         unpacks=(any(each.decodes for each in (a, b)) and dot.dtype.itemsize == 4) or ("step" in modes and dot.cast),
     )
     details = _Details(tiled, chip, dot, jnp.dtype(stored), matrices, elements, summed, transposes)
@@ -163,7 +165,7 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
         "triton_gpu",
         illegal=lambda config: _illegal(config, details, block, call, target),
         tiled=lambda tile: in_blocks(tiles.fit(tiled, (tile[r], tile[c], tile[k]), chip)),
-        model=lambda: in_blocks(tiles.choose(tiled, chip)),
+        model=lambda: in_blocks(tiles.choose(tiled._replace(splits=tiled.splits and elements == 1), chip)),
     )
     if isinstance(chosen, Refusal):
         return chosen
@@ -173,7 +175,7 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
     # Packed rows of a result are the groups and two gaps. All of these except one may add a partial tile.
     count = rows_of_tiles + min(matrices, call.shape[-2]) + 1 if r in sizes else rows_of_tiles * matrices
     result_tiles = count * -(-call.shape[-1] // tile_c)
-    steps = -(-extent[k] // config.along(k)[0])
+    steps = max(-(-extent[k] // config.along(k)[0]), config.splits)
     # In a wgrad, groups share the contracted rows.
     visits = result_tiles // matrices * (steps + matrices) if p.ragged == k else result_tiles * steps
     return Launch(
@@ -215,10 +217,12 @@ def work(launch: Launch, x: Operands) -> Work:
     tile_r, tile_c, tile_k = config.along(r + c + k)
     size = {letter: end - first for letter, (first, end) in groups.items()}
     rows, columns, steps = -(-size[r] // tile_r), -(-call.shape[-1] // tile_c), -(-size[k] // tile_k)
-    visits, idle = int(sum(rows * steps)), int(sum(rows[steps == 0]))
+    # Parts of the contracted dim without steps write zeros, too.
+    busy = -(-steps // np.maximum(-(-steps // config.splits), 1))
+    visits, idle = int(sum(rows * steps)), int(sum(rows * (config.splits - busy)))
     if r in p.ragged:  # rows around the local groups become zeros
         gaps = -(-groups[r][0][0] // tile_r) + -(-(call.shape[-2] - groups[r][1][-1]) // tile_r)
-        idle += int(gaps)
+        idle += int(gaps) * config.splits
     letter = r if r in p.ragged else k if k in p.ragged else ""
     tile = tile_r if letter == r else tile_k
     tiles = [
@@ -301,6 +305,12 @@ def _illegal(config: GpuConfig, details: _Details, block: int, call: Call, targe
             f"tile_{k}={tile_k} is illegal for the contracted dim.",
             f"It must be a power of two, {tiled.min_k} or more{divides}.",
         )
+    if config.splits > 1 and not tiled.splits:
+        what = "whose contracted dim is ragged" if k in call.product.ragged else "with an epilogue"
+        return Refusal(f"splits={config.splits} is illegal for a product {what}.", "It must be 1.")
+    if details.elements * config.splits > _MAX_ELEMENTS:
+        reason = f"splits={config.splits} takes more than {_MAX_ELEMENTS} rows of programs: {details.elements} each."
+        return Refusal(reason, f"It must be {_MAX_ELEMENTS // details.elements} or less.")
     # An error if the GPU is known: if XLA ran the product, the caller would measure another program.
     is_known = target.device is not None
     assert config.warps is not None
@@ -508,16 +518,21 @@ def run(launch: Launch, x: Operands) -> Any:
     call, p, config, details = launch.call, launch.call.product, launch.config, launch.details
     tiled, chip, stored, elements = details.tiled, details.chip, details.stored, details.elements
     operands, (lhs, rhs) = _operands(launch, x), call.kernel_operands(x)
+    existing, splits = x.epilogue.existing, config.splits
+    if splits > 1:  # XLA adds the existing values
+        x = x._replace(epilogue=x.epilogue._replace(existing=None))
     static = _static(launch, x, operands)
     batch = (elements,) if call.out_batch and call.batch(x) is not None else ()
     out: Any = jax.ShapeDtypeStruct((*batch, *call.shape), stored)
-    if x.epilogue.existing is not None:
-        out = x.epilogue.existing.astype(stored).reshape(out.shape)
+    if splits > 1:
+        out = jax.ShapeDtypeStruct((*batch, splits, *call.shape), _sum_dtype(details.dot))
+    elif existing is not None:
+        out = existing.astype(stored).reshape(out.shape)
     is_stored = (True,) if call.epilogue is None else call.epilogue.stored
     outs = {name: out if it else None for name, it in zip_longest(("out", "z", "up_z"), is_stored)}
 
     # As many programs as the chip runs at a time, or fewer.
-    resident = max(1, chip.multiprocessors * tiles.resident(tiled, config, chip) // elements)
+    resident = max(1, chip.multiprocessors * tiles.resident(tiled, config, chip) // (elements * splits))
     is_transposed = launch.kernel == "grouped_matmul" and rhs.letters[1] == p.contracted
     name = launch.kernel + "_transposed" * is_transposed
     tile = {letter: config.along(letter)[0] for letter in "mkn"}
@@ -527,7 +542,7 @@ def run(launch: Launch, x: Operands) -> Any:
             _arrays(x, p, operands, static),
             outs,
             static,
-            grid=(min(details.result_tiles, resident), elements),
+            grid=(min(details.result_tiles, resident), elements * splits),
             config=config,
             name=f"{name}_{'x'.join(str(tile[letter]) for letter in (p.out[0], p.contracted, p.out[1]))}",
             metadata=kernel_metadata(axes, tile, dtypes, details.matrices),
@@ -535,6 +550,10 @@ def run(launch: Launch, x: Operands) -> Any:
             chip=chip,
             interpret=bool(launch.target.interpret),
         )
+    if splits > 1:
+        # One addition after another: XLA's own sums may be in any order.
+        first, *rest = (lax.index_in_dim(results[0], i, len(batch), keepdims=False) for i in range(splits))
+        results = [base.apply_epilogue(call, sum(rest, first), existing)]
     results = [each.astype(call.dtype) for each in results]
     return results[0] if call.epilogue is None else results
 
@@ -571,7 +590,7 @@ def _static(launch: Launch, x: Operands, operands: list[_Operand]) -> dict[str, 
     r_stride, c_stride, k_stride = (
         x.num_groups if z in x.sizes and x.sizes[z].ndim > 1 else 0 for z in (*p.out, p.contracted)
     )
-    flat = details.tiled.flat and bool(config.tma)
+    flat = details.tiled.flat and bool(config.tma) and config.splits == 1
     # Slices of a tile are stored one after another: a whole one needs more shared memory than the next tile's loads
     # leave, and more registers than an epilogue or the scales leave.
     in_slices = flat or details.tiled.scaled or call.epilogue is not None
@@ -596,6 +615,7 @@ def _static(launch: Launch, x: Operands, operands: list[_Operand]) -> dict[str, 
             flat=flat,
         ),
         "SUMMED": details.summed,
+        "SPLITS": config.splits,
         "LINEAR": _linear(launch, x),
         "FUNCTION": call.epilogue and call.epilogue.function,
         "BAND": config.band,
@@ -616,7 +636,7 @@ def _static(launch: Launch, x: Operands, operands: list[_Operand]) -> dict[str, 
 def _linear(launch: Launch, x: Operands) -> Function | None:
     """`apply_epilogue` as a function of a sum and, if any, an existing value; None if it changes nothing."""
     call, details, has_existing = launch.call, launch.details, x.epilogue.existing is not None
-    total = jnp.float32 if any(details.dot.modes) else details.dot.accumulator  # Scales have multiplied the sum.
+    total = _sum_dtype(details.dot)
     dtypes = (total, details.stored) if has_existing else (total,)
 
     def linear(total: Array, existing: Array | None = None) -> Array:
@@ -624,6 +644,11 @@ def _linear(launch: Launch, x: Operands) -> Function | None:
 
     function = elementwise("linear", linear, *dtypes)
     return function if function.operations else None
+
+
+def _sum_dtype(dot: _Dot) -> Any:
+    """The dtype of a sum that scales have multiplied."""
+    return jnp.dtype(jnp.float32) if any(dot.modes) else dot.accumulator
 
 
 def _arrays(x: Operands, p: Product, operands: list[_Operand], static: dict[str, Any]) -> dict[str, Any]:

@@ -73,6 +73,7 @@ def grouped_product(
     OUT: tl.constexpr,  # `arguments.Result`
     DOT: tl.constexpr,  # `arguments.Dot`
     SUMMED: tl.constexpr,  # number of summed batch elements
+    SPLITS: tl.constexpr,  # number of parts of `k`, each with its own result: see `_part`
     LINEAR: tl.constexpr,  # a `@triton.jit` function of a sum and, if `OUT.adds`, an old value of `out`; or None
     FUNCTION: tl.constexpr,  # a `@triton.jit` function, or None: the identity
     BAND: tl.constexpr,  # rows of tiles that are visited column by column, for the L2 cache
@@ -102,7 +103,7 @@ def grouped_product(
     TRANSPOSED: tl.constexpr = A.tma and A.packs == "k" and A.k_stride == 1  # then `b` is stored transposed too
     GATED: tl.constexpr = up is not None
     FLAT: tl.constexpr = DOT.flat
-    element = tl.program_id(1)
+    element, part_of_k = tl.program_id(1) // SPLITS, tl.program_id(1) % SPLITS
     index = tl.arange(0, SIZES.width)
     r_sizes = None if sizes_r is None else _all_sizes(sizes_r + element * SIZES.r_stride, index, GROUPS)
     c_sizes = None if sizes_c is None else _all_sizes(sizes_c + element * SIZES.c_stride, index, GROUPS)
@@ -190,7 +191,7 @@ def grouped_product(
                 b_first += c * BOTH
             # From the tile's first row on: rows of the group, and rows of the result to write. `corner`: its place.
             rows_in, rows_out = tl.where(is_gap, 0, size_r - r), out_rows - r
-            corner = element.to(tl.int64) * OUT.batch_stride + matrix.to(tl.int64) * OUT.matrix_stride
+            corner = tl.program_id(1).to(tl.int64) * OUT.batch_stride + matrix.to(tl.int64) * OUT.matrix_stride
             corner += (out_row + r).to(tl.int64) * C
             if FLAT:
                 a_k, b_k, depth = 0, 0, A.k
@@ -216,6 +217,9 @@ def grouped_product(
                 if sizes_k is not None:
                     start_k, size_k = _span(_all_sizes(sizes_k + e * SIZES.k_stride, index, GROUPS), index, group)
                 a_k, b_k, size_k = _along_k(start_k, size_k, A, B)
+                if SPLITS > 1:
+                    skipped, size_k = _part(part_of_k, size_k, SPLITS, TILE_K)
+                    a_k, b_k = a_k + skipped, b_k + skipped
                 size_k = tl.where(is_gap, 0, size_k)
                 depth += size_k
                 x_at, x_inside = _pointers(a, a_source, e, matrix, a_first, a_k, A)
@@ -392,6 +396,15 @@ def _along_k(start, size, A: tl.constexpr, B: tl.constexpr):
 def _steps(depth, TILE_K: tl.constexpr):
     """Number of steps along `k`, of which a tile has at least one: it writes the result."""
     return tl.maximum((depth + TILE_K - 1) // TILE_K, 1)
+
+
+@_jit
+def _part(part, size, SPLITS: tl.constexpr, TILE_K: tl.constexpr):
+    """`(start, size)` of a part of `k`. All have the same number of steps, but the last ones may have fewer, or none: a
+    size of 0 or less."""
+    steps = tl.cdiv(tl.cdiv(size, TILE_K), SPLITS)
+    start = part * steps * TILE_K
+    return start, tl.minimum(steps * TILE_K, size - start)
 
 
 @_jit

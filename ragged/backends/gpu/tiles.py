@@ -107,6 +107,7 @@ class Problem(NamedTuple):
     products: int = 1  # number of matrices that the rows are multiplied with
     results: int = 1  # number of stored arrays
     instructions: int = 0  # of the epilogue, per element of the result
+    splits: bool = False  # whether `GpuConfig.splits` may be more than 1
     unpacks: bool = False  # whether few bits are converted in registers beside float32 tiles or two accumulators
 
     @property
@@ -205,8 +206,15 @@ def choose(problem: Problem, on: Chip) -> GpuConfig:
     depth = min(depth, 1 << (problem.k - 1).bit_length())
     # Where loads run ahead of a tile's end, three stages suffice, and more programs fit a multiprocessor.
     most_stages = (4, 3) if problem.flat else (4,)
-    configs = (_config(problem, r, c, depth, on, s) for r, c, s in itertools.product(rows, columns, most_stages))
-    return min((c for c in configs if c is not None), key=lambda config: seconds(problem, config, on))
+    whole = [_config(problem, r, c, depth, on, s) for r, c, s in itertools.product(rows, columns, most_stages)]
+    splits = [n for n in _SPLITS if problem.splits or n == 1]
+    configs = (replace(config, splits=n) for config in whole if config is not None for n in splits)
+    return min(configs, key=lambda config: seconds(problem, config, on))
+
+
+_SPLITS = (1, 2, 4, 8, 16)
+"""Numbers of parts of the contracted dim that the model compares. It knows one batch element: more of them have enough
+tiles."""
 
 
 def ranked(problem: Problem, on: Chip) -> list[GpuConfig]:
@@ -233,6 +241,7 @@ def ranked(problem: Problem, on: Chip) -> list[GpuConfig]:
     rest.sort(key=lambda config: seconds(problem, config, on))
     others = [replace(first, band=4), replace(first, band=16), replace(first, programs=1)]
     others += [replace(first, tma=False)] * on.has_tma
+    others += [replace(first, splits=n) for n in (1, 2, 4) if problem.splits and n != first.splits]
     return [first, *rest[:8], *others, *rest[8:]]
 
 
@@ -283,6 +292,9 @@ _LATENCY, _FLAT_LATENCY = 2e-6, 0.5e-6
 multiprocessor multiply meanwhile. The second is for kernels whose loads run ahead of a tile's end."""
 
 
+_ADDING = 4e-6
+"""Seconds to launch the kernel that adds up the sums of `GpuConfig.splits` parts, besides moving them."""
+
 _LANES = 2.2e11
 """Instructions per second of all lanes of an H100's multiprocessor. Epilogues don't overlap with other work."""
 
@@ -297,7 +309,7 @@ def seconds(p: Problem, config: GpuConfig, on: Chip) -> tuple[float, float]:
     # The model adds three quarters of a tile to the mean group, because sizes are rarely equal.
     r, c, _ = config.along(p.letters)
     rows = max(1.0, p.r / r + 0.75)
-    tiles = p.groups * rows * -(-p.c // c)
+    k, tiles = -(-p.k // config.splits), p.groups * rows * -(-p.c // c) * config.splits
     at_a_time = min(2, resident(p, config, on))
     # Tensor cores are partly idle with few rows, with few columns, which makes them wait for shared memory, and while a
     # step's sums are added to the total. On Hopper, another program on the multiprocessor occupies them meanwhile. A
@@ -305,9 +317,9 @@ def seconds(p: Problem, config: GpuConfig, on: Chip) -> tuple[float, float]:
     columns, together = p.products * c, at_a_time if on.capability == 90 else 1
     rate = min(1.0, 0.4 + together * r / 200) * min(1.0, (0.4 if together == 2 else 0.35) + columns / 256)
     rate *= (0.85 if p.step_accumulator and together == 1 else 1.0) * _RATE * on.flops / on.multiprocessors
-    compute = 2 * r * columns * p.k / rate * min(1, p.itemsize / 2)
-    cached = (r + columns) * p.k * p.itemsize / (_L2 / 132)
-    latency = _FLAT_LATENCY if p.flat else _LATENCY
+    compute = 2 * r * columns * k / rate * min(1, p.itemsize / 2)
+    cached = (r + columns) * k * p.itemsize / (_L2 / 132)
+    latency = _FLAT_LATENCY if p.flat and config.splits == 1 else _LATENCY
     ending = (latency + 0.75 * r * c * p.results * p.result / (on.bandwidth / on.multiprocessors)) / at_a_time
     tile = max(compute, cached) + ending + r * c * p.instructions / _LANES
     per_chip = on.multiprocessors * at_a_time
@@ -315,4 +327,6 @@ def seconds(p: Problem, config: GpuConfig, on: Chip) -> tuple[float, float]:
     # Programs on one multiprocessor share it, so a round takes as long as all of their tiles.
     busy = rounds * tile * at_a_time if tiles > on.multiprocessors else tile
     moved = p.groups * ((p.r + p.products * p.c) * p.k * p.itemsize + p.results * p.r * p.c * p.result)
-    return max(busy, moved / on.bandwidth + rounds * ending), rounds * tile
+    # The sums of all parts, in 32 bits, are written and read again.
+    adding = 0 if config.splits == 1 else _ADDING + 8 * config.splits * p.groups * p.r * p.c / on.bandwidth
+    return max(busy, moved / on.bandwidth + rounds * ending) + adding, rounds * tile

@@ -179,6 +179,28 @@ def test_weights_of_few_bits(chip: str, dtype: str, scaling: Any, shape: Shape) 
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("chip, dtype", [(H200, "bfloat16"), (A100, "int4"), (H200, "float4_e2m1fn"), (B200, FP8)])
+def test_parts_of_the_contracted_dim(chip: str, dtype: str) -> None:
+    """Of few rows and columns: one kernel without spills, whose sums one fusion adds up."""
+    m, k, n, g = 32, 7168, 128, 2
+    scaling = {"bfloat16": None, "int4": (128, 1), "float4_e2m1fn": "mx", FP8: (128, 128)}[dtype]
+    w: Any = Aval((g, k, n), jnp.bfloat16)
+    w = w if scaling is None else jax.eval_shape(lambda w: ragged.quantize(w, dtype, scaling), w)
+    avals = ragged.GroupedTensor(Aval((m, k), jnp.bfloat16), Aval((g,), jnp.int32)), w
+
+    def run(x: Any, w: Any) -> Array:
+        return ragged.matmul(x, w).data
+
+    config = ragged.explain(*avals, device=chip).plan().config
+    assert isinstance(config, GpuConfig) and config.splits > 1
+    (kernel,) = gpu.compile_for(chip, run, *avals)
+    assert kernel.spill_bytes == 0 and any(kernel.sass_counts[name] for name in (*TENSOR_CORES[chip], "HMMA"))
+    if dtype == "bfloat16":  # other weights, or their scales, get the kernel's order of storage
+        text = gpu.compile_whole(run, *avals).as_text()
+        assert text.count(" fusion(") == 1 and f"f32[{config.splits},{m},{n}]" in text
+
+
+@pytest.mark.long
 def test_without_tma(monkeypatch: pytest.MonkeyPatch) -> None:
     """A configuration can ask for pointers in place of TMA: the tensor cores are the same."""
     choose, function, avals = tiles.choose, *product("forward", LARGE, jnp.dtype(jnp.bfloat16))

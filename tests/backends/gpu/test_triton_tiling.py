@@ -90,6 +90,18 @@ def test_one_token_occupies_most_of_the_chip() -> None:
     assert 4 * -(-2880 // dgrad.k) > H200.multiprocessors / 2
 
 
+def test_few_rows_and_columns_split_the_contracted_dim() -> None:
+    """Not if there are enough tiles, or few steps; nor by a letter that is ragged, or before an epilogue."""
+    router = problem(64, 128, 7168, groups=1)._replace(splits=True)
+    config = choose(router, H200)
+    assert 64 // config.m * 128 // config.n * config.splits > H200.multiprocessors / 4
+    assert choose(router._replace(splits=False), H200).splits == 1
+    for r, c, k in ((1, 4096, 14336), (4096, 128, 7168), (64, 128, 256)):
+        assert choose(problem(r, c, k)._replace(splits=True), H200).splits == 1
+    assert {each.splits for each in ranked(router, H200)[:16]} == {config.splits, 1, 2, 4}
+    assert {each.splits for each in ranked(router._replace(splits=False), H200)} == {1}
+
+
 def test_positions_fit_int32() -> None:
     """The kernel adds a tile to a position along a dim, and two positions."""
     rows, w = (ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2**30 + 16, 16), (4, 16, 16)))
