@@ -250,7 +250,8 @@ class _Builder(upstream.InterpreterBuilder):
 
 def _lanes(mask: Any) -> Any:
     """Index of the lanes of a mask; None if it has none."""
-    return None if not mask.data.any() else ... if mask.data.all() else mask.data
+    lanes = np.asarray(mask.data)  # triton 3.6 passes an array in place of a handle, whose `data` is a `memoryview`
+    return None if not lanes.any() else ... if lanes.all() else lanes
 
 
 def _number(pointer: int) -> int:
