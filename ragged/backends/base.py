@@ -25,7 +25,8 @@ Every backend, for the products that its `plan` accepts:
 
 **Operands.** The value of a quantised operand is its data times its scales (see `scale_modes`). A packed buffer packs
 its first letter. Before `run`, `lowering.supported_form` copies gathered rows, and moves groups to multiples of the
-blocks of scales, unless the backend's entry in `BACKENDS` says otherwise (`gathers`, `whole_blocks`).
+blocks of scales, and applies `call.cast`, unless the backend's entry in `BACKENDS` says otherwise (`gathers`,
+`whole_blocks`, `casts`).
 
 **Local groups.** With one ragged letter, the uniform operand or result holds the groups `x.offset, x.offset + 1, ...`.
 Rows of other groups are zero in the result, without existing values. So is a matrix of the result if the index of its

@@ -62,7 +62,12 @@ _memory_lock = threading.Lock()
 
 
 def product_key(call: Call, x: Operands, backend: str) -> str:
-    """The cache's key of a product: backend, letters, dtypes, scales, extents, precision, epilogue and batch."""
+    """The cache's key of a product: backend, letters, dtypes, scales, extents, precision, epilogue and batch.
+
+    It doesn't tell who applies `call.cast`.
+    """
+    if call.cast is not None and x.lhs.scales is None:
+        x = jax.eval_shape(call.with_cast, x)
     p, sizes, precision = call.product, x.sizes, precision_name(call.options.precision) or call.options.precision
 
     def operand_key(operand: Operand, letters: str) -> str:

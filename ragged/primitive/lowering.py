@@ -35,6 +35,7 @@ class Backend(NamedTuple):
     gathers: tuple[str, ...] = ()  # kernels that gather the rows of `lhs` by an index
     has_epilogues: bool = True  # some kernel applies an `EpilogueSpec`
     whole_blocks: bool = True  # its kernels need groups that begin at multiples of the blocks of scales
+    casts: bool = False  # its kernels may apply `Call.cast`; others get `lhs` quantised
     in_exports: bool = False  # its kernels can be exported if the caller names the backend
 
     def load(self) -> ModuleType:
@@ -50,7 +51,7 @@ class Backend(NamedTuple):
 
 BACKENDS = {
     "xla": Backend("ragged.backends.xla.backend", "cpu", runs_anywhere=True, has_epilogues=False, whole_blocks=False),
-    "pallas_tpu": Backend("ragged.backends.tpu.backend", "tpu"),
+    "pallas_tpu": Backend("ragged.backends.tpu.backend", "tpu", casts=True),
     "triton_gpu": Backend(
         "ragged.backends.gpu.backend",
         "cuda",
@@ -161,9 +162,10 @@ def supported_form(backend: str, call: Call, x: Operands) -> Operands:
     """The operands in the form that a backend supports.
 
     Unless the backend's entry in `BACKENDS` says otherwise, groups are moved to multiples of blocks of scales, and
-    gathered rows of `lhs` are copied.
+    gathered rows of `lhs` are copied, and `Call.cast` is applied.
     """
     p, properties = call.product, BACKENDS[backend]
+    x = x if properties.casts else call.with_cast(x)
     if properties.whole_blocks:
         x = moved_rows.in_blocks(x, p)
     # Kernels gather only their first operand, which has the first letter of `out`.

@@ -4,6 +4,7 @@
 out. Biases and the second matrix never have one.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -175,6 +176,8 @@ class Call(NamedTuple):
     out_spec: PartitionSpec | None = None  # sharding of the result, without a batch axis, over explicit mesh axes
     epilogue: EpilogueSpec | None = None
     has_zero_tail: bool = False  # whether the tail of `existing` is zero already
+    # If given, `lhs` is multiplied as the data and scales that `cast(lhs)` returns, `[..., m, k]` and `[..., m, 1]`.
+    cast: Callable[[Any], tuple[Any, Any]] | None = None
 
     @property
     def columns(self) -> str:
@@ -254,6 +257,13 @@ class Call(NamedTuple):
             KernelOperand(x.rhs.data, p.rhs, x.rhs.scales),
         )
         return (lhs, rhs) if p.out[0] in p.lhs else (rhs, lhs)
+
+    def with_cast(self, x: Operands) -> Operands:
+        """`x` with `lhs` as `cast` quantises it."""
+        if self.cast is None:
+            return x
+        data, scales = self.cast(x.lhs.data)
+        return x._replace(lhs=Operand(data, Scales(scales, (1, None))))
 
     def derivative(self, wrt: str, of: Any) -> "Call":
         """The call of the product that is the cotangent of `"lhs"` or `"rhs"`, an array like `of`."""

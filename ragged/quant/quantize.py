@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
@@ -322,6 +322,17 @@ def scale_of(largest: Array, target: float, power_of_two: bool, smallest_scale: 
         mantissa, exponent = jnp.frexp(scale)  # The mantissa is in [0.5, 1).
         scale = jnp.ldexp(jnp.float32(1), jnp.where(mantissa == 0.5, exponent - 1, exponent))
     return jnp.where(largest > 0, scale, 1)
+
+
+def int8_rows(x: Array) -> tuple[Array, Array]:
+    """`(data, scales)` of `quantize(x, "int8", "row")` for rows `[..., rows, k]` of at most 32 bits, in few operations:
+    kernels also call it."""
+    x = x.astype(jnp.float32)
+    # As integers, the bits of absolute values have the values' order, with infinity and NaN above all numbers.
+    bits = lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
+    largest = lax.bitcast_convert_type(jnp.max(bits, axis=-1, keepdims=True, initial=0), jnp.float32)
+    scales = jnp.where(jnp.isfinite(largest), scale_of(largest, LARGEST["int8"], False), jnp.nan)
+    return jnp.round(x * (1 / scales)).astype(jnp.int8), scales
 
 
 def divided(

@@ -22,14 +22,14 @@ from jax.sharding import PartitionSpec
 
 from ragged.core.errors import Site
 from ragged.core.formats import LARGEST
-from ragged.core.mesh import explicit_spec, resharded
+from ragged.core.mesh import explicit_spec, is_of_one_device, resharded
 from ragged.core.rows import spread_rows
 from ragged.core.scaling import NAMED
 from ragged.primitive.moved_rows import dispatched
 from ragged.primitive.primitive import bind, check_cotangent, cotangents, rows_of, vary_except_data, without_rows
 from ragged.product.layout import Product
 from ragged.product.operands import Call, Epilogue, Operand, Operands
-from ragged.quant.quantize import amax, divided, quantize, scale_of
+from ragged.quant.quantize import amax, divided, int8_rows, quantize, scale_of
 from ragged.quant.recipe import Cast, Recipe, scaling_for
 from ragged.tensor.base import buffer_scales, is_read_transposed, kernel_scales
 from ragged.tensor.tensor import GroupedTensor
@@ -50,6 +50,8 @@ def quantized_rows(recipe: Recipe, operands: Operands, call: Call) -> Operand:
     varying, by_letter = vary_except_data(operands), {}
     derivative = recipe.derivative("rhs"), call.product.derivative("rhs")
     for each, product in ((recipe, call.product), derivative):
+        if product == call.product and _casts_rows(recipe.forward[0], operands, call):
+            continue
         if (q := _quantized_operand("lhs", each, varying, product)) is not None:
             by_letter[product.contracted] = q
     return operands.lhs._replace(quantized=by_letter)
@@ -204,8 +206,11 @@ def quantized(recipe: Recipe, operands: Operands, call: Call) -> tuple[Operands,
     product, cast = call.product, recipe.forward[0]
     if operands.gather is not None and cast.dtype is not None:
         operands = without_rows(operands) if _is_in_place(cast, product) else dispatched(operands)
+    casts_rows = _casts_rows(cast, operands, call)
+    call = call._replace(cast=int8_rows if casts_rows else None)
     for name in ("lhs", "rhs"):
-        operand, letters = _quantized_operand(name, recipe, operands, call.product), getattr(product, name)
+        is_whole, letters = name == "lhs" and casts_rows, getattr(product, name)
+        operand = None if is_whole else _quantized_operand(name, recipe, operands, call.product)
         if operand is None:
             operand = Operand(getattr(operands, name).data)
         else:
@@ -216,6 +221,15 @@ def quantized(recipe: Recipe, operands: Operands, call: Call) -> tuple[Operands,
         operands = operands._replace(**{name: operand})
         product = product._replace(**{name: letters})
     return operands, call._replace(product=product)
+
+
+def _casts_rows(cast: Cast, operands: Operands, call: Call) -> bool:
+    """Whether the product's backend quantises `lhs`, by `Call.cast`: in int8 by row, on one device."""
+    p, lhs = call.product, operands.lhs
+    is_row = p.lhs == "mk" and p.out == "mn" and p.contracted == "k" and p.ragged in ("", "m")
+    if not is_row or operands.gather is not None or cast != Cast("int8", "row"):
+        return False
+    return jnp.dtype(lhs.data.dtype).itemsize <= 4 and is_of_one_device(jax.tree.leaves(operands))
 
 
 def _quantized_operand(name: str, recipe: Recipe, operands: Operands, product: Product) -> Operand | None:

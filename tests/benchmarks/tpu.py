@@ -214,6 +214,21 @@ def served(weights: str, order: str, device: Device) -> Kernel:
     return kernel._replace(bytes=read, macs=None, least=least)
 
 
+def by_row(in_kernel: bool, device: Device) -> Kernel:
+    """`forward` in int8, where the kernel, or XLA before it, quantises the rows. XLA's time isn't simulated: it reads
+    the rows twice, and writes them in int8."""
+    recipe = ragged.Recipe((ragged.Cast("int8", "row"), ragged.Cast("int8", "row")))
+    w: Any = jax.ShapeDtypeStruct((G, K, N), jnp.bfloat16)
+    w = jax.eval_shape(lambda w: ragged.quantize_weights(w, recipe), w)
+    x = GroupedTensor(jax.ShapeDtypeStruct((M, K), jnp.bfloat16), jax.ShapeDtypeStruct((G,), jnp.int32))
+    ((leaves, tree, call),) = products(lambda x, w: ragged.matmul(x, w, recipe=recipe).data, x, w)
+    operands = tree.unflatten(leaves)
+    if not in_kernel:
+        call, operands = call._replace(cast=None), jax.eval_shape(call.with_cast, operands)
+    kernel, _ = scheduled(call, operands, ROWS, device)
+    return kernel._replace(bytes=None, rows=32)
+
+
 def scheduled(call: Any, x: Any, rows: int, device: Device, shares_matrix: bool = False) -> tuple[Kernel, Tile]:
     """The kernel of a product of `x`, which has shapes, where each group has `rows`, a power of two; and its tile.
 
@@ -536,6 +551,8 @@ KERNELS: dict[str, Callable[[Device], Kernel]] = {
         for weights in SERVED
         for order in ("[in, out]", "[out, in]")
     },
+    "ours int8 rows, quantised before": functools.partial(by_row, False),
+    "ours int8 rows, quantised in the kernel": functools.partial(by_row, True),
     "gate's derivative": functools.partial(gate_derivative, False),
     "gate's derivative, weighted": functools.partial(gate_derivative, True),
     **{f"ours {name}": functools.partial(tiled, product) for name, product in TILED.items()},

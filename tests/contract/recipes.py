@@ -14,7 +14,7 @@ from jax import Array
 
 import ragged
 from ragged import Cast, GroupedTensor, Recipe, Scaling, quantize, quantize_weights
-from tests import gpu
+from tests import gpu, tpu
 from tests.contract.draws import draws, values
 from tests.contract.launches import launches
 from tests.contract.loop import TERMS, Arrays, covered, places
@@ -50,6 +50,8 @@ RECIPES = {
     "integers": INTEGERS,
     "powers": POWERS,
     "rows": Recipe((ROW, ROW), (ROW, ROW), (ROW, ROW)),
+    "int8 rows and blocks": Recipe((Cast("int8", "row"), Cast("int8", (1, 32)))),
+    "int8 rows": Recipe(*[(Cast("int8", "row"), Cast("int8", "row"))] * 3),
     "powers of two": Recipe.preset("blockwise", scales=E8M0),
 }
 
@@ -215,7 +217,8 @@ class Quantised:
             gpu.needs_triton()
         with ExitStack() as stack:
             if self.program.chip:
-                stack.enter_context(gpu.on(self.program.chip))
+                machines = tpu if self.program.backend == "pallas_tpu" else gpu
+                stack.enter_context(machines.on(self.program.chip))
             ran, alive, all_names = stack.enter_context(launches()), set[str](), set[str]()
             run, at_once = runner(self.program.context, self.compute)
             for some in itertools.batched(self.inputs(count), at_once):

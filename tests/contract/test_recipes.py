@@ -16,7 +16,7 @@ from jax import Array
 
 import ragged
 from ragged import GroupedTensor, Recipe
-from tests import gpu
+from tests import gpu, tpu
 from tests.cases import LETTERS, named
 from tests.contract.draws import values
 from tests.contract.launches import launches
@@ -34,6 +34,13 @@ def by_default() -> Iterator[Case]:
 
 def long() -> Iterator[Case]:
     yield 4, Quantised("mxfp8", Program("forward", held=3, existing=True, **KERNEL))
+    for layout, held in (("forward", 3), ("batched", 0)):  # quantised in the kernel
+        yield 6, Quantised("int8 rows", Program(layout, held=held, chip="v5e", existing=True, **KERNEL))
+    yield 3, Quantised("int8 rows", Program("forward", "bfloat16", chip="v6e", context="vmap", **KERNEL))
+    # Several tiles of the contracted dim, in which no row is whole; blocks of the matrices' scales.
+    deep: dict[str, Any] = {"backend": "pallas_tpu", "chip": "v5e", "k": 300, "n": 20}
+    yield 3, Quantised("int8 rows", Program("forward", tiles=(128, 128, 128), **deep))
+    yield 3, Quantised("int8 rows and blocks", Program("forward", **deep))
     yield 30, Quantised("blockwise", Program("wgrad", **SMALL))
     yield 30, Quantised("delayed", Program("forward_left", **SMALL))
     yield 20, Quantised("rounded", Program("batched", shared="rhs", **SMALL))
@@ -74,7 +81,7 @@ def test_more_recipes(count: int, product: Quantised) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     "names",
-    [["rowwise", "delayed"], ["tensorwise", "blockwise"], ["mxfp8", "nvfp4", "mixed"]],
+    [["int8 rows", "rowwise", "delayed"], ["tensorwise", "blockwise"], ["mxfp8", "nvfp4", "mixed"]],
     ids=" ".join,
 )
 def test_gathered_rows(names: list[str]) -> None:
@@ -120,6 +127,7 @@ def test_gathered_rows(names: list[str]) -> None:
         ("blockwise", "blockwise", "pallas_tpu"),
         ("mxfp8", "mxfp8", "xla"),
         ("delayed", "delayed", "xla"),
+        ("int8 rows", "int8 rows", "pallas_tpu"),
     ],
 )
 def test_gated_products(gate: str, up: str, backend: str) -> None:
@@ -151,7 +159,7 @@ def test_gated_products(gate: str, up: str, backend: str) -> None:
             for out, pull in (jax.vjp(each, data["lhs"], *weights, recipes) for each in (gated, apart))
         ]
 
-    with launches() as ran:
+    with launches() as ran, tpu.on("v5e"):
         compiled, rng = jax.jit(run), np.random.default_rng(1)
         for number, (data, sizes, _, past) in enumerate(both[0].inputs(4 if backend == "pallas_tpu" else 12)):
             got, want = compiled(data, sizes, (past, both[1]._past(rng)))

@@ -171,6 +171,7 @@ def test_collectives(program: Program, expected: list[str]) -> None:
 
 
 SIZES = jnp.array([5, 0, 11, 9], jnp.int32)  # of 32 rows
+INT8 = ragged.Cast("int8", "row"), ragged.Cast("int8", "row")
 
 
 def arrays(*shapes: tuple[int, ...]) -> list[Array]:
@@ -181,9 +182,13 @@ def arrays(*shapes: tuple[int, ...]) -> list[Array]:
 @pytest.mark.long
 @pytest.mark.parametrize(
     "recipe, kind",
-    [("blockwise", "auto"), *((each, "explicit") for each in ("tensorwise", "rowwise", "blockwise", "mxfp8"))],
+    [
+        ("blockwise", "auto"),
+        *((each, "explicit") for each in ("tensorwise", "rowwise", "blockwise", "mxfp8")),
+        *((ragged.Recipe(INT8, INT8, INT8), kind) for kind in ("auto", "explicit")),
+    ],
 )
-def test_recipes(recipe: str, kind: str) -> None:
+def test_recipes(recipe: Any, kind: str) -> None:
     """Values and gradients are those of one device, also where a cut makes blocks of scales smaller."""
 
     def step(x: Array, w: Array, dout: Array) -> Any:

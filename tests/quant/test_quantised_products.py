@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import ragged
 from ragged import GroupedTensor, Scaling, matmul, quantize
 from ragged.tuning import GpuConfig, TpuConfig
-from tests import gpu
+from tests import gpu, tpu
 from tests.cases import normal, split
 from tests.contract.launches import launches
 
@@ -41,6 +41,31 @@ def by_expert(seed: int) -> tuple[GroupedTensor, list[np.ndarray]]:
     """`W`, in blocks along its first dim, which is contracted."""
     w, groups = by_group(W.mT, seed)
     return w.mT, [group.T for group in groups]
+
+
+@pytest.mark.parametrize(
+    "backend, dtype", split([("pallas_tpu", "float32")], [("xla", "bfloat16"), ("xla", "float16")])
+)
+def test_rows_in_int8(backend: str, dtype: str) -> None:
+    """A recipe's kernel quantises rows as `quantize` does: of zeros, tiny and huge numbers, infinity and NaN."""
+    cast = ragged.Cast("int8", "row")
+    recipe, rows = ragged.Recipe((cast, cast)), np.array(normal((64, 256)))
+    largest, tiny = float(jnp.finfo(dtype).max), float(jnp.finfo(dtype).smallest_subnormal)
+    rows *= np.exp2(np.random.default_rng(0).integers(-9, 3, (64, 1)))
+    rows[0], rows[1], rows[2, 5], rows[3, 6], rows[4, 7], rows[21, 8:] = 0, tiny, -np.nan, np.inf, largest, -largest
+    x = X.with_data(jnp.asarray(rows, dtype))
+
+    @jax.jit
+    def both(x: GroupedTensor) -> list[Array]:
+        apart = matmul(quantize(x, "int8", "row"), quantize(W, "int8", "column"), **options)
+        return [matmul(x, W, recipe=recipe, **options).data, apart.data]
+
+    options: dict[str, Any] = {"preferred_element_type": jnp.float32, "backend": INTERPRETED.get(backend, backend)}
+    with launches() as ran, tpu.on("v5e"):
+        one, other = map(np.asarray, both(x))
+    assert [name for name, _ in ran] == [backend] * 2
+    np.testing.assert_array_equal(one, other)
+    assert np.isnan(one[:50]).any(1).tolist() == [row in (2, 3) for row in range(50)]
 
 
 @pytest.mark.long

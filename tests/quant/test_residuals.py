@@ -14,6 +14,7 @@ PRESETS = ("tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4", "delayed")
 SIZES = jnp.array([5, 0, 7], jnp.int32)
 X = GroupedTensor(normal((14, 36), 0, jnp.bfloat16), SIZES)
 W = normal((3, 36, 20), 1, jnp.bfloat16)
+INT8 = Cast("int8", "row"), Cast("int8", "row")
 WHOLE, WEIGHTS = ("bfloat16", X.shape), ("bfloat16", W.shape)
 
 
@@ -53,10 +54,10 @@ def test_scales_are_saved_in_their_own_dtype() -> None:
     assert all(leaf.dtype != jnp.float32 for leaf in leaves)
 
 
-@pytest.mark.parametrize("name", ["rowwise", "nvfp4"])
-def test_gated_products(name: str) -> None:
+@pytest.mark.parametrize("name", ["rowwise", "nvfp4", Recipe(INT8, INT8, INT8)])
+def test_gated_products(name: Any) -> None:
     """The rows of both products once; where the pre-activations are computed again, the rows themselves."""
-    casts = Recipe.preset(name)
+    casts = Recipe.of(name)
     narrow = casts.wgrad[0].dtype, X.shape
 
     def rows(recipe: Any, save: str = "pre") -> list[Any]:
@@ -92,8 +93,7 @@ TWICE = "a derivative of a product with `recipe` can't be differentiated: only q
 )
 def test_a_derivative_of_what_is_kept(recipe: Any) -> None:
     """By either operand or the cotangent, in a loop, compiled, next to weights that are quantised already."""
-    one = Cast(jnp.int8, "row"), Cast(jnp.int8, "row")
-    recipe = Recipe(one, one, one) if recipe == "int8" else recipe
+    recipe = Recipe(INT8, INT8, INT8) if recipe == "int8" else recipe
 
     def loss(x: Array, w: Any) -> Array:
         return jnp.sum(of(recipe)(x, w) ** 2)

@@ -119,9 +119,10 @@ def test_what_a_key_tells_apart() -> None:
         assert keys_of(*of())[1] == highest
 
 
-@pytest.mark.parametrize("what", ["gathered rows", "blocks of tokens"])
+@pytest.mark.parametrize("what", ["gathered rows", "blocks of tokens", "rows in int8", "many columns in int8"])
 def test_what_is_measured_is_what_is_looked_up(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A key is of the operands as the backend takes them: rows dispatched, groups moved apart to whole blocks."""
+    """A key is of the operands as the backend takes them: rows dispatched, groups moved apart to whole blocks, rows
+    quantised by the kernel or before it."""
     asked: list[str] = []
     lookup = cache.lookup
 
@@ -133,6 +134,11 @@ def test_what_is_measured_is_what_is_looked_up(what: str, monkeypatch: pytest.Mo
     if what == "gathered rows":
         rows = ragged.route(jnp.zeros((48, 2), jnp.int32), 4).gathered(jnp.ones((48, 16)))
         found, platform = products_of(lambda x, w: ragged.matmul(x, w).data, (rows, W), sizes=False), "cpu"
+    elif "int8" in what:
+        cast = ragged.Cast("int8", "row")
+        w = jnp.ones((4, 16, 2**17 if "many" in what else 8))
+        product = partial(ragged.matmul, recipe=ragged.Recipe((cast, cast)))
+        found, platform = products_of(lambda x, w: product(x, w).data, (X, w), sizes=False), "tpu"
     else:
         x = GroupedTensor(jnp.ones((96, 64)), jnp.array([3, 0, 61], jnp.int32))
         loss = jax.grad(lambda w: jnp.sum(ragged.matmul(x, w, recipe="mxfp8").data))
@@ -142,6 +148,7 @@ def test_what_is_measured_is_what_is_looked_up(what: str, monkeypatch: pytest.Mo
         asked.clear()
         launch = lowering.launch_of(platform, bound.operands, call, Target(device=DEFAULT_TPU))
         assert bound.key(launch) in asked
+        assert "int8" not in what or launch.details.casts != ("many" in what)
 
 
 def test_a_gpu_is_the_same_in_a_mesh(monkeypatch: pytest.MonkeyPatch) -> None:

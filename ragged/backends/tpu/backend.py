@@ -64,11 +64,46 @@ _TAKES = (*KERNELS, "scales", "offset", "batch", "existing", "bias", "up", "up_b
 _TAKES += ("grouped_matmul with an epilogue", "batched_matmul with an epilogue")
 _SMALL_BLOCK = 16
 """The extents of small blocks along the contracted letter are multiples of this."""
+_CAST = {5: 1.3e-12, 6: 0.7e-12}
+"""Seconds in which a kernel quantises an element to int8, in libtpu's simulator, keyed by generation."""
 _PRECISIONS = ("none", "default", "high", "highest", "bfloat16", "float32", "fastest")
 
 
 def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
-    """Chooses kernel and configuration."""
+    """Chooses kernel and configuration, and whether XLA applies `Call.cast` before the kernel, or the kernel itself.
+
+    A kernel quantises a tile of rows again for each tile of columns.
+    """
+    if call.cast is not None:
+        inside = _plan(call, x, target) if _may_cast(call, x, target) else None
+        if isinstance(inside, Launch) and _saves_a_pass(inside, x.lhs.data, tiles.chip(target.device)):
+            return inside
+        x = jax.eval_shape(call.with_cast, x)
+    return _plan(call, x, target)
+
+
+def _may_cast(call: Call, x: Operands, target: Target) -> bool:
+    """Whether a kernel may apply `Call.cast`: the matrices are int8, like its data, with scales that multiply the sums,
+    and matrix units multiply int8."""
+    b, chip = call.kernel_operands(x)[1], tiles.chip(target.device)
+    if b.data.dtype != jnp.int8 or b.block(call.product.contracted) is not None:
+        return False
+    return chip.rate(jnp.int8) is not None and chip.generation in _CAST
+
+
+def _saves_a_pass(launch: Launch, rows: Any, chip: tiles.Chip) -> bool:
+    """Whether a kernel that applies `Call.cast` takes less time than XLA's pass that reads `rows` and writes 8 bits.
+
+    The pass that finds each row's largest value isn't counted: XLA may fuse it with the operation that computes `rows`.
+    """
+    k, n = launch.config.along("kn")
+    casts, moved = -(-launch.call.shape[-1] // n), rows.dtype.itemsize + 1  # bytes
+    of_core = math.ceil(casts / chip.cores)
+    return k >= rows.shape[-1] and of_core * _CAST[chip.generation] <= moved / chip.bandwidth
+
+
+def _plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
+    """The launch of a kernel that applies `Call.cast` if `lhs` has no scales."""
     x = jax.eval_shape(partial(_with_levels, call), x)
     if refusal := _refuse(call, x, target):
         return refusal
@@ -141,6 +176,7 @@ def run(launch: Launch, x: Operands) -> Any:
         "transposed_grouped_matmul": _transposed_grouped,
         "tiled_matmul": tiled.run,
     }[launch.kernel]
+    x = x if launch.call.cast is None or launch.details.casts else launch.call.with_cast(x)
     return kernel(launch, _with_levels(launch.call, x))
 
 
@@ -266,7 +302,8 @@ def _details(call: Call, x: Operands, chip: tiles.Chip) -> Details:
     blocks = [] if kind == "groups" or "tile" in modes else [operand.block(k) or 0 for operand in (a, b)]
     # Integers of 8 bits minus zero points of 8 bits are exact in bfloat16.
     b_dtype = b.data.dtype if zeros_of(b) is None else jnp.dtype(jnp.bfloat16)
-    multiplied = (scaled_dtype, scaled_dtype) if "tile" in modes else (a.data.dtype, b_dtype)
+    casts = call.cast is not None and a.scales is None
+    multiplied = (scaled_dtype, scaled_dtype) if "tile" in modes else (jnp.int8 if casts else a.data.dtype, b_dtype)
     num_local = b.data.shape[-3] if kind == "rows" else call.shape[0]
     # Visits list batch elements if their sizes or offsets differ, or a wgrad is summed over them.
     is_listed = any(batched.sizes.values()) or bool(batched.offset) or (kind == "groups" and not call.out_batch)
@@ -289,7 +326,7 @@ def _details(call: Call, x: Operands, chip: tiles.Chip) -> Details:
     )
     # Before v6e, vector units have no bfloat16. It is slower there, except in a loop over many rows.
     scaled = jnp.dtype(jnp.float32) if has_few_rows and chip.generation < 6 else problem.dot.lhs
-    return Details(problem, modes, math.gcd(*blocks) or None, scaled)
+    return Details(problem, modes, math.gcd(*blocks) or None, scaled, casts)
 
 
 def _has_few_rows(call: Call, x: Operands) -> bool:

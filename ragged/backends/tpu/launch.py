@@ -33,6 +33,7 @@ class Details(NamedTuple):
     modes: tuple[str, str]  # see `scale_modes`
     lanes: int | None  # in the mode "step", extent of the scaled steps, a multiple or a divisor of 128; else None
     scaled: Any  # dtype in which tiles are multiplied by scales, in the mode "tile"
+    casts: bool = False  # whether the kernel applies `Call.cast`
 
     def config(self, tile: tuple[int, int, int], buffers: int) -> TpuConfig:
         """The configuration with a tile `(rows, a, b)`. `a` is rounded up to whole steps that are scaled."""
@@ -160,14 +161,17 @@ class Kernel:
         def inside(tile: Array, axis: int) -> Array:
             return select_first(tile, rest, axis) if is_last and rest else tile
 
-        x = inside(units.loaded(x), self.contracted[0])
+        x, of_rows = inside(units.loaded(x), self.contracted[0]), None
+        if self.launch.details.casts and self.launch.call.cast is not None:
+            x, of_rows = self.launch.call.cast(x)
         for y, scales in zip(ys, y_scales, strict=True):
             tile = inside(units.loaded(y[...]), self.contracted[1])
             if self.zeros is not None:
                 dtype = self.problem.dot.rhs
                 tile = tile.astype(dtype) - self.of_tile(scales.zeros, 1, self.zeros, column, begin, tile, dtype)
             values = None if scales.values is None else tpu_scales.floats(scales.values)
-            yield self.multiply(x, tile, x_scales, values, column, begin)
+            total = self.multiply(x, tile, x_scales, values, column, begin)
+            yield total if of_rows is None else total.astype(jnp.float32) * of_rows
 
     def of_tile(
         self, ref: Any, operand: int, blocks: Blocks, column: Any, begin: Any, tile: Array, dtype: Any

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ragged
-from ragged import GroupedTensor, Recipe, quantize
+from ragged import Cast, GroupedTensor, Recipe, gated_matmul, matmul, quantize, quantize_weights
 from ragged.backends.base import Target
 from ragged.backends.tpu import tiles as tpu_tiling
 from ragged.backends.tpu import units
@@ -44,6 +44,7 @@ from tests.cases import split, thinned
 from tests.contract.meshes import moved
 from tests.moe import moe as layer_of
 
+BY_ROW = Recipe((Cast("int8", "row"), Cast("int8", "row")))
 SPREAD = [  # every generation, layout, shape and dtype; each takes seconds
     ("v6e", "inner_columns", ODD, "bfloat16"),
     ("v6e", "ragged", ODD, "bfloat16"),
@@ -126,6 +127,29 @@ def test_recipes(generation: str, recipe: str) -> None:
     assert (
         len(dequantized(lowered(partial(step, backend="xla"), *avals), 512 * 1024)) == 4
     )  # operands that are ragged; matrices in parts
+
+
+IN_KERNEL = [  # generation, columns of the result, whether the kernel quantises the rows
+    ("v5e", 768, True),  # two matrices
+    ("v5e", 4096, False),  # four tiles of columns
+    ("v6e", 4096, True),
+    ("tpu7x", 2048, False),  # has no matrix units for int8
+]
+
+
+@pytest.mark.parametrize("generation, columns, inside", split([("v5e", 2048, True)], IN_KERNEL))
+def test_rows_quantised_in_the_kernel(generation: str, columns: int, inside: bool) -> None:
+    """Then the program has no array of quantised rows. The kernel multiplies 8 bits either way."""
+    w = jax.eval_shape(lambda w: quantize_weights(w, BY_ROW), Aval((8, 2048, columns), jnp.bfloat16))
+    x = GroupedTensor(Aval((4096, 2048), jnp.bfloat16), Aval((8,), jnp.int32))
+    function, weights = (gated_matmul, (w, w)) if columns == 768 else (matmul, (w,))
+
+    def run(x: GroupedTensor, *weights: Any) -> Array:
+        return function(x, *weights, recipe=BY_ROW).data
+
+    compiled = tpu.compile_for(generation, run, x, *weights)
+    assert len(compiled.kernels) == 1 and ("s8[4096,2048]" in compiled.text) != inside
+    assert tpu.matmuls(generation, run, x, *weights) == {("i8", "i8")}
 
 
 @pytest.mark.long
