@@ -175,13 +175,18 @@ def choice(
     - `model()`: the fastest configuration by the backend's model.
     """
     options = call.options
+
+    def complete(tiles: dict[str, int] | None) -> Any:
+        return tiled(tiles) if tiles else model()
+
     if options.tiles is not None:
         return tiled(options.tiles), "tiling"
     if requested := options.configs.of(call.product.out, backend):
-        requested = requested.completed(lambda tiles: tiled(tiles) if tiles else model())
+        requested = requested.completed(complete)
         return illegal(requested) or (requested, options.source)
     if options.cached and not target.interpret:
         cached = cache.lookup(call, x, target.device, backend)
+        cached = cached and cached.completed(complete)
         if cached is not None and illegal(cached) is None:
             return cached, "cache"
     return model(), "model"

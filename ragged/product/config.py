@@ -148,11 +148,11 @@ class GpuConfig(Config):
     n: int | None = None
     warps: int | None = None  # number of warps (of 32 threads) of a program
     stages: int | None = None  # tiles of each operand that are loaded ahead
+    # Parts of the contracted dim, each multiplied by other programs. XLA then adds up their sums, in order.
+    splits: int | None = None
     band: int = 8  # programs visit bands of this many rows of tiles, each band column by column
     programs: int = 0  # programs that a multiprocessor runs at a time; 0: as many as fit
     tma: bool = True  # whether TMA loads tiles, if it can
-    # Parts of the contracted dim, each multiplied by other programs. XLA then adds up their sums, in order.
-    splits: int = 1
     # True runs the kernel's body on the CPU, planned for the GPU of the mesh in context, or else for an A100.
     interpret: bool = False
 

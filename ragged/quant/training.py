@@ -227,7 +227,7 @@ def _casts_rows(cast: Cast, operands: Operands, call: Call) -> bool:
     """Whether the product's backend quantises `lhs`, by `Call.cast`: in int8 by row, on one device."""
     p, lhs = call.product, operands.lhs
     is_row = p.lhs == "mk" and p.out == "mn" and p.contracted == "k" and p.ragged in ("", "m")
-    if not is_row or operands.gather is not None or cast != Cast("int8", "row"):
+    if not is_row or operands.gather is not None or cast != Cast("int8", "row") or "k" in (lhs.quantized or {}):
         return False
     return jnp.dtype(lhs.data.dtype).itemsize <= 4 and is_of_one_device(jax.tree.leaves(operands))
 

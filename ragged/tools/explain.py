@@ -233,14 +233,14 @@ class _Product(NamedTuple):
     def of(name: str, layout: Layout, equation: Any, sizes: dict[str, np.ndarray] | None, offset: Any) -> "_Product":
         """The product `name`, from its equation in the jaxpr."""
         call, x = _call_and_operands(equation)
-        p, with_sizes = call.product, _with_sizes(call, x, sizes, offset)
-        operands = [(_name(letters), operand, letters) for letters, operand in ((p.lhs, x.lhs), (p.rhs, x.rhs))]
+        p, with_sizes, cast = call.product, _with_sizes(call, x, sizes, offset), jax.eval_shape(call.with_cast, x)
+        operands = [(_name(letters), operand, letters) for letters, operand in ((p.lhs, cast.lhs), (p.rhs, cast.rhs))]
         operands.sort(key=lambda operand: ("lhs", "dout", "rhs").index(operand[0]))
         if with_sizes is None:
-            costs = cost(call, x)
+            costs = cost(call, cast)
         else:
             extents = {letter: end - begin for letter, (begin, end) in spans(call, with_sizes).items()}
-            costs = cost(call, x, int(np.count_nonzero(extents[p.ragged[:1] or p.out[0]])))
+            costs = cost(call, cast, int(np.count_nonzero(extents[p.ragged[:1] or p.out[0]])))
             costs["flops"] = int(2 * np.sum(np.prod([*extents.values()], axis=0))) * (call.batch(x) or 1)
         fields = {
             "product": name,

@@ -80,6 +80,19 @@ def test_once_for_all_microbatches(function: Any, recipe: str, outside: int) -> 
     assert casts_in(anew, W.size) == (0, 2)
 
 
+def test_once_of_uniform_rows() -> None:
+    """Rows that `quantize_weights` has quantised in int8 aren't quantised again, neither by XLA nor by a kernel."""
+    casts = Cast("int8", "row"), Cast("int8", "row")
+    recipe, w, x = Recipe(casts, casts, casts), normal((3, 6, 36)), GroupedTensor(W)
+    made = quantize_weights(w, recipe)
+
+    def lowered(w: Any) -> str:
+        return jax.jit(lambda w, x: matmul(w, x, recipe=recipe).data).lower(w, x).as_text()
+
+    for operand, is_made in ((w, False), (made, True)):
+        assert ("-> tensor<3x6x36xi8>" in lowered(operand)) != is_made
+
+
 @pytest.mark.long
 def test_under_transformations() -> None:
     """A map over weights, a layer, `explain`, an export, a `shard_map` over groups."""

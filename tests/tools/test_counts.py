@@ -90,8 +90,8 @@ def case(backend: str, layout: str, number: int, *marks: Any, tiles: Any = "smal
         # Tiles that groups share are multiplied in chunks on a TPU; several steps of what is contracted.
         case("pallas_tpu", "forward", 20, pytest.mark.long, tiles=(256, 128, 128), capacity=600),
         case("triton_gpu", "forward", 3, pytest.mark.long, tiles=(128, 32, 16), capacity=600, k=40, n=24),
-        # Parts of one step: two of them in the product have none, and of the dgrad's one.
-        case("triton_gpu", "forward", 3, pytest.mark.long, held=2, splits=4),
+        # Parts of one step: two of them in the product have none, and of the dgrad's one. Then of two steps.
+        *(case("triton_gpu", "forward", 3, pytest.mark.long, held=2, splits=4, k=k) for k in (48, 160)),
     ],
 )
 def test_counts(program: Program, number: int, counts: Counter[str]) -> None:

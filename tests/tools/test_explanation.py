@@ -107,6 +107,15 @@ def test_dtypes_and_scales_of_recipes(recipe: str) -> None:
     assert ragged.explain(*forward()).plan().scales == ("", "")
 
 
+def test_rows_that_a_kernel_may_quantise() -> None:
+    """They are shown as they are multiplied, whatever quantises them."""
+    by_row = ragged.Cast("int8", "row")
+    found = ragged.explain(*forward(), recipe=ragged.Recipe((by_row, by_row)))
+    for platform in ("cpu", "tpu"):
+        plan = found.plan(platform=platform)
+        assert plan.dtypes[:2] == ("int8", "int8") and plan.scales == ("1 m × all k", "all k × 1 n")
+
+
 def test_what_is_known_of_sizes() -> None:
     """Sizes, empty groups and tails; of tracers nothing; of an offset that is traced, no counts."""
     x, w = GroupedTensor(jnp.ones((16, 4)), jnp.array([3, 5, 0, 4], jnp.int32)), jnp.ones((4, 4, 8))

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ from ragged.product.operands import Options
 from ragged.tuning import Config, Found, GpuConfig, TpuConfig, XlaConfig, cache_entries, load_cache, save_cache, using
 from ragged.tuning.products import BoundProduct, products_of
 from tests.cases import check_error
+from tests.contract.machines import on, shapes
 
 ROOT = Path(__file__).parent.parent.parent
 X = GroupedTensor(jnp.ones((96, 16)), jnp.array([30, 0, 50, 8], jnp.int32))
@@ -165,6 +167,14 @@ def test_a_gpu_is_the_same_in_a_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # What is used
+
+
+def test_fields_that_an_older_file_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are the library's choice."""
+    monkeypatch.setattr(cache, "lookup", lambda *_: GPU)
+    with on("H200"):
+        plan = ragged.explain(*shapes("forward", 4, rows=1000, k=256, n=384), platform="cuda").plan()
+    assert (plan.config, plan.source) == (replace(GPU, splits=1), "cache")
 
 
 def test_where_a_configuration_comes_from() -> None:

@@ -32,7 +32,7 @@ from tests.contract.programs import Program
 
 SIZES = jnp.array([30, 0, 50, 8], jnp.int32)
 X, W = GroupedTensor(jnp.ones((96, 16)), SIZES), jnp.ones((4, 16, 8))
-TPU, GPU = TpuConfig(m=32, k=128, n=128), GpuConfig(m=32, k=32, n=64, warps=4, stages=2)
+TPU, GPU = TpuConfig(m=32, k=128, n=128), GpuConfig(m=32, k=32, n=64, warps=4, stages=2, splits=1)
 FAST = XlaConfig(m=(8, 16, 32, 64))
 quick = partial(autotune, seconds=1e-3, most=6, progress=False, again=True)
 
@@ -76,7 +76,7 @@ def test_each_backend_has_its_record(machine: str) -> None:
 def test_derivatives_have_configurations_of_their_own(layout: str) -> None:
     """By what they are of, whatever the derivative is taken of."""
     lhs, rhs = shapes(layout, 4, rows=1000, k=256, n=384)
-    three = [GpuConfig(m=32, k=32, n=32, warps=4, stages=stages) for stages in (2, 3, 4)]
+    three = [GpuConfig(m=32, k=32, n=32, warps=4, stages=stages, splits=1) for stages in (2, 3, 4)]
     with using(Configs(out=three[0], lhs=three[1], rhs=three[2])):
         found = chosen(lhs, rhs, "H200", **options_of(layout, 1000))
     assert found == {

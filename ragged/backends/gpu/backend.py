@@ -175,7 +175,7 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
     # Packed rows of a result are the groups and two gaps. All of these except one may add a partial tile.
     count = rows_of_tiles + min(matrices, call.shape[-2]) + 1 if r in sizes else rows_of_tiles * matrices
     result_tiles = count * -(-call.shape[-1] // tile_c)
-    steps = max(-(-extent[k] // config.along(k)[0]), config.splits)
+    steps = int(sum(_parts(-(-extent[k] // config.along(k)[0]), config.splits)))
     # In a wgrad, groups share the contracted rows.
     visits = result_tiles // matrices * (steps + matrices) if p.ragged == k else result_tiles * steps
     return Launch(
@@ -217,9 +217,7 @@ def work(launch: Launch, x: Operands) -> Work:
     tile_r, tile_c, tile_k = config.along(r + c + k)
     size = {letter: end - first for letter, (first, end) in groups.items()}
     rows, columns, steps = -(-size[r] // tile_r), -(-call.shape[-1] // tile_c), -(-size[k] // tile_k)
-    # Parts of the contracted dim without steps write zeros, too.
-    busy = -(-steps // np.maximum(-(-steps // config.splits), 1))
-    visits, idle = int(sum(rows * steps)), int(sum(rows * (config.splits - busy)))
+    visits, idle = (int(sum(rows * each)) for each in _parts(steps, config.splits))
     if r in p.ragged:  # rows around the local groups become zeros
         gaps = -(-groups[r][0][0] // tile_r) + -(-(call.shape[-2] - groups[r][1][-1]) // tile_r)
         idle += int(gaps) * config.splits
@@ -234,6 +232,11 @@ def work(launch: Launch, x: Operands) -> Work:
     visits, idle = visits * columns, idle * columns
     flops = 2 * visits * tile_r * tile_c * tile_k * call.num_products
     return Work(visits, idle, flops, letter, tuple(tiles))
+
+
+def _parts(steps: Any, splits: int) -> tuple[Any, Any]:
+    """`steps`, and how many parts of the contracted dim have none: these write zeros. Ints, or arrays of them."""
+    return steps, splits + -steps // np.maximum(-(-steps // splits), 1)
 
 
 def _refuse(call: Call, x: Operands, target: Target) -> Refusal | None:
@@ -305,6 +308,7 @@ def _illegal(config: GpuConfig, details: _Details, block: int, call: Call, targe
             f"tile_{k}={tile_k} is illegal for the contracted dim.",
             f"It must be a power of two, {tiled.min_k} or more{divides}.",
         )
+    assert config.warps is not None and config.splits is not None
     if config.splits > 1 and not tiled.splits:
         what = "whose contracted dim is ragged" if k in call.product.ragged else "with an epilogue"
         return Refusal(f"splits={config.splits} is illegal for a product {what}.", "It must be 1.")
@@ -313,7 +317,6 @@ def _illegal(config: GpuConfig, details: _Details, block: int, call: Call, targe
         return Refusal(reason, f"It must be {_MAX_ELEMENTS // details.elements} or less.")
     # An error if the GPU is known: if XLA ran the product, the caller would measure another program.
     is_known = target.device is not None
-    assert config.warps is not None
     registers = tile_r * tile_c * tiled.sums // (32 * config.warps)
     shared = tiles.shared(tiled, config, details.chip)
     for what, needed, available in (

@@ -265,7 +265,7 @@ def grouped_product(
                         y = _fetch(b_tiles, e, matrix, b_first, y_k, 0, B)  # both loads start before the masks
                         x, y = _between(x, ahead - k, size_k - k), _between(y, ahead - k, size_k - k)
                         total = _add(total, x, y, (x_scales, x_k), (y_scales, y_k), None, A_SCALES, B_SCALES, DOT)
-                elif sizes_k is not None or A.k % TILE_K != 0:
+                elif sizes_k is not None or (A.k * A.numbers) % TILE_K != 0 or (B.k * B.numbers) % TILE_K != 0:
                     # The rest, less than a tile of `k`. Another group, or the end of the buffer, follows.
                     rest = size_k % TILE_K
                     if rest > 0:

@@ -121,7 +121,7 @@ class Problem(NamedTuple):
         return SCALED_ROWS if self.itemsize < 1 else SMALLEST
 
     def config(self, r: int, c: int, k: int, **others: Any) -> GpuConfig:
-        return GpuConfig(**dict(zip(self.letters, (r, c, k), strict=True)), **others)
+        return GpuConfig(**dict(zip(self.letters, (r, c, k), strict=True)), splits=1, **others)
 
 
 MAX_SUM_REGISTERS = 128
@@ -309,6 +309,7 @@ def seconds(p: Problem, config: GpuConfig, on: Chip) -> tuple[float, float]:
     # The model adds three quarters of a tile to the mean group, because sizes are rarely equal.
     r, c, _ = config.along(p.letters)
     rows = max(1.0, p.r / r + 0.75)
+    assert config.splits is not None
     k, tiles = -(-p.k // config.splits), p.groups * rows * -(-p.c // c) * config.splits
     at_a_time = min(2, resident(p, config, on))
     # Tensor cores are partly idle with few rows, with few columns, which makes them wait for shared memory, and while a

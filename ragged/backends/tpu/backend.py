@@ -99,7 +99,7 @@ def _saves_a_pass(launch: Launch, rows: Any, chip: tiles.Chip) -> bool:
     k, n = launch.config.along("kn")
     casts, moved = -(-launch.call.shape[-1] // n), rows.dtype.itemsize + 1  # bytes
     of_core = math.ceil(casts / chip.cores)
-    return k >= rows.shape[-1] and of_core * _CAST[chip.generation] <= moved / chip.bandwidth
+    return k >= rows.shape[-1] and of_core * _CAST[chip.generation] <= moved / (chip.cores * chip.bandwidth)
 
 
 def _plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:

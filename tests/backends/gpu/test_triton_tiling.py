@@ -5,6 +5,7 @@
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -100,6 +101,20 @@ def test_few_rows_and_columns_split_the_contracted_dim() -> None:
         assert choose(problem(r, c, k)._replace(splits=True), H200).splits == 1
     assert {each.splits for each in ranked(router, H200)[:16]} == {config.splits, 1, 2, 4}
     assert {each.splits for each in ranked(router._replace(splits=False), H200)} == {1}
+
+
+def test_parts_that_are_asked_for() -> None:
+    """None leaves their number to the library, whatever else is asked for; but of given tiles, none is split."""
+    rows = GroupedTensor(ShapeDtypeStruct((64, 7168), jnp.bfloat16), ShapeDtypeStruct((1,), jnp.int32))
+    w, tiles = ShapeDtypeStruct((1, 7168, 128), jnp.bfloat16), {"m": 32, "k": 64, "n": 32}
+
+    def splits(**fields: Any) -> int | None:
+        found = ragged.explain(rows, w, device="NVIDIA H200", backend=GpuConfig(**fields)).plan().config
+        assert isinstance(found, GpuConfig)
+        return found.splits
+
+    assert splits() > 1 and splits(band=4) == splits()
+    assert (splits(splits=1), splits(**tiles), splits(**tiles, splits=2)) == (1, 1, 2)
 
 
 def test_positions_fit_int32() -> None:

@@ -133,6 +133,7 @@ IN_KERNEL = [  # generation, columns of the result, whether the kernel quantises
     ("v5e", 768, True),  # two matrices
     ("v5e", 4096, False),  # four tiles of columns
     ("v6e", 4096, True),
+    ("v5p", 2048, False),
     ("tpu7x", 2048, False),  # has no matrix units for int8
 ]
 
