@@ -31,7 +31,7 @@ def test_whole_models(name: str) -> None:
 def test_configurations() -> None:
     """A window without kinds of layers is in all layers, as in Mixtral. What the example doesn't have raises."""
     models, recorded = blocks.example("models"), blocks.recorded("mixtral")
-    config, arrays = recorded["whole/config"], blocks.part("mixtral", "w/")
+    config, arrays = recorded["whole/config"], jax.tree.map(jnp.asarray, blocks.part("mixtral", "w/"))
     kinds = {"layer_types": ["sliding_attention"] * config["num_hidden_layers"]}
     ids, lengths = jnp.arange(9) % config["vocab_size"], jnp.array([9], jnp.int32)
     every, want, full = (
