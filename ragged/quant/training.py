@@ -224,7 +224,8 @@ def quantized(recipe: Recipe, operands: Operands, call: Call) -> tuple[Operands,
 
 
 def _casts_rows(cast: Cast, operands: Operands, call: Call) -> bool:
-    """Whether the product's backend quantises `lhs`, by `Call.cast`: in int8 by row, on one device."""
+    """True if the backend quantises the rows of `lhs`, by `Call.cast`. The recipe must cast them to int8 by row, and
+    all operands must be on one device."""
     p, lhs = call.product, operands.lhs
     is_row = p.lhs == "mk" and p.out == "mn" and p.contracted == "k" and p.ragged in ("", "m")
     if not is_row or operands.gather is not None or cast != Cast("int8", "row") or "k" in (lhs.quantized or {}):

@@ -83,8 +83,8 @@ def plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
 
 
 def _may_cast(call: Call, x: Operands, target: Target) -> bool:
-    """Whether a kernel may apply `Call.cast`: the matrices are int8, like its data, with scales that multiply the sums,
-    and matrix units multiply int8."""
+    """True if a kernel can apply `Call.cast`, which returns int8. The matrices must be int8, too, their scales must
+    multiply the sums, and the matrix units must multiply int8."""
     b, chip = call.kernel_operands(x)[1], tiles.chip(target.device)
     if b.data.dtype != jnp.int8 or b.block(call.product.contracted) is not None:
         return False
@@ -92,9 +92,10 @@ def _may_cast(call: Call, x: Operands, target: Target) -> bool:
 
 
 def _saves_a_pass(launch: Launch, rows: Any, chip: tiles.Chip) -> bool:
-    """Whether a kernel that applies `Call.cast` takes less time than XLA's pass that reads `rows` and writes 8 bits.
+    """True if casts in the kernel take less time than XLA's pass that reads `rows` and writes them in 8 bits.
 
-    The pass that finds each row's largest value isn't counted: XLA may fuse it with the operation that computes `rows`.
+    XLA's other pass, for each row's largest value, isn't counted. It may be fused with the operation that computes
+    `rows`.
     """
     k, n = launch.config.along("kn")
     casts, moved = -(-launch.call.shape[-1] // n), rows.dtype.itemsize + 1  # bytes
