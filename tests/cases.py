@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax import Array
 
-from ragged import GroupedTensor
+from ragged import Cast, GroupedTensor, Recipe
 from tests import oracle
 
 LETTERS = {
@@ -28,6 +28,8 @@ LETTERS = {
 }
 """The ragged letters of each layout."""
 NAMES = [*LETTERS]
+INT8_ROWS = Recipe(*[(Cast("int8", "row"), Cast("int8", "row"))] * 3)
+"""Of whose forward product a TPU's kernel may quantise the rows."""
 
 # Largest and rms error, relative to the largest element, by the dtype of the result.
 TOLERANCE = {

@@ -66,7 +66,7 @@ def product_key(call: Call, x: Operands, backend: str) -> str:
 
     It doesn't tell who applies `call.cast`.
     """
-    if call.cast is not None and x.lhs.scales is None:
+    if call.cast is not None:
         x = jax.eval_shape(call.with_cast, x)
     p, sizes, precision = call.product, x.sizes, precision_name(call.options.precision) or call.options.precision
 

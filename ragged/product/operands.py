@@ -259,8 +259,8 @@ class Call(NamedTuple):
         return (lhs, rhs) if p.out[0] in p.lhs else (rhs, lhs)
 
     def with_cast(self, x: Operands) -> Operands:
-        """`x` with `lhs` as `cast` quantises it."""
-        if self.cast is None:
+        """`x` with `lhs` as `cast` quantises it, if it isn't quantised already."""
+        if self.cast is None or x.lhs.scales is not None:
             return x
         data, scales = self.cast(x.lhs.data)
         return x._replace(lhs=Operand(data, Scales(scales, (1, None))))

@@ -50,6 +50,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 import ragged
 from ragged import GroupedTensor, Scaling
 from tests.benchmarks import report as files
+from tests.cases import INT8_ROWS
 from tests.moe import clamped
 from tests.support import WEIGHTS, products
 
@@ -217,11 +218,10 @@ def served(weights: str, order: str, device: Device) -> Kernel:
 def by_row(in_kernel: bool, device: Device) -> Kernel:
     """`forward` in int8, where the kernel, or XLA before it, quantises the rows. XLA's time isn't simulated: it reads
     the rows twice, and writes them in int8."""
-    recipe = ragged.Recipe((ragged.Cast("int8", "row"), ragged.Cast("int8", "row")))
     w: Any = jax.ShapeDtypeStruct((G, K, N), jnp.bfloat16)
-    w = jax.eval_shape(lambda w: ragged.quantize_weights(w, recipe), w)
+    w = jax.eval_shape(lambda w: ragged.quantize_weights(w, INT8_ROWS), w)
     x = GroupedTensor(jax.ShapeDtypeStruct((M, K), jnp.bfloat16), jax.ShapeDtypeStruct((G,), jnp.int32))
-    ((leaves, tree, call),) = products(lambda x, w: ragged.matmul(x, w, recipe=recipe).data, x, w)
+    ((leaves, tree, call),) = products(lambda x, w: ragged.matmul(x, w, recipe=INT8_ROWS).data, x, w)
     operands = tree.unflatten(leaves)
     if not in_kernel:
         call, operands = call._replace(cast=None), jax.eval_shape(call.with_cast, operands)

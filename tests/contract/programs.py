@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from typing import Any
@@ -231,9 +231,16 @@ class Program:
             return Configs(*[XlaConfig(m=m, k=k, n=n)] * 3) if self.tiles else None
         tiles = dict(zip("mkn", self.tiles or (None,) * 3, strict=True))
         config: Any = {"pallas_tpu": TpuConfig, "triton_gpu": GpuConfig}[self.backend]
-        contracted = "knm" if self.splits > 1 else ""  # of the product and of the cotangents of `lhs` and `rhs`
-        splits = [{} if z in self.ragged else {"splits": self.splits} for z in contracted] or [{}] * 3
+        # Of the letters that the product contracts, and the cotangents of `lhs` and `rhs`.
+        splits = [{"splits": self.splits} if self.splits > 1 and z not in self.ragged else {} for z in "knm"]
         return Configs(*(config(interpret=self.interpret, **tiles, **each) for each in splits))
+
+    def on_chip(self) -> Any:
+        """Where kernels are lowered for `chip`."""
+        if not self.chip:
+            return nullcontext()
+        # With one multiprocessor, each program of a GPU's kernel computes several tiles.
+        return tpu.on(self.chip) if self.backend == "pallas_tpu" else gpu.on(self.chip, multiprocessors=1)
 
     def is_differentiable(self, name: str) -> bool:
         if name in self.casts:
@@ -371,10 +378,7 @@ class Program:
         with ExitStack() as stack:
             if "float64" in self.dtypes.values():
                 stack.enter_context(jax.enable_x64(True))
-            if self.chip:
-                # With one multiprocessor, each program of a GPU's kernel computes several tiles.
-                chip = tpu.on(self.chip) if self.backend == "pallas_tpu" else gpu.on(self.chip, multiprocessors=1)
-                stack.enter_context(chip)
+            stack.enter_context(self.on_chip())
             if self.context == "disable_jit":
                 stack.enter_context(jax.disable_jit())
             ran = stack.enter_context(launches(self.in_loops and self.over is None))

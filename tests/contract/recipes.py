@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,7 +13,8 @@ from jax import Array
 
 import ragged
 from ragged import Cast, GroupedTensor, Recipe, Scaling, quantize, quantize_weights
-from tests import gpu, tpu
+from tests import gpu
+from tests.cases import INT8_ROWS
 from tests.contract.draws import draws, values
 from tests.contract.launches import launches
 from tests.contract.loop import TERMS, Arrays, covered, places
@@ -51,7 +51,7 @@ RECIPES = {
     "powers": POWERS,
     "rows": Recipe((ROW, ROW), (ROW, ROW), (ROW, ROW)),
     "int8 rows and blocks": Recipe((Cast("int8", "row"), Cast("int8", (1, 32)))),
-    "int8 rows": Recipe(*[(Cast("int8", "row"), Cast("int8", "row"))] * 3),
+    "int8 rows": INT8_ROWS,
     "powers of two": Recipe.preset("blockwise", scales=E8M0),
 }
 
@@ -215,11 +215,8 @@ class Quantised:
     def check(self, count: int) -> None:
         if self.program.backend == "triton_gpu":
             gpu.needs_triton()
-        with ExitStack() as stack:
-            if self.program.chip:
-                machines = tpu if self.program.backend == "pallas_tpu" else gpu
-                stack.enter_context(machines.on(self.program.chip))
-            ran, alive, all_names = stack.enter_context(launches()), set[str](), set[str]()
+        with self.program.on_chip(), launches() as ran:
+            alive, all_names = set[str](), set[str]()
             run, at_once = runner(self.program.context, self.compute)
             for some in itertools.batched(self.inputs(count), at_once):
                 for args, found in zip(some, run(some), strict=True):

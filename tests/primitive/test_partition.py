@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import ragged
 from ragged import GroupedTensor
+from tests.cases import INT8_ROWS
 from tests.contract import loop
 from tests.contract.draws import LEAST, MOST, draws
 from tests.contract.meshes import KINDS, collectives, mesh_of, table
@@ -171,7 +172,6 @@ def test_collectives(program: Program, expected: list[str]) -> None:
 
 
 SIZES = jnp.array([5, 0, 11, 9], jnp.int32)  # of 32 rows
-INT8 = ragged.Cast("int8", "row"), ragged.Cast("int8", "row")
 
 
 def arrays(*shapes: tuple[int, ...]) -> list[Array]:
@@ -185,7 +185,7 @@ def arrays(*shapes: tuple[int, ...]) -> list[Array]:
     [
         ("blockwise", "auto"),
         *((each, "explicit") for each in ("tensorwise", "rowwise", "blockwise", "mxfp8")),
-        *((ragged.Recipe(INT8, INT8, INT8), kind) for kind in ("auto", "explicit")),
+        *((INT8_ROWS, kind) for kind in ("auto", "explicit")),
     ],
 )
 def test_recipes(recipe: Any, kind: str) -> None:

@@ -18,7 +18,7 @@ import ragged
 from ragged import GroupedTensor, Scaling, matmul, quantize
 from ragged.tuning import GpuConfig, TpuConfig
 from tests import gpu, tpu
-from tests.cases import normal, split
+from tests.cases import INT8_ROWS, normal, split
 from tests.contract.launches import launches
 
 F4, E4M3 = "float4_e2m1fn", "float8_e4m3fn"
@@ -48,8 +48,7 @@ def by_expert(seed: int) -> tuple[GroupedTensor, list[np.ndarray]]:
 )
 def test_rows_in_int8(backend: str, dtype: str) -> None:
     """A recipe's kernel quantises rows as `quantize` does: of zeros, tiny and huge numbers, infinity and NaN."""
-    cast = ragged.Cast("int8", "row")
-    recipe, rows = ragged.Recipe((cast, cast)), np.array(normal((64, 256)))
+    rows = np.array(normal((64, 256)))
     largest, tiny = float(jnp.finfo(dtype).max), float(jnp.finfo(dtype).smallest_subnormal)
     rows *= np.exp2(np.random.default_rng(0).integers(-9, 3, (64, 1)))
     rows[0], rows[1], rows[2, 5], rows[3, 6], rows[4, 7], rows[21, 8:] = 0, tiny, -np.nan, np.inf, largest, -largest
@@ -58,7 +57,7 @@ def test_rows_in_int8(backend: str, dtype: str) -> None:
     @jax.jit
     def both(x: GroupedTensor) -> list[Array]:
         apart = matmul(quantize(x, "int8", "row"), quantize(W, "int8", "column"), **options)
-        return [matmul(x, W, recipe=recipe, **options).data, apart.data]
+        return [matmul(x, W, recipe=INT8_ROWS, **options).data, apart.data]
 
     options: dict[str, Any] = {"preferred_element_type": jnp.float32, "backend": INTERPRETED.get(backend, backend)}
     with launches() as ran, tpu.on("v5e"):

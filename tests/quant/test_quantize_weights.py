@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import ragged
 from ragged import Cast, GroupedTensor, Recipe, matmul, quantize_weights
-from tests.cases import normal
+from tests.cases import INT8_ROWS, normal
 
 NARROW = {"float8_e4m3fn", "float4_e2m1fn"}
 SIZES = jnp.array([5, 0, 7], jnp.int32)
@@ -82,12 +82,11 @@ def test_once_for_all_microbatches(function: Any, recipe: str, outside: int) -> 
 
 def test_once_of_uniform_rows() -> None:
     """Rows that `quantize_weights` has quantised in int8 aren't quantised again, neither by XLA nor by a kernel."""
-    casts = Cast("int8", "row"), Cast("int8", "row")
-    recipe, w, x = Recipe(casts, casts, casts), normal((3, 6, 36)), GroupedTensor(W)
-    made = quantize_weights(w, recipe)
+    w, x = normal((3, 6, 36)), GroupedTensor(W)
+    made = quantize_weights(w, INT8_ROWS)
 
     def lowered(w: Any) -> str:
-        return jax.jit(lambda w, x: matmul(w, x, recipe=recipe).data).lower(w, x).as_text()
+        return jax.jit(lambda w, x: matmul(w, x, recipe=INT8_ROWS).data).lower(w, x).as_text()
 
     for operand, is_made in ((w, False), (made, True)):
         assert ("-> tensor<3x6x36xi8>" in lowered(operand)) != is_made

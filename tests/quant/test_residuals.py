@@ -8,13 +8,12 @@ import pytest
 from jax import Array
 
 from ragged import Cast, GroupedTensor, Recipe, gated_matmul, matmul, quantize_weights
-from tests.cases import normal
+from tests.cases import INT8_ROWS, normal
 
 PRESETS = ("tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4", "delayed")
 SIZES = jnp.array([5, 0, 7], jnp.int32)
 X = GroupedTensor(normal((14, 36), 0, jnp.bfloat16), SIZES)
 W = normal((3, 36, 20), 1, jnp.bfloat16)
-INT8 = Cast("int8", "row"), Cast("int8", "row")
 WHOLE, WEIGHTS = ("bfloat16", X.shape), ("bfloat16", W.shape)
 
 
@@ -54,7 +53,7 @@ def test_scales_are_saved_in_their_own_dtype() -> None:
     assert all(leaf.dtype != jnp.float32 for leaf in leaves)
 
 
-@pytest.mark.parametrize("name", ["rowwise", "nvfp4", Recipe(INT8, INT8, INT8)])
+@pytest.mark.parametrize("name", ["rowwise", "nvfp4", INT8_ROWS])
 def test_gated_products(name: Any) -> None:
     """The rows of both products once; where the pre-activations are computed again, the rows themselves."""
     casts = Recipe.of(name)
@@ -89,11 +88,10 @@ TWICE = "a derivative of a product with `recipe` can't be differentiated: only q
 
 
 @pytest.mark.parametrize(
-    "recipe", ["int8", *(pytest.param(name, marks=pytest.mark.long) for name in ("delayed", "nvfp4"))]
+    "recipe", [INT8_ROWS, *(pytest.param(name, marks=pytest.mark.long) for name in ("delayed", "nvfp4"))]
 )
 def test_a_derivative_of_what_is_kept(recipe: Any) -> None:
     """By either operand or the cotangent, in a loop, compiled, next to weights that are quantised already."""
-    recipe = Recipe(INT8, INT8, INT8) if recipe == "int8" else recipe
 
     def loss(x: Array, w: Any) -> Array:
         return jnp.sum(of(recipe)(x, w) ** 2)

@@ -14,7 +14,7 @@ import ragged
 from ragged import Explanation, GroupedTensor
 from ragged.tuning import Configs, TpuConfig, XlaConfig
 from tests import gpu
-from tests.cases import check_error, split
+from tests.cases import INT8_ROWS, check_error, split
 
 
 def forward(m: int = 4096, k: int = 1024, n: int = 512, g: int = 8, dtype: Any = jnp.bfloat16) -> tuple[Any, Any]:
@@ -109,8 +109,7 @@ def test_dtypes_and_scales_of_recipes(recipe: str) -> None:
 
 def test_rows_that_a_kernel_may_quantise() -> None:
     """They are shown as they are multiplied, whatever quantises them."""
-    by_row = ragged.Cast("int8", "row")
-    found = ragged.explain(*forward(), recipe=ragged.Recipe((by_row, by_row)))
+    found = ragged.explain(*forward(), recipe=INT8_ROWS)
     for platform in ("cpu", "tpu"):
         plan = found.plan(platform=platform)
         assert plan.dtypes[:2] == ("int8", "int8") and plan.scales == ("1 m × all k", "all k × 1 n")

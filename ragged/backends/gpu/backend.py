@@ -521,16 +521,15 @@ def run(launch: Launch, x: Operands) -> Any:
     call, p, config, details = launch.call, launch.call.product, launch.config, launch.details
     tiled, chip, stored, elements = details.tiled, details.chip, details.stored, details.elements
     operands, (lhs, rhs) = _operands(launch, x), call.kernel_operands(x)
-    existing, splits = x.epilogue.existing, config.splits
-    if splits > 1:  # XLA adds the existing values
+    existing, splits, parts, dtype = x.epilogue.existing, config.splits, (), stored
+    if splits > 1:  # The kernel stores the sums of the parts. XLA adds them up, and the existing values.
+        parts, dtype = (splits,), _sum_dtype(details.dot)
         x = x._replace(epilogue=x.epilogue._replace(existing=None))
     static = _static(launch, x, operands)
     batch = (elements,) if call.out_batch and call.batch(x) is not None else ()
-    out: Any = jax.ShapeDtypeStruct((*batch, *call.shape), stored)
-    if splits > 1:
-        out = jax.ShapeDtypeStruct((*batch, splits, *call.shape), _sum_dtype(details.dot))
-    elif existing is not None:
-        out = existing.astype(stored).reshape(out.shape)
+    out: Any = jax.ShapeDtypeStruct((*batch, *parts, *call.shape), dtype)
+    if x.epilogue.existing is not None:
+        out = x.epilogue.existing.astype(dtype).reshape(out.shape)
     is_stored = (True,) if call.epilogue is None else call.epilogue.stored
     outs = {name: out if it else None for name, it in zip_longest(("out", "z", "up_z"), is_stored)}
 

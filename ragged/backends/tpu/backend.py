@@ -177,7 +177,7 @@ def run(launch: Launch, x: Operands) -> Any:
         "transposed_grouped_matmul": _transposed_grouped,
         "tiled_matmul": tiled.run,
     }[launch.kernel]
-    x = x if launch.call.cast is None or launch.details.casts else launch.call.with_cast(x)
+    x = x if launch.call.cast is None or launch.details.cast is not None else launch.call.with_cast(x)
     return kernel(launch, _with_levels(launch.call, x))
 
 
@@ -303,8 +303,9 @@ def _details(call: Call, x: Operands, chip: tiles.Chip) -> Details:
     blocks = [] if kind == "groups" or "tile" in modes else [operand.block(k) or 0 for operand in (a, b)]
     # Integers of 8 bits minus zero points of 8 bits are exact in bfloat16.
     b_dtype = b.data.dtype if zeros_of(b) is None else jnp.dtype(jnp.bfloat16)
-    casts = call.cast is not None and a.scales is None
-    multiplied = (scaled_dtype, scaled_dtype) if "tile" in modes else (jnp.int8 if casts else a.data.dtype, b_dtype)
+    cast = call.cast if a.scales is None else None
+    a_dtype = a.data.dtype if cast is None else jnp.int8
+    multiplied = (scaled_dtype, scaled_dtype) if "tile" in modes else (a_dtype, b_dtype)
     num_local = b.data.shape[-3] if kind == "rows" else call.shape[0]
     # Visits list batch elements if their sizes or offsets differ, or a wgrad is summed over them.
     is_listed = any(batched.sizes.values()) or bool(batched.offset) or (kind == "groups" and not call.out_batch)
@@ -327,7 +328,7 @@ def _details(call: Call, x: Operands, chip: tiles.Chip) -> Details:
     )
     # Before v6e, vector units have no bfloat16. It is slower there, except in a loop over many rows.
     scaled = jnp.dtype(jnp.float32) if has_few_rows and chip.generation < 6 else problem.dot.lhs
-    return Details(problem, modes, math.gcd(*blocks) or None, scaled, casts)
+    return Details(problem, modes, math.gcd(*blocks) or None, scaled, cast)
 
 
 def _has_few_rows(call: Call, x: Operands) -> bool:

@@ -33,7 +33,7 @@ class Details(NamedTuple):
     modes: tuple[str, str]  # see `scale_modes`
     lanes: int | None  # in the mode "step", extent of the scaled steps, a multiple or a divisor of 128; else None
     scaled: Any  # dtype in which tiles are multiplied by scales, in the mode "tile"
-    casts: bool = False  # whether the kernel applies `Call.cast`
+    cast: Any = None  # `Call.cast`, if the kernel applies it
 
     def config(self, tile: tuple[int, int, int], buffers: int) -> TpuConfig:
         """The configuration with a tile `(rows, a, b)`. `a` is rounded up to whole steps that are scaled."""
@@ -162,8 +162,8 @@ class Kernel:
             return select_first(tile, rest, axis) if is_last and rest else tile
 
         x, of_rows = inside(units.loaded(x), self.contracted[0]), None
-        if self.launch.details.casts and self.launch.call.cast is not None:
-            x, of_rows = self.launch.call.cast(x)
+        if self.launch.details.cast is not None:
+            x, of_rows = self.launch.details.cast(x)
         for y, scales in zip(ys, y_scales, strict=True):
             tile = inside(units.loaded(y[...]), self.contracted[1])
             if self.zeros is not None:

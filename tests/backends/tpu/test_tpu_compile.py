@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ragged
-from ragged import Cast, GroupedTensor, Recipe, gated_matmul, matmul, quantize, quantize_weights
+from ragged import GroupedTensor, Recipe, gated_matmul, matmul, quantize, quantize_weights
 from ragged.backends.base import Target
 from ragged.backends.tpu import tiles as tpu_tiling
 from ragged.backends.tpu import units
@@ -40,11 +40,10 @@ from tests.backends.layers import (
     trained_avals,
     with_weights,
 )
-from tests.cases import split, thinned
+from tests.cases import INT8_ROWS, split, thinned
 from tests.contract.meshes import moved
 from tests.moe import moe as layer_of
 
-BY_ROW = Recipe((Cast("int8", "row"), Cast("int8", "row")))
 SPREAD = [  # every generation, layout, shape and dtype; each takes seconds
     ("v6e", "inner_columns", ODD, "bfloat16"),
     ("v6e", "ragged", ODD, "bfloat16"),
@@ -141,12 +140,12 @@ IN_KERNEL = [  # generation, columns of the result, whether the kernel quantises
 @pytest.mark.parametrize("generation, columns, inside", split([("v5e", 2048, True)], IN_KERNEL))
 def test_rows_quantised_in_the_kernel(generation: str, columns: int, inside: bool) -> None:
     """Then the program has no array of quantised rows. The kernel multiplies 8 bits either way."""
-    w = jax.eval_shape(lambda w: quantize_weights(w, BY_ROW), Aval((8, 2048, columns), jnp.bfloat16))
+    w = jax.eval_shape(lambda w: quantize_weights(w, INT8_ROWS), Aval((8, 2048, columns), jnp.bfloat16))
     x = GroupedTensor(Aval((4096, 2048), jnp.bfloat16), Aval((8,), jnp.int32))
     function, weights = (gated_matmul, (w, w)) if columns == 768 else (matmul, (w,))
 
     def run(x: GroupedTensor, *weights: Any) -> Array:
-        return function(x, *weights, recipe=BY_ROW).data
+        return function(x, *weights, recipe=INT8_ROWS).data
 
     compiled = tpu.compile_for(generation, run, x, *weights)
     assert len(compiled.kernels) == 1 and ("s8[4096,2048]" in compiled.text) != inside
