@@ -4,7 +4,7 @@ Each case is a program, which is compiled once and runs on many draws of sizes a
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -111,52 +111,39 @@ def peers() -> Iterator[Case]:
     shapes: list[tuple[str, Any, dict[str, Any]]] = [
         ("forward", ("float32", "bfloat16", "float32"), {"capacity": 512, "k": 512, "n": 256, "groups": 32}),
         ("forward", ("bfloat16", "float32", "bfloat16"), {"capacity": 128, "k": 8, "n": 16, "groups": 17}),
-        ("forward", ("float16",), {"capacity": 512, "k": 256, "n": 512, "groups": 16}),
-        ("forward", ("bfloat16", "", "float32"), {"capacity": 1024, "k": 128, "n": 256, "groups": 8}),
         ("forward", ("bfloat16",), {"capacity": 256, "k": 255, "n": 255, "groups": 16, "held": 4}),
         ("wgrad", ("bfloat16",), {"capacity": 1088, "m": 128, "n": 128, "groups": 2}),
-        ("wgrad", ("float16",), {"capacity": 512, "m": 128, "n": 128, "groups": 16}),
-        ("forward_left", ("bfloat16",), {"capacity": 128, "m": 16, "k": 16, "groups": 4}),
-        ("batched", ("bfloat16",), {"m": 16, "k": 64, "n": 32, "groups": 4, "packed_last": "lhs rhs"}),
     ]
     for layout, dtypes, extents in shapes:
         yield 12, Program(layout, *dtypes, **extents)
 
 
-def rotated(*options: Any, of: int = 2) -> Iterator[tuple[str, Any]]:
-    """Each option with some layouts of different kinds."""
-    layouts = [*LETTERS]
-    for i, option in enumerate(options):
-        for number in range(of):
-            yield layouts[(i + 3 * number) % len(layouts)], option
+def rotated(*options: Any, layouts: Iterable[str] = LETTERS) -> Iterator[tuple[str, Any]]:
+    """Each option with the next layout."""
+    return zip(itertools.cycle(layouts), options, strict=False)
 
 
 def long() -> Iterator[Case]:
+    """Programs have several options at a time. Each option is in programs of different layouts."""
     few: dict[str, Any] = {"groups": 3, "capacity": 8, "m": 1, "n": 1}
     many: dict[str, Any] = {"groups": 64, "capacity": 200}
     for i, layout in enumerate(LETTERS):
-        orders = [("lhs", "rhs", "lhs rhs")[(i + j) % 3] for j in range(3)]
-        yield 97, Program(layout, ("float32", "bfloat16")[i % 2], **LARGE)
-        yield 97, Program(layout, ("float32", "bfloat16")[i % 2], **(few if i % 3 else many))
-        yield 20, Program(layout, "bfloat16", packed_last=orders[0], swapped=i % 2 == 0)
+        dtype, orders = ("float32", "bfloat16")[i % 2], [("lhs", "rhs", "lhs rhs")[(i + j) % 3] for j in range(3)]
+        yield 97, Program(layout, dtype, existing=i % 4 < 2, **LARGE)
+        its: dict[str, Any] = few if i % 3 else many
+        yield 97, Program(layout, dtype, packed_last=orders[0], swapped=i % 2 == 0, existing=i % 4 > 1, **its)
         mapped = "lhs sizes rhs" if LETTERS[layout] else "lhs rhs"
         yield 12, Program(layout, order=2, packed_last=orders[1], mapped=mapped)
-        yield 60, Program(layout, "bfloat16", existing=True)
         # Of one group, XLA folds transposes into the dot.
         yield 20, Program(layout, "bfloat16", groups=1, capacity=40, m=4, k=8, n=16, packed_last=orders[2])
-    for layout, tiles in rotated((8, 8, 8), (1, 1, 1), (7, 13, 5)):
-        if LETTERS[layout]:
-            yield 97, Program(layout, tiles=tiles)
-    for layout, letters in LETTERS.items():
-        if letters:
-            yield 97, Program(layout, "bfloat16", tiles=(16, 16, 16))
-    for layout in ("forward_left", "wgrad"):
-        yield 97, Program(layout, capacity=150)
-    for layout, mapped in rotated(*SUBSETS):
-        if LETTERS[layout] or "sizes" not in mapped:
-            yield 12, Program(layout, "bfloat16", mapped=mapped)
-        if len(LETTERS[layout]) == 1:
-            yield 12, Program(layout, in_loops=False, mapped=mapped, existing="sizes" in mapped)
+    for layout, tiles in rotated((8, 8, 8), (1, 1, 1), (7, 13, 5), layouts=("forward", "outer", "wgrad")):
+        yield 97, Program(layout, tiles=tiles)
+    for layout in ("forward_left", "inner_rows", "inner_columns", "ragged"):
+        yield 97, Program(layout, "bfloat16", tiles=(16, 16, 16))
+    for layout, mapped in rotated(*SUBSETS, layouts=[*LETTERS][1:]):
+        yield 12, Program(layout, "bfloat16", mapped=mapped)
+    for layout, mapped in rotated(*SUBSETS, layouts=("forward", "forward_left", "wgrad")):
+        yield 12, Program(layout, in_loops=False, mapped=mapped, existing="sizes" in mapped)
     for layout, context in rotated(
         "eager", "constant sizes", "constants", "scan", "checkpoint", "shard_map", "shard_map unchecked"
     ):
@@ -168,21 +155,19 @@ def long() -> Iterator[Case]:
     ):
         if LETTERS[layout] or "capacity" not in extents:
             yield 5, Program(layout, **extents)
-    for layout, dtypes in rotated(*FLOATS, *INTEGERS, of=1):
-        yield 3, Program(layout, *dtypes)
-        yield 3, Program("forward_left", *dtypes, in_loops=False)
+    for i, (layout, dtypes) in enumerate(rotated(*FLOATS, *INTEGERS)):
+        yield 3, Program(layout, *dtypes) if i % 2 else Program("forward_left", *dtypes, in_loops=False)
     for layout in ("forward", "forward_left", "wgrad"):
-        yield 60, Program(layout, "bfloat16", held=7 if layout == "wgrad" else 1, existing=True)
-        yield 12, Program(layout, held=3, mapped="lhs sizes first", existing=True)
+        held = 7 if layout == "wgrad" else 1
+        yield 20, Program(layout, "bfloat16", held=held, mapped="lhs sizes first", existing=True)
     for layout, shared in (("batched", "rhs"), ("forward_left", "lhs"), ("forward", "rhs")):
         yield 12, Program(layout, "bfloat16", shared=shared, mapped=shared, existing=True)
     yield from peers()
-    yield 60, Program("forward_left", held=3, existing=True, capacity=70)
     yield 12, Program("outer", existing=True, mapped="existing")
     yield 3, Program("forward", mapped="lhs", context="scan")
     # XLA's CPU backend can't run each dot of bfloat16s; which one it gets depends on orders and on extents of 1.
     extents_of_one = itertools.cycle(((1, 64, 6), (64, 64, 1), (5, 1, 6)))
-    for packed_last, mapped in itertools.product(("", "lhs", "rhs", "lhs rhs"), ("", "lhs", "rhs", "lhs rhs")):
+    for packed_last, mapped in itertools.product(("", "lhs", "rhs", "lhs rhs"), ("", "lhs rhs")):
         its: dict[str, Any] = dict(zip("mkn", next(extents_of_one), strict=True))
         yield 1, Program("batched", "bfloat16", "", "float32", packed_last=packed_last, mapped=mapped, **its)
 
@@ -193,9 +178,8 @@ def long_of_kernels() -> Iterator[Case]:
         for i, (layout, letters) in enumerate(LETTERS.items()):
             tiles: Any = (32, 32, 64) if is_gpu else tuple(32 if letters == z else 128 for z in "mkn")
             yield count, Program(layout, "bfloat16", backend=backend, tiles=tiles, **LARGE)
-            if not is_gpu or layout in ("wgrad", "outer"):
-                yield count, Program(layout, "bfloat16", backend=backend)
-            yield count, Program(layout, backend=backend, groups=8, capacity=200, existing=True)
+            dtype = ("float32", "bfloat16")[i % 2]
+            yield count, Program(layout, dtype, backend=backend, groups=8, capacity=200, existing=True)
             if i % 2:
                 yield count // 3, Program(layout, backend=backend, order=2, packed_last="lhs rhs")
             elif not is_gpu:
@@ -215,14 +199,14 @@ def long_of_kernels() -> Iterator[Case]:
             yield 4, Program("forward", "bfloat16", held=3, mapped="lhs sizes", **IN_STEPS)  # sums over the batch
             yield 4, Program("ragged", "bfloat16", mapped="sizes", **IN_STEPS)
             yield 4, Program("forward", backend=backend, held=3, mapped="lhs sizes rhs first")
-            for layout in LETTERS:
+            for layout in ("batched", "forward", "inner_rows", "wgrad"):
                 yield 4, Program(layout, ("bfloat16", "int8")[layout == "batched"], splits=2, **IN_STEPS, existing=True)
             # Of an odd number in pairs, the last step has one number less than whole bytes.
             odd: dict[str, Any] = {"lhs_cast": ("int4", "row"), "k": 63, "tiles": (32, 32, 32)}
             yield 4, Program("forward", "bfloat16", "", "float32", backend=backend, **odd)
             yield 4, Program("forward", backend=backend, k=72, splits=3, held=3, mapped="lhs sizes rhs first")
             yield 2, Program("batched", "bfloat16", backend=backend, k=72, splits=4, mapped="lhs", existing=True)
-        for layout, context in rotated("scan", "shard_map unchecked", of=1):
+        for layout, context in rotated("scan", "shard_map unchecked"):
             yield 3, Program(layout, backend=backend, context=context)
         for layout, dtypes in rotated(INTEGERS[0], ("bfloat16", FP8, ""), (FP8, "", ""), FLOATS[3]):
             yield 3, Program(layout, *dtypes, backend=backend, chip=gpu.FIRST_WITH_FP8 if is_gpu else "")
@@ -245,13 +229,13 @@ def long_of_kernels() -> Iterator[Case]:
 
 def long_of_scales() -> Iterator[Case]:
     layouts = [*LETTERS]
-    yield from quantised("xla", 20, layouts * 3, step=7)
-    yield from quantised("xla", 12, layouts, step=23, mapped="lhs")
+    yield from quantised("xla", 20, layouts, step=7)
+    yield from quantised("xla", 12, layouts[::2], step=23, mapped="lhs")
     for backend, count in (("pallas_tpu", 20), ("triton_gpu", 3)):
-        yield from quantised(backend, count, layouts * 3, step=11)
-        yield from quantised(backend, count, ["forward", "wgrad", "forward_left"] * 2, step=13, held=3, existing=True)
-        yield from quantised(backend, count // 2, ["forward", "wgrad", "outer", "batched"], step=17, mapped="lhs")
-    yield from quantised("pallas_tpu", 3, layouts[::2], step=19, interpret=TWO_CORES)
+        yield from quantised(backend, count, layouts * 2, step=11)
+        yield from quantised(backend, count, ["forward", "wgrad", "forward_left"], step=13, held=3, existing=True)
+        yield from quantised(backend, count // 2, ["forward", "wgrad"], step=17, mapped="lhs")
+    yield from quantised("pallas_tpu", 3, layouts[1:4:2], step=19, interpret=TWO_CORES)
     # Blocks along the contracted rows begin with each group: of two extents, and of scales that are no powers of two.
     yield 20, Program("wgrad", backend="pallas_tpu", lhs_cast=(FP8, (1, 8)), rhs_cast=(FP8, (32, 1)))
     # Later tiles along the contracted dim: scales of their numbers, and of their steps.
@@ -274,17 +258,16 @@ def long_of_scales() -> Iterator[Case]:
     yield 20, Program("forward", mapped="lhs", groups=3, capacity=256, tiles=(256, 128, 128), **its)
     # Tensor cores scale blocks of 32 themselves, in both formats of fp8.
     extents = itertools.cycle(((64, None), (150, (32, 32, 32)), (150, (16, 64, 32))))
-    for layout, dtype in itertools.product(("batched", "forward", "forward_left", "outer", "ragged"), BITS[::2]):
+    for layout, dtype in zip(("batched", "forward", "forward_left", "outer", "ragged"), BITS[::2] * 3, strict=False):
         its: dict[str, Any] = {"backend": "triton_gpu", "chip": "NVIDIA B200", "m": 40, "n": 48}
         its |= {"lhs_cast": (dtype, "mx"), "rhs_cast": (FP8, Scaling((32, 1), "float8_e8m0fnu"))}
         its |= {"packed_last": "rhs"} if layout == "ragged" else {}
         its |= dict(zip(("k", "tiles"), next(extents), strict=True))
         yield 3, Program(layout, **its)
-    yield from quantised("triton_gpu", 3, ["forward", "forward_left", "batched"] * 2, step=31, splits=2)
-    for chip in ("NVIDIA B200", "NVIDIA H200"):  # by the tensor cores' own scales, and by the kernel's
-        for block in (32, 128):
-            casts: dict[str, Any] = {"lhs_cast": (FP8, (1, block)), "rhs_cast": (FP8, (block, 1))}
-            yield 3, Program("wgrad", backend="triton_gpu", chip=chip, out_dtype="float32", tiles=(32, 32, 64), **casts)
+    yield from quantised("triton_gpu", 3, ["forward", "forward_left", "batched"], step=31, splits=2)
+    for chip, block in (("NVIDIA B200", 32), ("NVIDIA H200", 128)):  # by the tensor cores' own scales, by the kernel's
+        casts: dict[str, Any] = {"lhs_cast": (FP8, (1, block)), "rhs_cast": (FP8, (block, 1))}
+        yield 3, Program("wgrad", backend="triton_gpu", chip=chip, out_dtype="float32", tiles=(32, 32, 64), **casts)
 
 
 WIDE: dict[str, Any] = {"capacity": 150, "m": 130, "k": 300, "n": 280}
@@ -294,7 +277,7 @@ WIDE_OF: dict[str, dict[str, Any]] = dict.fromkeys(LETTERS, WIDE) | {"batched": 
 
 def long_of_weights() -> Iterator[Case]:
     """Matrices of few bits, as models are served with."""
-    for i, layout in enumerate(LETTERS):
+    for i, layout in enumerate([*LETTERS][::2]):
         yield 20, Program(layout, rhs_cast=("float4_e2m1fn", NVFP4) if i % 2 == 0 else None, **FOUR_BITS)
     ways = itertools.product(("forward", "forward_left", "batched"), ("bfloat16", "float16", "float32"), (MX, NVFP4))
     for i, (layout, dtype, scaling) in enumerate(ways):
@@ -302,9 +285,8 @@ def long_of_weights() -> Iterator[Case]:
             its: dict[str, Any] = {"chip": "NVIDIA H200", "tiles": (32, 64, 64), **WIDE_OF[layout], "k": 150, "n": 150}
             yield 3, four_bits(layout, dtype, scaling, backend="triton_gpu", **its)
         else:
-            its = {"tiles": (128, 128, 128), **WIDE_OF[layout]}
+            its = {"tiles": (128, 128, 128), **WIDE_OF[layout], "mapped": ("lhs", "")[i % 4 == 0]}
             yield 5, four_bits(layout, dtype, scaling, backend="pallas_tpu", **its)
-            yield 5, four_bits(layout, dtype, scaling, backend="pallas_tpu", mapped="lhs")
     for backend, count in (("pallas_tpu", 20), ("triton_gpu", 3)):
         yield count, four_bits("forward", "bfloat16", MX, backend=backend)
         yield count, four_bits("forward_left", "float32", NVFP4, backend=backend)
@@ -316,21 +298,25 @@ def long_of_weights() -> Iterator[Case]:
     yield 20, four_bits("forward", "bfloat16", Scaling.of("column"), FP8, n=775)
     several = [(MX, "float4_e2m1fn"), (NVFP4, "float4_e2m1fn"), (Scaling((32, 1)), FP8), (Scaling((128, 1)), "int4")]
     chips = itertools.cycle(("v5e", "v6e", "tpu7x"))
-    for (scaling, of), order in itertools.product(several, ("", "rhs")):
-        its = {"backend": "pallas_tpu", "packed_last": order, "k": 168}
-        yield 12, four_bits("forward", "bfloat16", scaling, of, chip=next(chips), **its)
-        yield 3, four_bits("forward", "float32", scaling, of, chip=next(chips), lhs_cast=(FP8, "row"), **its)
+    for i, ((scaling, of), order) in enumerate(itertools.product(several, ("", "rhs"))):
+        its = {"backend": "pallas_tpu", "packed_last": order, "k": 168, "chip": next(chips)}
+        if i % 3:
+            yield 12, four_bits("forward", "bfloat16", scaling, of, **its)
+        else:
+            yield 3, four_bits("forward", "float32", scaling, of, lhs_cast=(FP8, "row"), **its)
     # XLA decodes them, some columns at a time.
     several += [(Scaling((128, 128)), FP8), (Scaling((3, 5)), "int4"), (Scaling.of("column"), "int8")]
     dtypes = itertools.cycle(("bfloat16", "float16", "float32"))
-    for (scaling, of), order in itertools.product(several, ("", "rhs")):
+    for i, ((scaling, of), order) in enumerate(itertools.product(several, ("", "rhs"))):
         dtype = next(dtypes)
-        yield 12, four_bits("forward", dtype, scaling, of, packed_last=order, n=901 + (order == ""))
-        yield 5, four_bits("forward", next(dtypes), scaling, of, packed_last=order, mapped="lhs rhs")
-        yield 5, four_bits("forward_left", dtype, scaling, of, packed_last=order and "lhs", m=901)
-    for scaling, of in ((MX, "int8"), (NVFP4, "int4"), (Scaling((32, 1)), "float4_e2m1fn")):
-        yield 12, four_bits("forward", "int8", scaling, of, rhs_dtype="float32")
-        yield 12, four_bits("forward_left", "float32", scaling, of, rhs_dtype="int32")
+        if i % 3 == 0:
+            yield 12, four_bits("forward", dtype, scaling, of, packed_last=order, n=901 + (order == ""))
+        elif i % 3 == 1:
+            yield 5, four_bits("forward", dtype, scaling, of, packed_last=order, mapped="lhs rhs")
+        else:
+            yield 5, four_bits("forward_left", dtype, scaling, of, packed_last=order and "lhs", m=901)
+    yield 12, four_bits("forward", "int8", MX, "int8", rhs_dtype="float32")
+    yield 12, four_bits("forward_left", "float32", NVFP4, "int4", rhs_dtype="int32")
     for backend, count in (("pallas_tpu", 5), ("triton_gpu", 3)):
         yield count, four_bits("forward", "bfloat16", MX.mT, backend=backend, held=3, existing=True)
     # Loads by TMA, and the rest without.

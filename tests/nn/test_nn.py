@@ -33,15 +33,16 @@ def long() -> Iterator[Layer]:
     yield Layer("mixtral", "2x4x1", transport="ring", capacity=5, dtype="bfloat16")
     yield Layer("deepseek-v3", "2x2x2", kind="explicit", chunks=2, padding="mask")
     for i, model in enumerate(MODELS):
-        yield Layer(model, padding=("mask", "", "sizes")[i % 3], save=("pre", "out", "nothing")[i % 3])
-        yield Layer(model, "2x2x2", transport=("ring", "dense")[i % 2], padding=("", "mask")[i % 2], save="out")
+        if i % 2:
+            yield Layer(model, padding=("mask", "", "sizes")[i % 3], save=("pre", "out", "nothing")[i % 3])
+        else:
+            yield Layer(model, "2x2x2", transport=("ring", "dense")[i // 2 % 2], padding=("", "mask")[i // 2 % 2])
     for i, mesh in enumerate(("8x1x1", "4x2x1", "2x4x1", "1x8x1", "2x2x2", "1x1x2", "1x4x2")):
         kind, transport = ("auto", "explicit", "manual")[i % 3], ("dense", "ring")[i % 2]
         padding = ("mask", "", "sizes")[i % 3] if kind != "manual" else ("mask", "")[i % 2]
         yield Layer(("mixtral", "qwen2-moe")[i % 2], mesh, kind, transport, 1 + i // 2 % 2, padding=padding)
-    for transport, padding in (("dense", "mask"), ("ring", "sizes"), ("dense", "")):
-        yield Layer("mixtral", "1x4x1", transport=transport, chunks=2, capacity=18, padding=padding)
-        yield Layer("mixtral", "2x2x1", transport=transport, chunks=2, padding=padding, dtype="bfloat16")
+    for mesh, transport, padding in (("1x4x1", "dense", "mask"), ("2x2x1", "ring", "sizes"), ("1x4x1", "dense", "")):
+        yield Layer("mixtral", mesh, transport=transport, chunks=2, capacity=18, padding=padding, dtype="bfloat16")
     for save, model in (("pre", "mixtral"), ("out", "no gate"), ("nothing", "all")):
         yield Layer(model, save=save, dtype="bfloat16")
 

@@ -168,12 +168,10 @@ def layers() -> Iterator[Layer]:
     yield Layer("ragged", capacity=23)
     yield Layer("ring", chunks=3, capacity=34, is_mapped=True, data=2, ways=2)
     yield Layer("dense", chunks=2, is_mapped=True)  # which doesn't divide the tokens
-    for transport in ("dense", "ring", "ragged"):
+    for i, transport in enumerate(("dense", "ring", "ragged")):
         yield Layer(transport, data=2, ways=4)
-        yield Layer(transport, chunks=3, capacity=27, is_mapped=True)
-        yield Layer(transport, chunks=3, capacity=25)
-        yield Layer(transport, capacity=7)
-        yield Layer(transport, chunks=4, is_mapped=True, check_vma=False)
+        yield Layer(transport, chunks=3, capacity=(27, 25)[i % 2], is_mapped=i % 2 == 0)
+        yield Layer(transport, capacity=7) if i % 2 else Layer(transport, chunks=4, is_mapped=True, check_vma=False)
     yield Layer("dense", chunks=3, ways=1, is_mapped=True)
     yield Layer("ring", dtype="float64")
     yield Layer("dense", dtype="float64", chunks=5, is_mapped=True)

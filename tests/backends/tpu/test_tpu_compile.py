@@ -153,16 +153,15 @@ def test_rows_quantised_in_the_kernel(generation: str, columns: int, inside: boo
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("generation", ["v5e", "v6e", "tpu7x"])
-def test_a_recipe_in_several_tiles(generation: str) -> None:
+def test_a_recipe_in_several_tiles() -> None:
     """Forward and backward of `mxfp8`, with a contraction in several tiles."""
     step, avals = partial(train, "mxfp8"), trained_avals((512, 8192, 640, 4))
-    assert len(tpu.compile_for(generation, step, *avals).kernels) == 3
+    assert len(tpu.compile_for("v6e", step, *avals).kernels) == 3
 
 
 WEIGHTS = [  # with zero points, but for the floats
-    *thinned(2, ("v5e", "v5p", "v6e", "tpu7x"), ["float4_e2m1fn"], ("mx", "nvfp4", "column")),
-    *thinned(4, ("v5e", "v6e", "tpu7x"), ("uint4", "int8"), ((1, 128), "row", (1, 32), (8, 8))),
+    *thinned(4, ("v5e", "v5p", "v6e", "tpu7x"), ["float4_e2m1fn"], ("mx", "nvfp4", "column")),
+    *thinned(8, ("v5e", "v6e", "tpu7x"), ("uint4", "int8"), ((1, 128), "row", (1, 32), (8, 8))),
 ]
 
 
@@ -178,7 +177,7 @@ def test_weights_of_few_bits(generation: str, dtype: str, scaling: Any) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("generation", ["v5e", "v6e", "tpu7x"])
+@pytest.mark.parametrize("generation", ["v5e", "tpu7x"])
 def test_quantised_operands(generation: str) -> None:
     """By every layout's kernel, the mixed operands with scales on either side or on one."""
     sizes = Aval((8,), jnp.int32)
@@ -376,12 +375,11 @@ def loss_of_layer(layer: MoE, x: Array) -> Array:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_an_expert_layer_over_a_slice(kind: AxisType) -> None:
+def test_an_expert_layer_over_a_slice() -> None:
     """Routed and shared, two kernels forward and six of gradients each; rows travel, matrices don't."""
     tpu.device("v5e")
     devices = np.array(topologies.get_topology_desc("v5e:2x4", platform="tpu").devices).reshape(2, 2, 2)
-    mesh = Mesh(devices, ("data", "expert", "model"), axis_types=(kind,) * 3)
+    mesh = Mesh(devices, ("data", "expert", "model"), axis_types=(AxisType.Explicit,) * 3)
     layer, x = expert_layer(mesh, 8192, num_shared=1, tensor_axis="model")
     with jax.set_mesh(mesh):
         lowered = jax.jit(jax.grad(loss_of_layer, (0, 1))).trace(layer, x).lower(lowering_platforms=("tpu",))
