@@ -325,7 +325,7 @@ def einsum_of(lhs: EinsumOperand, rhs: EinsumOperand, out: Names, group: Names =
     if not lhs.ragged and not rhs.ragged:  # The letter of the groups may be in a plain array.
         lhs, rhs = (each._replace(group=group if set(group) <= set(each.letters) else ()) for each in (lhs, rhs))
     # Batch letters can be merged into the groups only if both operands have a group axis.
-    is_mapped = bool(batch) and bool(lhs.ragged or rhs.ragged or not (lhs.group and rhs.group))
+    is_mapped = bool(batch) and not (lhs.group and rhs.group)
     m, k, n = (tuple(roles[name]) for name in "mkn")
     one = Einsum(lhs, rhs, out, extents, group, batch, m, k, n, is_mapped)
     ragged = lhs.ragged + rhs.ragged

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.interpreters import partial_eval as pe
 
 from ragged.backends import cache
 from ragged.backends.base import Launch
@@ -49,14 +50,18 @@ def _with_data(x: Any, data: Array | None) -> Any:
 
 
 def jaxpr_of(fn: Callable[..., Any], args: Any) -> tuple[Any, list[Any]]:
-    """`(jaxpr, arrays)`: the jaxpr of `fn(*args)`, and the arrays or `ShapeDtypeStruct`s in `fn` and `args`."""
+    """`(jaxpr, arrays)`: the jaxpr of `fn(*args)`, without what nothing uses, and the arrays or `ShapeDtypeStruct`s in
+    `fn` and `args`."""
     arrays, rest = eqx.partition((fn, args), lambda x: is_arraylike(x) or isinstance(x, jax.ShapeDtypeStruct))
 
     def call(arrays: Any) -> Any:
         fn, args = eqx.combine(arrays, rest)
         return eqx.filter(fn(*args), eqx.is_array)
 
-    return jax.make_jaxpr(call)(arrays), jax.tree.leaves(arrays)
+    closed = jax.make_jaxpr(call)(arrays)
+    # `jit` drops the pre-activation of a product without a derivative: it isn't stored, so it's another product.
+    jaxpr, _ = pe.dce_jaxpr(closed.jaxpr, [True] * len(closed.out_avals), instantiate=True)
+    return closed.replace(jaxpr=jaxpr), jax.tree.leaves(arrays)
 
 
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call")

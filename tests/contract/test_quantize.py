@@ -378,6 +378,7 @@ def test_given_scales_out_of_range(dtype: str, scaling: str) -> None:
         got = run(x, np.stack([wrong, np.full(8, 2.0**-6)], axis=1).reshape(1, 16, 1).astype(np.float32))
         assert np.isnan(got[:, ::2]).all()
         np.testing.assert_array_equal(got[:, 1::2], run(x, np.float32(2.0**-6))[:, 1::2])
+        assert not np.isnan(run(x, np.float32(2.0**126))).any()  # the highest scale
     for scale in wrong:
         for call in (
             lambda scale=scale: quantize(x, dtype, scaling, scale=scale),

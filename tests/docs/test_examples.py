@@ -326,6 +326,6 @@ def test_the_script_runs(name: str) -> None:
     """`expert_parallel` also with eight devices in two processes."""
     script, *options = name.split()
     run = [sys.executable, str(FOLDER / f"{script}.py"), *options]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}  # optimised, as they run for seconds
     printed = subprocess.run(run, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
     assert SHOWN[name](printed), printed

@@ -44,6 +44,7 @@ MORE_SPECS = [
     Spec("tes,tfu->sefu", ("ts", "tu", "su")),
     Spec("set,seu->tu", ("st", "su", "tu")),
     Spec("thes,shed->thd", ("ts", "s", "t")),
+    Spec("ghab,hbc->ghac", ("", "", "")),
 ]
 
 

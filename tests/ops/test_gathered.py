@@ -17,6 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ragged
+from ragged.tuning import GpuConfig
 from tests import gpu
 from tests.contract.launches import launches
 from tests.moe import moe as layer_of
@@ -82,6 +83,25 @@ def test_which_products_make_no_copy() -> None:
     one, _, _ = operands(ids=[0, 2, 7, 1, 1, 3])
     scaled = one.gathered(x[:, :24]) * ragged.per_row(jnp.arange(6.0))
     assert gathers(lambda w: (scaled @ w).data, w[:, :24]) == [True]
+
+
+def test_two_batch_axes() -> None:
+    """Of tokens and of where they go; a kernel reads the rows in place."""
+    gpu.needs_triton()
+    rng = np.random.default_rng(0)
+    ids, x = rng.integers(0, G, (2, 3, 6, 2), np.int32), rng.standard_normal((2, 3, 6, 16)).astype(np.float32)
+    w = rng.standard_normal((G, 16, 16)).astype(np.float32)
+
+    def product(ids: Array, x: Array, backend: Any) -> Array:
+        return ragged.matmul(ragged.route(ids, G).gathered(x), w, backend=backend).data
+
+    def mapped(backend: Any) -> Array:
+        return jax.jit(jax.vmap(jax.vmap(partial(product, backend=backend))))(ids, x)
+
+    with launches() as ran, gpu.on("NVIDIA H200"):
+        got = mapped(GpuConfig(interpret=True))
+    assert " by index" in ran[0][1]
+    np.testing.assert_allclose(got, mapped("xla"), rtol=1e-5, atol=1e-5)
 
 
 def test_a_token_is_quantised_once() -> None:

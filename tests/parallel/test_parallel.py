@@ -205,6 +205,8 @@ def test_rows_that_leave_a_device(chunks: int) -> None:
     few, slots = estimate(**options), estimate(**options, transport="dense")
     assert few.sent["combine"] == slots.sent["combine"] == slots.sent_at_most["combine"] == (N - 1) * chunks * D * 2
     assert few.sent_at_most["combine"] == N * chunks * D * 2
+    options["capacity"] = 2 * chunks
+    assert estimate(**options).sent_at_most["dispatch"] == (N - 1) * 2 * chunks * D * 2
     assert few.flops["forward"] == plan.flops["forward"] * N * chunks / (TOKENS * TOP_K)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 from jax import Array
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from ragged import Cast, GroupedTensor, Recipe, matmul
@@ -196,6 +196,21 @@ def test_a_history_on_each_device() -> None:
     history = step(recipe.unsealed()).history
     largest = np.array([np.abs(X.data).max(), np.abs(W).max(), 1.0])
     np.testing.assert_allclose(history[:, :, 0], [largest, largest * [2, 1, 1]], rtol=1e-6)
+
+
+def test_histories_that_an_explicit_axis_splits() -> None:
+    """Outside of `jit`, the next histories are split as the given ones."""
+    mesh = jax.make_mesh((2,), ("layer",), axis_types=(AxisType.Explicit,))
+
+    def loss(recipe: Recipe, x: Array, w: Array) -> Array:
+        return jax.vmap(lambda recipe, x, w: matmul(X.with_data(x), w, recipe=recipe).data.sum())(recipe, x, w).sum()
+
+    with jax.set_mesh(mesh):
+        stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), (Recipe.preset("delayed", length=2), X.data, W))
+        recipe, x, w = jax.tree.map(lambda leaf: jax.device_put(leaf, P("layer")), stacked)
+        history = jax.grad(loss)(recipe.unsealed(), x, w).history
+    assert jax.typeof(history).sharding.spec[0] == "layer"
+    np.testing.assert_allclose(history[:, :2, 0], [[np.abs(X.data).max(), np.abs(W).max()]] * 2, rtol=1e-6)
 
 
 @pytest.mark.long

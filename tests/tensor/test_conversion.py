@@ -157,6 +157,14 @@ def test_concat_of_other_memory_orders(kind: str) -> None:
         assert_groups(groups_of(concat([other, x])), [*b.groups, *a.groups])
 
 
+def test_concat_of_more_dims() -> None:
+    """On the host as in a program; the last dims are cut off, not the dims before them."""
+    dims = jnp.array([3, 0, 4], jnp.int32), jnp.array([5, 1, 2], jnp.int32)
+    x = GroupedTensor(jnp.ones((9, 2, 6)), *dims)
+    same(ragged.concat([x, x]), jax.jit(ragged.concat)([x, x]))
+    assert float(ragged.concat([x, x]).data.sum()) == 2 * 2 * (3 * 5 + 4 * 2)
+
+
 def test_what_does_not_fit_is_not_joined() -> None:
     """Another kind, extent, dtype or rank; nothing; what is no tensor."""
     x = GroupedTensor(floats(8, 2), ints(3, 4))

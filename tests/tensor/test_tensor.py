@@ -96,6 +96,15 @@ def test_sizes_of_any_kind() -> None:
         assert {each.dtype for each in jax.eval_shape(everything, x.astype(jnp.float64))[2:]} == {np.dtype(np.float64)}
 
 
+def test_further_fields_are_keywords() -> None:
+    make: Any = GroupedTensor
+    q = ragged.quantize(example(KINDS[1]).tensor, jnp.int8, "row", symmetric=False)
+    fields = q.data, q.first_dims, q.last_dims, q.scales, q.scaling
+    assert repr(make(*fields, zero_points=q.zero_points)) == repr(q)
+    with pytest.raises(TypeError, match="positional arguments"):
+        make(*fields, q.zero_points)
+
+
 # How it is written. `test_show` has notebooks.
 
 

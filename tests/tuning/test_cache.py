@@ -194,6 +194,14 @@ def test_where_a_configuration_comes_from() -> None:
     assert chosen() == (model, "model")
 
 
+def test_a_product_whose_epilogue_is_computed_apart() -> None:
+    """It is multiplied by the configuration that is known of the product with its epilogue."""
+    device, key = keys_of(activation="silu")
+    cache.put({device: {key: entry()}})
+    run = jax.jit(lambda x, w: ragged.matmul(x, w, activation="silu").data)
+    assert "48x16xf32" in run.lower(X, W).as_text()
+
+
 @pytest.mark.long
 def test_the_file_survives_the_process(file: Path) -> None:
     """What is lowered in another one is by its configuration."""

@@ -338,7 +338,7 @@ def _tiles(launch: Launch, x: Operands) -> _Tiles:
             begin = offsets[..., :-1]
             length[packed] = jnp.minimum(length[packed], flat(offsets[..., 1:] - begin))
             if batched[name]:
-                begin = begin.reshape(-1, num_groups) + (rows * jnp.arange(batch or 1, dtype=jnp.int32))[:, None]
+                begin = begin.reshape(-1, num_groups) + (rows * jnp.arange(batch, dtype=jnp.int32))[:, None]
             starts[name] = flat(begin)
         if other in x.sizes:
             length[other] = jnp.minimum(length[other], columns)
