@@ -172,8 +172,11 @@ def test_both_sorts(sort: Any) -> None:
         for got, want in zip(run(group_ids, G), (order, np.argsort(order), offsets), strict=True):
             assert got.dtype == jnp.int32
             np.testing.assert_array_equal(got, want)
+
+
+def test_a_cpu_counts() -> None:
     ids = jax.ShapeDtypeStruct((TOKENS, 2), jnp.int32)
-    assert "stablehlo.sort" not in jax.jit(ragged.route, static_argnums=1).lower(ids, G).as_text()  # on this CPU
+    assert "stablehlo.sort" not in jax.jit(ragged.route, static_argnums=1).lower(ids, G).as_text()
 
 
 SYMBOLIC = """

@@ -138,12 +138,13 @@ def test_counts_of_the_tail_of_two_ragged_letters() -> None:
 
 
 def test_tiles_of_groups_that_are_moved_apart() -> None:
-    """Where a kernel moves groups to multiples of a block of scales, a group's tiles cover its rows in the buffer."""
-    x = GroupedTensor(jax.ShapeDtypeStruct((64, 128), jnp.bfloat16), jnp.ones(40, jnp.int32))
-    w = jax.ShapeDtypeStruct((40, 128, 128), jnp.bfloat16)
-    plan = ragged.explain(x, w, platform="tpu", recipe="mxfp8").plan("by rhs")
-    assert plan.backend == "pallas_tpu" and [group for group, _, _ in plan.tiles] == [*range(40)]
-    assert all(at <= group < at + extent for group, at, extent in plan.tiles)  # each group has one row
+    """Where a kernel moves groups to multiples of a block of scales, here of 32 tokens from 0, 3 and 64 to 0, 32 and
+    96, tiles are where their rows are in the buffer."""
+    x = GroupedTensor(jax.ShapeDtypeStruct((128, 64), jnp.float32), jnp.array([3, 0, 61, 40], jnp.int32))
+    w, backend = jax.ShapeDtypeStruct((4, 64, 32), jnp.float32), TpuConfig(m=64, k=64, n=32)
+    plan = ragged.explain(x, w, platform="tpu", recipe="mxfp8", backend=backend).plan("by rhs")
+    assert plan.tiles == ((0, 0, 64), (2, 0 - 29, 64), (2, 64 - 29, 64), (3, 64 - 32, 64), (3, 128 - 32, 64))
+    assert (plan.backend, plan.visits, plan.multiplied) == ("pallas_tpu", 5, 2 * 5 * 64 * 64 * 32)
 
 
 def test_counts_of_a_shared_matrix() -> None:

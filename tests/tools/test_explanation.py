@@ -115,17 +115,6 @@ def test_rows_that_a_kernel_may_quantise() -> None:
         assert plan.dtypes[:2] == ("int8", "int8") and plan.scales == ("1 m × all k", "all k × 1 n")
 
 
-def test_tiles_of_groups_that_are_moved() -> None:
-    """A wgrad whose scales are of 32 tokens: each group is moved to a multiple of 32 before it is multiplied, here from
-    0, 3 and 64 to 0, 32 and 96. Tiles of 64 are where their rows were."""
-    x, w = forward(128, 64, 32, 4, jnp.float32)
-    x = GroupedTensor(x.data, jnp.array([3, 0, 61, 40], jnp.int32))
-    found = ragged.explain(x, w, recipe="mxfp8", platform="tpu", backend=TpuConfig(m=64, k=64, n=32))
-    plan = found.plan("by rhs")
-    assert plan.tiles == ((0, 0, 64), (2, 0 - 29, 64), (2, 64 - 29, 64), (3, 64 - 32, 64), (3, 128 - 32, 64))
-    assert (plan.visits, plan.multiplied, plan.is_exact) == (5, 2 * 5 * 64 * 64 * 32, True)
-
-
 def test_one_group_that_is_quantised() -> None:
     """Without scales it is a dense product, which XLA computes."""
     x = jnp.ones((1, 16, 64), jnp.bfloat16)

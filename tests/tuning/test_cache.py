@@ -80,9 +80,9 @@ def keys_of(x: Any = X, w: Any = W, **options: Any) -> tuple[str, str]:
     return device, product.key(launch)
 
 
-def remember(config: Config = MINE) -> None:
+def remember(config: Config = MINE, **options: Any) -> None:
     """Puts a configuration of `X @ W` into the cache."""
-    device, key = keys_of()
+    device, key = keys_of(**options)
     cache.put({device: {key: entry(config)}})
 
 
@@ -196,8 +196,7 @@ def test_where_a_configuration_comes_from() -> None:
 
 def test_a_product_whose_epilogue_is_computed_apart() -> None:
     """It is multiplied by the configuration that is known of the product with its epilogue."""
-    device, key = keys_of(activation="silu")
-    cache.put({device: {key: entry()}})
+    remember(activation="silu")
     run = jax.jit(lambda x, w: ragged.matmul(x, w, activation="silu").data)
     assert "48x16xf32" in run.lower(X, W).as_text()
 
