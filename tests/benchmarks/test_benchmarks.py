@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests import gpu
-from tests.benchmarks import calls, clients, cpu, memory, plots, served
+from tests.benchmarks import clients, cpu, plots, served
 from tests.benchmarks import gpu as on_gpu
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -29,15 +29,6 @@ def test_on_a_cpu(tmp_path: Path) -> None:
     (tmp_path / "page.md").write_text((DOCS / "benchmarks.md").read_text())
     plots.main(["--folder", str(tmp_path), "--page", str(tmp_path / "page.md")])
     assert {path.name for path in tmp_path.glob("*.svg")} == {"cpu-products.svg", "cpu-series.svg"}
-
-
-@pytest.mark.long
-def test_first_calls(tmp_path: Path) -> None:
-    calls.main(["--processes", "1", "--json", str(tmp_path / "calls.json")])
-    seconds = json.loads((tmp_path / "calls.json").read_text())["seconds"]
-    assert (
-        all(each["product"] > each["product again"] > 0 for each in seconds.values()) and "import" in seconds["ragged"]
-    )
 
 
 @pytest.mark.long
@@ -89,10 +80,3 @@ def test_rows_that_a_capacity_drops() -> None:
     """A pooled capacity drops a small part of what slots drop."""
     found = clients.dropped(8, 1.0)
     assert 3 * found["pooled"] < found["slots"] and found["slots"] > 0.05
-
-
-@pytest.mark.long
-def test_memory_of_an_exchange() -> None:
-    """On a TPU v5e 2×4, at most 3 % above what was measured."""
-    found = memory.of_tpu("v5e", clients.compiled("expert", "ours").memory_analysis())
-    assert found["v5e hbm"] < 1.03 * 722

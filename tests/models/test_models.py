@@ -12,7 +12,7 @@ from tests.models import blocks
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "way"), [("gpt_oss", "jit"), *thinned(2, blocks.NAMES, blocks.BOUNDS)])
+@pytest.mark.parametrize(("name", "way"), [("gpt_oss", "jit"), *thinned(4, blocks.NAMES, blocks.BOUNDS)])
 def test_blocks(name: str, way: str) -> None:
     """Results, and gradients of tokens, router and experts. On a mesh, a padded token is NaN."""
     found = blocks.errors(name, way)

@@ -37,14 +37,13 @@ def long() -> Iterator[Layer]:
             yield Layer(model, padding=("mask", "", "sizes")[i % 3], save=("pre", "out", "nothing")[i % 3])
         else:
             yield Layer(model, "2x2x2", transport=("ring", "dense")[i // 2 % 2], padding=("", "mask")[i // 2 % 2])
-    for i, mesh in enumerate(("8x1x1", "4x2x1", "2x4x1", "1x8x1", "2x2x2", "1x1x2", "1x4x2")):
+    for i, mesh in enumerate(("8x1x1", "1x8x1", "1x1x2", "1x4x2")):
         kind, transport = ("auto", "explicit", "manual")[i % 3], ("dense", "ring")[i % 2]
         padding = ("mask", "", "sizes")[i % 3] if kind != "manual" else ("mask", "")[i % 2]
         yield Layer(("mixtral", "qwen2-moe")[i % 2], mesh, kind, transport, 1 + i // 2 % 2, padding=padding)
-    for mesh, transport, padding in (("1x4x1", "dense", "mask"), ("2x2x1", "ring", "sizes"), ("1x4x1", "dense", "")):
+    for mesh, transport, padding in (("1x4x1", "dense", "mask"), ("2x2x1", "ring", "sizes")):
         yield Layer("mixtral", mesh, transport=transport, chunks=2, capacity=18, padding=padding, dtype="bfloat16")
-    for save, model in (("pre", "mixtral"), ("out", "no gate"), ("nothing", "all")):
-        yield Layer(model, save=save, dtype="bfloat16")
+    yield Layer("no gate", save="out", dtype="bfloat16")
 
 
 @pytest.mark.parametrize("program", [*by_default()], ids=str)
@@ -184,22 +183,20 @@ def test_a_shared_gate_of_64_bits() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case, hbm, temp", [("pre", 1051, 1490), ("nothing", 622, 707)])
-def test_memory_of_a_training_step(case: str, hbm: float, temp: float) -> None:
+def test_memory_of_a_training_step() -> None:
     """On a TPU v5e, at most 3 % above what was measured. With pre-activations, all that is elementwise is one pass
     over hidden rows; and over rows of the model's width, none weighs or adds them: three clear tails."""
-    function, *avals = memory.step_of(**memory.CASES[case])
+    function, *avals = memory.step_of(**memory.CASES["pre"])
     compiled = tpu.compile_for("v5e", function, *avals)
     assert compiled.kernels
     found = memory.of_tpu("v5e", compiled.memory)
-    assert found["v5e hbm"] < 1.03 * hbm and found["v5e temp"] < 1.03 * temp
+    assert found["v5e hbm"] < 1.03 * 1051 and found["v5e temp"] < 1.03 * 1490
     rows = memory.TOKENS * 2
     passes = [
         re.findall(rf"%(\S+) = [^=\n]*\[(?:1,)?{rows},{width}\][^=\n]* fusion\([^\n]*kind=kLoop", compiled.text)
         for width in (memory.HIDDEN, memory.D)
     ]
-    if case == "pre":
-        assert [len(each) for each in passes] == [1, 3], passes
+    assert [len(each) for each in passes] == [1, 3], passes
     assert not [name for name in passes[1] if name.startswith("multiply")], passes
 
 
@@ -299,13 +296,7 @@ def test_parts_of_hidden_are_summed_before_they_are_rounded(name: str) -> None:
     np.testing.assert_array_equal(np.asarray(y, np.float64), 1)
 
 
-MESHES: list[dict[str, int]] = [
-    {"data": 2, "expert": 2, "model": 2},
-    {"model": 8},
-    {"data": 8},
-    {"expert": 8},
-    {"data": 2, "expert": 4},
-]
+MESHES: list[dict[str, int]] = [{"data": 2, "expert": 2, "model": 2}, {"model": 8}, {"data": 2, "expert": 4}]
 
 
 @pytest.mark.long
@@ -405,7 +396,7 @@ def test_sizes_end_at_the_buffer() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("model, save", [("mixtral", "nothing"), ("no gate", "out"), ("all", "pre")])
+@pytest.mark.parametrize("model, save", [("mixtral", "nothing"), ("all", "pre")])
 def test_other_derivatives(model: str, save: str) -> None:
     """Forward over reverse is the difference of the loop's gradients; in a `vmap`, each element has its own layer,
     tokens and padding."""
@@ -445,7 +436,7 @@ class Cosine(eqx.Module):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("recipe", ["Cosine", "rowwise", "tensorwise", "mxfp8", "blockwise", "delayed"])
+@pytest.mark.parametrize("recipe", ["Cosine", "tensorwise", "blockwise", "delayed"])
 def test_padding_and_a_recipe(recipe: str) -> None:
     """A padded call is the call without its padding: scales are those of tokens, and so are the largest values of a
     history. Another router has finite derivatives in padding, also those of its own arrays."""

@@ -282,7 +282,7 @@ def of_all(x: Array, gate: Array, up: Array, sizes: Array) -> list[Array]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("generation", ["v4", "v5e", "v6e", "tpu7x"])
+@pytest.mark.parametrize("generation", ["v5e", "tpu7x"])
 def test_compiled_for_tpus(generation: str) -> None:
     """One kernel for each function, which leaves a fifth of the chip's VMEM."""
     compiled = tpu.compile_for(generation, of_all, X, WEIGHT, WEIGHT, SHORT)
@@ -303,7 +303,7 @@ def test_gradients_compiled_for_a_tpu() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("chip", gpu.ARCHITECTURES)
+@pytest.mark.parametrize("chip", ["NVIDIA H200", "NVIDIA B200"])
 def test_compiled_for_gpus(chip: str) -> None:
     """One kernel for each function, without spills."""
     kernels = gpu.compile_for(chip, of_all, X, WEIGHT, WEIGHT, SHORT)
@@ -313,11 +313,7 @@ def test_compiled_for_gpus(chip: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     "generation, columns",
-    [
-        ("v5e", "halves"),
-        ("tpu7x", "halves"),
-        *((generation, "interleaved") for generation in ("v4", "v5e", "v5p", "v6e", "tpu7x")),
-    ],
+    [("tpu7x", "halves"), ("v5e", "interleaved"), ("v6e", "interleaved")],
 )
 def test_tpus_read_one_weight_in_place(generation: str, columns: str) -> None:
     """One kernel takes the weight, whether its columns are halves or alternate, and no other operation splits it."""
@@ -331,11 +327,7 @@ def test_tpus_read_one_weight_in_place(generation: str, columns: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     "chip, columns",
-    [
-        ("NVIDIA A100", "halves"),
-        ("NVIDIA H200", "halves"),
-        *((chip, "interleaved") for chip in gpu.ARCHITECTURES),
-    ],
+    [("NVIDIA A100", "halves"), *((chip, "interleaved") for chip in gpu.ARCHITECTURES)],
 )
 def test_gpus_read_one_weight_in_place(chip: str, columns: str) -> None:
     """One kernel, without spills, takes the weight, whether its columns are halves or alternate."""

@@ -256,7 +256,6 @@ def trained(way: Rows, x: Array, w: Array, ids: Array, ct: Array) -> Any:
     [
         ("NVIDIA A100", jnp.float32, 512, 64, 2048),
         ("NVIDIA H200", jnp.bfloat16, 4096, 8, 2048),
-        ("NVIDIA H200", jnp.float32, 4096, 8, 1000),
         ("NVIDIA B200", jnp.bfloat16, 4096, 8, 1000),
     ],
 )

@@ -166,6 +166,7 @@ def test_any_leaf(kind: str) -> None:
             z: Any = GroupedTensor(data, leaf if leaf is not None else 0, leaf, transposed=True)  # pyright: ignore
             assert z.data is data and z.last_dims is leaf
             assert "GroupedTensor(" in repr(z)
+    assert jax.tree.unflatten(structure, [0] * len(leaves)).packed_axis == x.packed_axis  # as `in_axes`
     arrays, rest = eqx.partition(x, eqx.is_inexact_array)
     assert rest.data is None and arrays.first_dims is arrays.last_dims is None
     assert repr(eqx.combine(arrays, rest)) == repr(x) == repr(eqx.filter_jit(lambda t: t)(x))

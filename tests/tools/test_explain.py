@@ -152,6 +152,7 @@ def _pass(machine: str, layout: str, call: str) -> Any:
             _pass(machine, layout, [*CALLS][(5 * i + j) % len(CALLS)])
             for i, machine in enumerate(MACHINES)
             for j, layout in enumerate(LAYOUTS)
+            if (i + j) % 2
         ),
     ],
 )

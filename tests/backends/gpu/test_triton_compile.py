@@ -79,7 +79,7 @@ def kernels(chip: str, layout: str, shape: Shape, dtype: str) -> list[gpu.Kernel
 @pytest.mark.long
 @pytest.mark.parametrize(
     "layout, dtype",
-    [(layout, FP8 if layout in ("batched", "forward_left", "wgrad") else "bfloat16") for layout in NAMES],
+    [("batched", FP8), ("forward", "bfloat16"), ("wgrad", FP8), ("inner_columns", "bfloat16")],
 )
 def test_hopper(layout: str, dtype: str) -> None:
     """No spills, nothing serialised, whole tiles by TMA, and Hopper's own tensor cores wherever a group has 64 rows."""
@@ -96,7 +96,7 @@ def test_hopper(layout: str, dtype: str) -> None:
     split(
         [(H200, "forward", ODD, "float16")],
         [
-            *((H200, layout, ODD, "bfloat16") for layout in NAMES),
+            *((H200, layout, ODD, "bfloat16") for layout in NAMES[1::2]),
             (H200, "wgrad", ODD, "int8"),
             (H200, "forward", TINY, "bfloat16"),
             (H200, "wgrad", MANY, "bfloat16"),
@@ -120,7 +120,7 @@ SHAPES = (8192, 4096, 14336, 8), (65536, 2048, 1408, 64), (64, 4096, 14336, 8)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("chip, shape", [*((H200, shape) for shape in SHAPES), (A100, SHAPES[2])], ids=str)
+@pytest.mark.parametrize("chip, shape", [*((H200, shape) for shape in SHAPES[:2]), (A100, SHAPES[2])], ids=str)
 def test_what_is_measured(chip: str, shape: Shape) -> None:
     """The shapes of the benchmark, forward, dgrad and wgrad in bfloat16: no spills, nothing serialised."""
     rows, k, n, groups = shape
@@ -155,12 +155,12 @@ def test_tensor_cores_add_up_fp8_only_if_asked() -> None:
 
 
 WEIGHTS = [  # an A100 can't convert float8_e4m3fn, so kernels decode it; uint4 and uint8 have zero points
-    *((A100, FP8, *each) for each in [((128, 128), LARGE), *[((1, 32), DEEP), ("row", TINY)]]),
-    *thinned(5, (A100, H200, B200), ("uint4", "uint8"), ((1, 128), "row"), (LARGE, TINY)),
+    (A100, FP8, (128, 128), LARGE),
+    *thinned(7, (A100, H200, B200), ("uint4", "uint8"), ((1, 128), "row"), (LARGE, TINY)),
     (H200, "float4_e2m1fn", "mx", LARGE),
     *(
         (chip, "int4" if scaling == (1, 128) else "float4_e2m1fn", scaling, shape)
-        for chip, scaling, shape in thinned(4, (A100, H200, B200), ("mx", "nvfp4", (1, 128)), (LARGE, DEEP, TINY))
+        for chip, scaling, shape in thinned(5, (A100, H200, B200), ("mx", "nvfp4", (1, 128)), (LARGE, DEEP, TINY))
     ),
 ]
 
@@ -212,8 +212,8 @@ def test_without_tma(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "chip, recipe",
     [
-        *((H200, each) for each in ("tensorwise", "rowwise", "blockwise", "mxfp8", "delayed")),
-        *((B200, each) for each in ("rowwise", "blockwise")),
+        *((H200, each) for each in ("rowwise", "blockwise", "mxfp8")),
+        (B200, "rowwise"),
     ],
 )
 def test_recipes(chip: str, recipe: str) -> None:
@@ -236,8 +236,8 @@ BY_SCALES = {"mxfp8": ("mxf8f6f4", "UTCQMMA"), "nvfp4": ("mxf4nvf4", "UTCOMMA")}
 @pytest.mark.parametrize(
     "recipe, shape",
     [
-        *(("mxfp8", shape) for shape in (LARGE, DEEP, MANY)),
-        *(("nvfp4", shape) for shape in (ODD, TINY, SHAPES[2])),
+        *(("mxfp8", shape) for shape in (LARGE, MANY)),
+        *(("nvfp4", shape) for shape in (ODD, SHAPES[2])),
     ],
     ids=str,
 )
@@ -306,7 +306,7 @@ def test_four_bits_are_bytes_in_memory(dtype: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "rows, columns, k, warps", [(64, 128, 128, 4), (16, 32, 128, 4), (128, 256, 128, 8), (128, 128, 256, 8)], ids=str
+    "rows, columns, k, warps", [(64, 128, 128, 4), (128, 256, 128, 8), (128, 128, 256, 8)], ids=str
 )
 def test_scales_at_any_tile(rows: int, columns: int, k: int, warps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a tile has fewer rows than tensor cores scale: within the shared memory reckoned."""
@@ -440,7 +440,7 @@ def test_one_in_each_letter() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number, format", [*enumerate(ones.FORMATS_WITH_ONES)][::2])
+@pytest.mark.parametrize("number, format", [*enumerate(ones.FORMATS_WITH_ONES)][1::4])
 def test_extents_of_one(number: int, format: str) -> None:
     """1, 2 and 3 in any letter: a chip, a layout and an order of storage each."""
     (case,) = ones.cases(format, 1)
@@ -448,11 +448,10 @@ def test_extents_of_one(number: int, format: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_operands_are_turned_as_they_are_made(recipe: str) -> None:
+def test_operands_are_turned_as_they_are_made() -> None:
     """The pass that quantises `x` and the cotangent writes what the wgrad takes, and reads them once for both."""
     m, k, n, g = 8192, 2048, 1024, 8
-    text = gpu.compile_whole(partial(train, Recipe.preset(recipe)), *trained_avals((m, k, n, g))).as_text()
+    text = gpu.compile_whole(partial(train, Recipe.preset("rowwise")), *trained_avals((m, k, n, g))).as_text()
     for width in (k, n):
         assert len(re.findall(rf"= \(f8\w+\[{width},{m}\]\S*, f8\w+\[{m},{width}\]\S*\) fusion\(", text)) == 1
         assert not re.findall(rf"= (?:bf16|f32|pred)\[{width},{m}\]\S* (?:fusion|copy|transpose)\(", text)
@@ -468,7 +467,7 @@ def test_no_operand_is_dequantised_in_memory() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", NAMES)
+@pytest.mark.parametrize("layout", NAMES[1::2])
 def test_the_whole_program(layout: str) -> None:
     """Forward and backward as XLA compiles them for an H200; ragged rows are never transposed in memory."""
     function, avals = product(layout, LARGE, jnp.bfloat16)
@@ -500,7 +499,6 @@ def check_kernels(program: Any, *results: str) -> None:
 EIGHT = [  # x, w; the letters that are sharded; each kernel's result on one device, and MiB of temporaries there
     (P("a"), P(None, None, "b"), "mn", "bf16[4096,256] f32[4096,2048] f32[16,2048,256]", 64),
     (P("a"), P("b"), "mg", "f32[4096,1024] f32[4096,2048] f32[4,2048,1024]", 64),
-    (P(("a", "b")), P(), "m", "bf16[1024,1024] bf16[1024,2048] f32[16,2048,1024]", 128),
     # Both want "b": rows are gathered, and each device has the sum of its own.
     (P("b"), P("b"), "", "f32[8192,1024] f32[8192,2048] bf16[4,2048,1024]", 128),
 ]

@@ -74,7 +74,7 @@ def test_compiles(generation: str, layout: str, shape: Shape, dtype: str) -> Non
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("generation", tpu.TOPOLOGIES)
+@pytest.mark.parametrize("generation", ["v5e", "tpu7x"])
 def test_compiles_for_a_generation_that_nothing_names(generation: str) -> None:
     """Tiles that fit any chip."""
     function, avals = product("forward", LARGE, jnp.bfloat16)
@@ -93,7 +93,7 @@ def test_tiles_of_two_ragged_letters() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("generation", ["v5e", "v6e", "tpu7x"])
+@pytest.mark.parametrize("generation", ["v5e", "tpu7x"])
 def test_compiles_tiled_with_scales(generation: str) -> None:
     """Scales of rows and columns that are contracted, or kept, or cut out of two blocks."""
     kind = tpu.device(generation)
@@ -116,16 +116,21 @@ def test_compiles_tiled_with_scales(generation: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "generation, recipe", [("v5e", "rowwise"), ("v6e", "mxfp8"), ("tpu7x", "blockwise"), ("tpu7x", "delayed")]
+    "generation, recipe, shape",
+    [
+        ("v5e", "rowwise", (2048, 1024, 512, 8)),
+        ("v6e", "mxfp8", (512, 2048, 640, 4)),  # contracted in several tiles
+        ("tpu7x", "blockwise", (2048, 1024, 512, 8)),
+    ],
+    ids=str,
 )
-def test_recipes(generation: str, recipe: str) -> None:
+def test_recipes(generation: str, recipe: str, shape: Shape) -> None:
     """Three kernels of 8-bit operands, none of them dequantised in memory."""
-    step, avals = partial(train, Recipe.preset(recipe)), trained_avals((2048, 1024, 512, 8))
+    step, avals = partial(train, Recipe.preset(recipe)), trained_avals(shape)
     assert len(tpu.compile_for(generation, step, *avals).kernels) == 3
-    assert not dequantized(lowered(step, *avals), 512 * 1024)
-    assert (
-        len(dequantized(lowered(partial(step, backend="xla"), *avals), 512 * 1024)) == 4
-    )  # operands that are ragged; matrices in parts
+    assert not dequantized(lowered(step, *avals), 2**20)
+    if generation == "v5e":  # operands that are ragged; matrices in parts
+        assert len(dequantized(lowered(partial(step, backend="xla"), *avals), 512 * 1024)) == 4
 
 
 IN_KERNEL = [  # generation, columns of the result, whether the kernel quantises the rows
@@ -152,13 +157,6 @@ def test_rows_quantised_in_the_kernel(generation: str, columns: int, inside: boo
     assert tpu.matmuls(generation, run, x, *weights) == {("i8", "i8")}
 
 
-@pytest.mark.long
-def test_a_recipe_in_several_tiles() -> None:
-    """Forward and backward of `mxfp8`, with a contraction in several tiles."""
-    step, avals = partial(train, "mxfp8"), trained_avals((512, 8192, 640, 4))
-    assert len(tpu.compile_for("v6e", step, *avals).kernels) == 3
-
-
 WEIGHTS = [  # with zero points, but for the floats
     *thinned(4, ("v5e", "v5p", "v6e", "tpu7x"), ["float4_e2m1fn"], ("mx", "nvfp4", "column")),
     *thinned(8, ("v5e", "v6e", "tpu7x"), ("uint4", "int8"), ((1, 128), "row", (1, 32), (8, 8))),
@@ -177,8 +175,7 @@ def test_weights_of_few_bits(generation: str, dtype: str, scaling: Any) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("generation", ["v5e", "tpu7x"])
-def test_quantised_operands(generation: str) -> None:
+def test_quantised_operands() -> None:
     """By every layout's kernel, the mixed operands with scales on either side or on one."""
     sizes = Aval((8,), jnp.int32)
 
@@ -196,7 +193,7 @@ def test_quantised_operands(generation: str) -> None:
         return [ragged.matmul(*pair, max_last=512 if i == 4 else None).data for i, pair in enumerate(pairs)]
 
     avals = Aval((1024, 512), jnp.bfloat16), Aval((8, 512, 256), jnp.bfloat16), sizes
-    assert len(tpu.compile_for(generation, all_layouts, *avals).kernels) == 5
+    assert len(tpu.compile_for("v5e", all_layouts, *avals).kernels) == 5
     assert not dequantized(lowered(all_layouts, *avals), 512 * 1024)
 
 
@@ -240,14 +237,14 @@ def test_one_column(number: int, case: ones.Case) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number, case", [*enumerate(ONE_COLUMN)], ids=str)
+@pytest.mark.parametrize("number, case", [*enumerate(ONE_COLUMN)][::2], ids=str)
 def test_one_column_compiles(number: int, case: ones.Case) -> None:
     """The same by libtpu."""
     check_ones(case, GENERATIONS[(number + 1) % 4], compiles=True)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("format", ones.FORMATS_WITH_ONES)
+@pytest.mark.parametrize("format", [*ones.FORMATS_WITH_ONES][::4])
 def test_extents_of_one(format: str) -> None:
     """1, 2 and 3 in any letter: layouts, orders of storage and generations by chance."""
     for i, case in enumerate(ones.cases(format, 2)):
@@ -429,8 +426,6 @@ def test_chunks_overlap() -> None:
     "topology, axes, x, w, expected",
     [
         ("v5p:2x2x2", (2, 4), P("a"), P(None, None, "b"), "all-reduce"),
-        ("v5e:2x4", (2, 4), P("a"), P("b"), "all-reduce"),
-        ("v5p:2x2x2", (8, 1), P(("a", "b")), P(), "all-reduce"),
         ("v5e:2x4", (2, 4), P("b"), P("b"), "all-gather all-reduce collective-permute reduce-scatter"),
     ],
     ids=str,
