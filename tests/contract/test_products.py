@@ -281,9 +281,9 @@ def long_of_weights() -> Iterator[Case]:
     for layout, scaling in itertools.product(("forward", "forward_left", "batched"), (MX, NVFP4)):
         its: dict[str, Any] = {"chip": "NVIDIA H200", "tiles": (32, 64, 64), **WIDE_OF[layout], "k": 150, "n": 150}
         yield 3, four_bits(layout, next(dtypes), scaling, backend="triton_gpu", **its)
-        if scaling is MX:
-            its = {"tiles": (128, 128, 128), **WIDE_OF[layout], "k": 160}
-            yield 5, four_bits(layout, next(dtypes), scaling, backend="pallas_tpu", **its)
+    for layout, dtype in (("forward", "bfloat16"), ("forward_left", "float32"), ("batched", "bfloat16")):
+        its = {"tiles": (128, 128, 128), **WIDE_OF[layout], "k": 160}
+        yield 5, four_bits(layout, dtype, MX, backend="pallas_tpu", **its)
     yield 5, four_bits("forward_left", "bfloat16", MX, backend="pallas_tpu", mapped="lhs")
     for backend, count in (("pallas_tpu", 20), ("triton_gpu", 3)):
         yield count, four_bits("forward", "bfloat16", MX, backend=backend)
@@ -303,13 +303,13 @@ def long_of_weights() -> Iterator[Case]:
     # XLA decodes them, some columns at a time.
     several += [(Scaling((128, 128)), FP8), (Scaling((3, 5)), "int4"), (Scaling.of("column"), "int8")]
     for i, (scaling, of) in enumerate(several):
-        dtype, order = next(dtypes), ("", "rhs")[i % 2]
+        order = ("", "rhs")[i % 2]
         if i % 3 == 0:
-            yield 12, four_bits("forward", dtype, scaling, of, packed_last=order, n=901 + (order == ""))
+            yield 12, four_bits("forward", "bfloat16", scaling, of, packed_last=order, n=901 + (order == ""))
         elif i % 3 == 1:
-            yield 5, four_bits("forward", dtype, scaling, of, packed_last=order, mapped="lhs rhs")
+            yield 5, four_bits("forward", "float16", scaling, of, packed_last=order, mapped="lhs rhs")
         else:
-            yield 5, four_bits("forward_left", dtype, scaling, of, packed_last=order and "lhs", m=901)
+            yield 5, four_bits("forward_left", "float32", scaling, of, packed_last=order and "lhs", m=901)
     yield 12, four_bits("forward", "int8", MX, "int8", rhs_dtype="float32")
     yield 12, four_bits("forward_left", "float32", NVFP4, "int4", rhs_dtype="int32")
     for backend, count in (("pallas_tpu", 5), ("triton_gpu", 3)):
@@ -334,8 +334,6 @@ def long_of_zero_points() -> Iterator[Case]:
     ]
     dtypes = itertools.cycle(("bfloat16", "int8", "float32"))
     for i, (layout, (of, block)) in enumerate(itertools.product(("forward", "batched", "forward_left"), scalings)):
-        if layout == "batched" and i % 2:
-            continue
         dtype, more = next(dtypes), WIDE_OF[layout] | {"k": 256, "backend": "pallas_tpu", "tiles": (128, 128, 128)}
         if (i + i // 4) % 2:
             more |= {"n": 150, "backend": "triton_gpu", "tiles": (32, 64, 64), "chip": "NVIDIA H200"}
