@@ -443,7 +443,8 @@ class Arithmetic(GroupedBase, Operators):
           the last row is at the last column.
             - `causal`: no column after the row's position is visible.
             - `window`: `(left, right)`: at most this many columns before and after the row's position are visible; None
-              for no limit. A single value sets both. Values are ints or `()` integer arrays.
+              for no limit. A single value sets both. Values are ints or `()` integer arrays. A traced value below 0
+              counts as 0.
         - `sink`: one more logit for each softmax. Its weight is not part of the result, so the weights add up to less
           than 1. A number, or an array that broadcasts to the shape of `x.max(axis)`: for attention scores
           `[rows, heads, max_last]`, `(heads,)`. A row whose elements are all -inf is then zero.
@@ -865,14 +866,16 @@ def _window(x: Arithmetic, causal: bool, window: Any) -> tuple[Any, Any]:
     both = window if isinstance(window, tuple) else (window, window)
 
     def is_width(n: Any) -> bool:
-        traced = is_arraylike(n) and n.ndim == 0 and jnp.issubdtype(n.dtype, jnp.integer)
-        return n is None or is_count(n, minimum=0) or traced
+        if is_arraylike(n):
+            is_traced = isinstance(n, jax.core.Tracer)
+            return n.ndim == 0 and jnp.issubdtype(n.dtype, jnp.integer) and (is_traced or int(n) >= 0)
+        return n is None or is_count(n, minimum=0)
 
     if len(both) != 2 or not all(map(is_width, both)):
         hint = "It is (left, right), how many columns before and after a row's own position are visible; None for no "
         hint += "limit."
         Site("GroupedTensor.softmax", {"x": x}).fail(ValueError, f"`window` is {describe(window)}.", hint)
-    left, right = (None if n is None else as_int32(n) for n in both)
+    left, right = (None if n is None else jnp.maximum(as_int32(n), 0) for n in both)
     return left, jnp.int32(0) if causal else right
 
 
@@ -883,12 +886,9 @@ def _ahead(x: Arithmetic) -> Int[Array, "..."]:
     last = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
     if x.packed_axis is None:
         return last - jax.lax.broadcasted_iota(jnp.int32, x.shape, 1) - (x.shape[-1] - x.shape[1])
-    if x.last_dims is None:
-        n = jnp.diff(x.offsets)
-        m = jnp.full_like(n, x.shape[-1])
-    else:
-        # Dims aren't clipped: if the buffer cuts off a group's last rows or columns, the others keep their positions.
-        n, m = (jnp.maximum(as_int32(dims), 0) for dims in (x.first_dims, x.last_dims))
+    # Dims aren't clipped: if the buffer cuts off a group's last rows or columns, the others keep their positions.
+    n = jnp.maximum(as_int32(x.first_dims), 0)
+    m = x.shape[-1] if x.last_dims is None else jnp.maximum(as_int32(x.last_dims), 0)
     position = take(m - n, x.group_ids, 0) + x.positions  # each row's position, a column of its group
     return last - position.reshape(-1, *(1,) * (x.ndim - 1))
 

@@ -319,10 +319,9 @@ class Reference:
     def __init__(self, kind: Kind, arrays: Arrays, clean: Arrays, sizes: Arrays, tangents: Arrays) -> None:
         self.kind, self.inputs = kind, kind.inputs(sizes)
         # As in flash-attention: the first of `n` rows is at column `m - n` of `m`, also if a buffer cuts the group off.
-        m, n = (np.maximum(sizes[z].astype(np.int64), 0) if z in sizes else None for z in "mn")
-        self.first = [shape[-1] - shape[0] for shape in self.inputs["x"].shapes]
-        if m is not None and n is not None:
-            self.first = (n - m).tolist()
+        extents = np.reshape([(shape[0], shape[-1]) for shape in self.inputs["x"].shapes], (-1, 2)).T
+        m, n = (np.maximum(sizes[z], 0).tolist() if z in sizes else each for z, each in zip("mn", extents, strict=True))
+        self.first = np.subtract(n, m).tolist()
         self.values = [self._values(arrays, i) for i in range(kind.groups)]
         self.clean = [self._values(clean, i) for i in range(kind.groups)]
         self.stepped: dict[tuple[str, ...], list[tuple[Values, np.ndarray, np.ndarray]]] = {}
