@@ -22,7 +22,7 @@ from jax import Array
 from jax.core import Tracer
 from jaxtyping import Int, Shaped
 
-from ragged.core.errors import Site, describe, is_arraylike, is_count, wrapped_array
+from ragged.core.errors import Site, describe, is_arraylike, is_concrete, is_count, wrapped_array
 from ragged.core.formats import AnyArray, accumulator_dtype, array_field
 from ragged.core.mesh import over_explicit_axes
 from ragged.core.offsets import IN_BOUNDS, as_int32, group_ids, take
@@ -867,8 +867,7 @@ def _window(x: Arithmetic, causal: bool, window: Any) -> tuple[Any, Any]:
 
     def is_width(n: Any) -> bool:
         if is_arraylike(n):
-            is_traced = isinstance(n, jax.core.Tracer)
-            return n.ndim == 0 and jnp.issubdtype(n.dtype, jnp.integer) and (is_traced or int(n) >= 0)
+            return n.ndim == 0 and jnp.issubdtype(n.dtype, jnp.integer) and not (is_concrete(n) and int(n) < 0)
         return n is None or is_count(n, minimum=0)
 
     if len(both) != 2 or not all(map(is_width, both)):

@@ -392,6 +392,9 @@ def accumulate(step: Any, steps: int, multiply: Any, store: Any, accumulators: A
 
 def select_first(x: Array, count: int, axis: int) -> Array:
     """`x` with zeros from index `count` of `axis` on, where a partial tile is undefined."""
+    if axis == 1:
+        # Mosaic can't mask fewer than 8 rows of 8 or 16 bits past the first 128 columns.
+        return jnp.concatenate([x[:, :count], jnp.zeros_like(x[:, count:])], 1)
     return jnp.where(lax.broadcasted_iota(jnp.int32, x.shape, axis) < count, x, jnp.zeros_like(x))
 
 

@@ -123,10 +123,16 @@ def repeated(ref: Any, transposed: bool, extent: int, start: Any, width: int, ax
     reads_part = width % (8 * extent) == 0 and blocks % count == 0 and has_parts
     # One tile has all blocks, or there is only one.
     has_all = count == blocks and (blocks == 1 or width >= blocks * extent or (isinstance(start, int) and start == 0))
-    if axis == 0 and extent % 16 == 0 and (has_all or reads_part):
+    if axis == 0 and extent % 8 == 0 and (has_all or reads_part):
         values = load(start // extent, count)
         values = jnp.broadcast_to(values[:, None, :], (count, extent, outer))
         return values.reshape(count * extent, outer)[:width].astype(dtype)
+    some = LANES // extent
+    in_parts = axis == 0 and width % LANES == 0 and has_parts and not transposed
+    if in_parts and some * extent == LANES and some % 8 == blocks % some == 0:
+        # 128 elements at a time: all at once would be a product of as many columns as there are blocks.
+        loaded = [load((start + at) // extent, some) for at in range(0, width, LANES)]
+        return jnp.concatenate([spread(values, extent, 0, LANES, 0, dtype) for values in loaded], axis=0)
     return spread(load(0, blocks), extent, start, width, axis, dtype)
 
 

@@ -183,7 +183,7 @@ class _Geometry(NamedTuple):
 
     @property
     def vmem(self) -> int:
-        """Approximate bytes of VMEM: two buffers of each block, scratch memory, and rotated copies."""
+        """Approximate bytes of VMEM: two buffers of each block, scratch memory, rotated copies, repeated scales."""
         result = 2 * (1 + self.has_existing) * self.dtype.itemsize
         total = self.tile[self.row] * self.tile[self.column] * (result + 4)
         for operand in self.inputs:
@@ -193,6 +193,8 @@ class _Geometry(NamedTuple):
         for operand, scales in zip(self.operands, self.scales, strict=True):
             if scales and scales.in_tile:
                 total += 8 * operand.sides[0].tile * operand.sides[1].tile
+            if scales and scales.extent not in (None, 1):  # matrices of zeros and ones, in `tpu_scales.spread`
+                total += 16 * scales.source.window[1] * operand.sides[1].tile
         return total
 
     def pack(self, opens: Array, active: Array, column: Array, piece: Array, step: Array) -> Array:

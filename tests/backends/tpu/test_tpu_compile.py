@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ragged
-from ragged import GroupedTensor, Recipe, gated_matmul, matmul, quantize, quantize_weights
+from ragged import GroupedTensor, Recipe, Scaling, gated_matmul, matmul, quantize, quantize_weights
 from ragged.backends.base import Target
 from ragged.backends.tpu import tiles as tpu_tiling
 from ragged.backends.tpu import units
@@ -56,6 +56,7 @@ SPREAD = [  # every generation, layout, shape and dtype; each takes seconds
     ("tpu7x", "forward", ODD, "float8_e5m2"),
     ("v5p", "forward", ODD, "float32"),
     ("v6e", "wgrad", ODD, "int4"),
+    ("v6e", "forward", (3, 704, 2880, 4), "bfloat16"),  # fewer rows than a register has, in partial tiles
 ]
 
 
@@ -112,6 +113,21 @@ def test_compiles_tiled_with_scales(generation: str) -> None:
     compiled = tpu.compile_for(generation, both, x, x, sizes, by_group, by_row, by_block)
     assert len(compiled.kernels) == 2
     assert max(compiled.vmem) <= 12
+
+
+@pytest.mark.long
+def test_compiles_tiled_with_many_scales() -> None:
+    """1792 scales a row: each tile repeats its own by a product with a matrix of zeros and ones."""
+    sizes = Aval((8,), jnp.int32)
+
+    def inner_columns(x: Array, y: Array, sizes: Array) -> Array:
+        columns = quantize(GroupedTensor(x, last_dims=sizes), jnp.int8, Scaling((4, 1)))
+        return matmul(columns, GroupedTensor(y, sizes, sizes)).data
+
+    compiled = tpu.compile_for(
+        "v5e", inner_columns, Aval((7168, 1000), jnp.bfloat16), Aval((1000, 512), jnp.bfloat16), sizes
+    )
+    assert len(compiled.kernels) == 1 and max(compiled.vmem) <= 12
 
 
 @pytest.mark.long

@@ -31,6 +31,8 @@ CASES: dict[str, tuple[int, int, int, int, int]] = {  # extent, blocks, kept, wi
     "one row": (32, 8, 1, 256, 0),
     "of 48": (48, 6, 8, 288, 0),
     "of 16": (16, 16, 8, 256, 0),
+    "of 8, second tile": (8, 64, 8, 256, 256),
+    "of 4, second tile": (4, 128, 8, 256, 256),
 }
 
 
@@ -53,6 +55,17 @@ def test_each_element_has_its_scale(case: str, axis: int, turned: bool) -> None:
     got = np.asarray(run(jnp.array([start], jnp.int32), jnp.asarray(stored)), np.float32)
     got = got if axis == 1 else got.T
     np.testing.assert_array_equal(got[:, : want.shape[1]], want)
+
+
+def test_small_blocks_are_repeated_in_parts() -> None:
+    """Products of the 32 scales that 128 elements have: one of all 512 takes Mosaic minutes."""
+
+    def body(ref: Any, out: Any) -> None:
+        out[...] = scales.repeated(ref, False, 4, 0, 2048, 0, jnp.float32)
+
+    call = pl.pallas_call(body, Aval((2048, 128), jnp.float32))
+    jaxpr: Any = jax.make_jaxpr(call)(Aval((512, 128), jnp.float32))
+    assert {dot.invars[0].aval.shape for dot in equations(jaxpr.jaxpr, "dot_general")} == {(128, 32)}
 
 
 FP8_UNIT = "f8E4M3B11FNUZ"  # how a TPU's matrix unit takes float8_e4m3fn
