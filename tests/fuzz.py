@@ -8,12 +8,14 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from random import Random
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from tests import conftest, gpu
+from tests import conftest, gpu, tpu
 from tests.cases import LETTERS
 from tests.contract import einsums, tensors
 from tests.contract.draws import draws
@@ -40,6 +42,8 @@ ON_KERNELS = [
     (FP8, "", "float32"),
     ("bfloat16", "", "float32"),
 ]
+CHIPS = {"pallas_tpu": [*tpu.KINDS][1:], "triton_gpu": [*gpu.ARCHITECTURES]}
+Shape = Callable[[Random, str, str], dict[str, Any]]
 UNIFORM = {"batched": ("lhs", "rhs"), "forward": ("rhs",), "forward_left": ("lhs",), "wgrad": ()}
 """By layout, the operands that may be one matrix for all groups."""
 
@@ -56,6 +60,15 @@ def shape(r: Random, layout: str, backend: str) -> dict[str, Any]:
     if backend == "xla" and r.random() < 0.3:
         found["context"] = r.choice(CONTEXTS)
     return found
+
+
+def of_layers(r: Random, layout: str, backend: str) -> dict[str, Any]:
+    """The same, to be compiled: of the sizes of real layers, with one row or more, and with any other extents."""
+    found: dict[str, Any] = {"backend": backend, "interpret": False, "groups": r.choice([1, 3, 8])}
+    found["capacity"] = r.choice([1, 2, 3, 6, 8, 24, 64, 1000, 4096, 8192])
+    found["width"] = min(found["capacity"], r.choice([100, 512]))
+    found["m"] = r.choice([1, 3, 8, 64, 100, 128, 512, 704, 2048])
+    return found | {z: r.choice([1, 7, 64, 100, 256, 500, 704, 1000, 1536, 2048, 2880, 4096, 7168]) for z in "kn"}
 
 
 def some(r: Random, names: Iterable[str]) -> str:
@@ -78,7 +91,7 @@ def checked(r: Random, program: Program, inputs: Callable[..., Any], share: int 
     return counted(lambda count: program.check(inputs(program, count, seed=r.randrange(10**6))), most, share)
 
 
-def product(r: Random, backend: str) -> tuple[Any, Check]:
+def product(r: Random, backend: str, shape: Shape = shape) -> tuple[Any, Check]:
     """Of any layout, dtypes, scales and options."""
     layout = r.choice([*LETTERS])
     its, letters, kind = shape(r, layout, backend), LETTERS[layout], r.choice(["plain", "plain", "scaled", "second"])
@@ -132,7 +145,7 @@ def over_a_mesh(r: Random, _: str) -> tuple[Any, Check]:
     return program, checked(r, program, draws, share=4)
 
 
-def epilogue(r: Random, backend: str) -> tuple[Any, Check]:
+def epilogue(r: Random, backend: str, shape: Shape = shape) -> tuple[Any, Check]:
     """A bias, an activation, a gate, gathered rows."""
     layout = r.choice(["forward", "forward", "batched"] + ["inner_rows"] * (backend == "xla"))
     its = shape(r, layout, backend)
@@ -200,6 +213,27 @@ def layer(r: Random, _: str) -> tuple[Any, Check]:
     return program, counted(lambda count: program.check(range(first, first + count)), share=4)
 
 
+def compiled(r: Random, backend: str) -> tuple[Any, Check]:
+    """Products and epilogues, compiled for a chip, which isn't there."""
+    program, _ = r.choice((product, epilogue))(r, backend, of_layers)
+    program, chip = replace(program, chip=""), r.choice(CHIPS[backend])
+
+    def aval(shape: tuple[int, ...], dtype: str, name: str = "") -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((program.batch, *shape) if program.has_batch(name) else shape, jnp.dtype(dtype))
+
+    data = {name: aval(program.shape(name), dtype) for name, dtype in program.dtypes.items()}
+    sizes = {z: aval((program.groups,), program.size_dtype, "sizes") for z in program.ragged}
+    if top_k := getattr(program, "top_k", 0):
+        sizes = {"ids": aval((program.capacity // top_k, top_k), "int32", "sizes")}
+
+    def check(_: int) -> int:
+        compile_for = tpu.compile_for if backend == "pallas_tpu" else gpu.compile_for
+        compile_for(chip, program.compute, data, sizes, aval((), "int32", "first"))
+        return 1
+
+    return (program, chip), check
+
+
 ALL = tuple(DRAWS)
 OPERATIONS: dict[str, tuple[Callable[[Random, str], tuple[Any, Check]], tuple[str, ...]]] = {
     "product": (product, ALL),
@@ -209,6 +243,7 @@ OPERATIONS: dict[str, tuple[Callable[[Random, str], tuple[Any, Check]], tuple[st
     "einsum": (einsum, ALL),
     "operations": (operations, ("xla",)),
     "layer": (layer, ("xla",)),
+    "compiled": (compiled, ("pallas_tpu", "triton_gpu")),
 }
 
 

@@ -342,7 +342,9 @@ def split_interleaved(first: Array, second: Array) -> list[Array]:
 
     Each register of 128 columns is permuted, so that every value is moved as it is, also NaN.
     """
-    lanes = tiles.LANES
+    lanes, rows = tiles.LANES, first.shape[0]
+    if rows == 1:  # Pallas can't permute a single row.
+        first, second = (jnp.broadcast_to(x, (8, x.shape[1])) for x in (first, second))
     registers = [x[:, i : i + lanes] for x in (first, second) for i in range(0, x.shape[1], lanes)]
     lane = lax.broadcasted_iota(jnp.int32, registers[0].shape, 1)
     is_low = lane < lanes // 2
@@ -353,7 +355,7 @@ def split_interleaved(first: Array, second: Array) -> list[Array]:
         left, right = (jnp.take_along_axis(x, at, 1) for x, at in ((left, even_first), (right, odd_first)))
         even.append(jnp.where(is_low, left, right))
         odd.append(pltpu.roll(jnp.where(is_low, right, left), lanes // 2, 1))
-    return [jnp.concatenate(each, 1) for each in (even, odd)]
+    return [jnp.concatenate(each, 1)[:rows] for each in (even, odd)]
 
 
 def in_chunks(low: Any, high: Any, rows: int, visit: Callable[[Any], None]) -> None:
