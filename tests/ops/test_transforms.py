@@ -140,7 +140,7 @@ def check_symbolic_rows() -> None:
     def loss(x: Array, w: Array) -> Any:
         rows = GroupedTensor(x, jnp.array([7, 0, 8], jnp.int32))
         outs = [ragged.matmul(rows, w, activation=lambda z: jnp.clip(jax.nn.silu(z), -1, 1), bias=w[0, 0]).data]
-        outs.append(ragged.gated_matmul(rows, w, columns="halves").data)
+        outs += [ragged.gated_matmul(rows, w, columns=columns).data for columns in ("halves", "interleaved")]
         return sum(out.sum() for out in outs), outs
 
     scope = export.SymbolicScope()
@@ -152,7 +152,7 @@ def check_symbolic_rows() -> None:
 
 
 def check_all_symbolic() -> None:
-    for layout in ("wgrad", "ragged"):
+    for layout in ("batched", "wgrad", "outer", "ragged"):
         check_symbolic(layout)
     check_symbolic_maps()
     check_symbolic_rows()
