@@ -204,4 +204,8 @@ def _like(x: Any, out: Any) -> PartitionSpec:
 def resharded(x: Array, mesh: Any, spec: PartitionSpec) -> Array:
     """`x`, sharded with this spec over a mesh with or without `Explicit` axes."""
     sharding = NamedSharding(mesh, spec)
-    return jax.sharding.reshard(x, sharding) if mesh.explicit_axes else lax.with_sharding_constraint(x, sharding)
+    if mesh.explicit_axes:
+        return jax.sharding.reshard(x, sharding)
+    if mesh == jax.sharding.get_abstract_mesh():
+        return jax.device_put(x, spec)  # outside of `jit`, a constraint over it fails for an array on one device
+    return lax.with_sharding_constraint(x, sharding)

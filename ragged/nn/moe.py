@@ -28,6 +28,7 @@ from ragged.ops.matmul import matmul, request_of
 from ragged.ops.request import Arguments, Request
 from ragged.parallel.exchange import check_options, exchange
 from ragged.primitive.epilogue import activated
+from ragged.primitive.sharding import axes_of, spec_of
 from ragged.product.function import Function, function_of
 from ragged.quant.recipe import Cast, Recipe
 from ragged.quant.weights import QuantizedWeights
@@ -121,14 +122,16 @@ class Experts(eqx.Module):
     ) -> Float[Array, "tokens d"]:
         """`routed.combine(self(routed.gathered(x), tensor_axis), weights)`.
 
-        With weights, without recipes, and if `down` is an array without a bias, fewer arrays are saved for the
-        derivative: see `_summed`.
+        With weights, without recipes or float16, and if `down` is an array without a bias, fewer arrays are saved for
+        the derivative: see `_summed`.
         """
         layers = [layer for layer in (self.gate, self.up, self.down) if layer is not None]
         has_recipe = any(layer.recipe is not None for layer in layers)
         # A quantised weight has no derivative.
         is_quantized = isinstance(self.down.weight, GroupedTensor) and self.down.weight.is_quantized
-        if weights is None or has_recipe or is_quantized or self.down.bias is not None:
+        # In float16, hidden rows times a weight may overflow where their product with `down` doesn't.
+        is_half = jnp.float16 in (x.dtype, self.up.weight.dtype)
+        if weights is None or has_recipe or is_quantized or is_half or self.down.bias is not None:
             return routed.combine(self._routed(routed, x, tensor_axis), weights)
         return self._recomputed(Experts._combined)(self, routed, x, weights, tensor_axis is not None)
 
@@ -545,10 +548,15 @@ def _over_mesh(
     of_tokens, mesh = P(moe._token_axes or None), jax.sharding.get_abstract_mesh()
     operands = moe, x, args, mask, routing
     specs = moe.specs(), *jax.tree.map(lambda _: of_tokens, operands[1:])
-    if mesh.explicit_axes:
-        operands = jax.tree.map(lambda leaf, spec: resharded(leaf, mesh, spec), operands, specs)
+    if mesh.explicit_axes:  # `shard_map` itself splits over `Auto` axes
+        operands = jax.tree.map(lambda x, spec: resharded(x, mesh, _only(spec, mesh.explicit_axes)), operands, specs)
     options: Any = {"in_specs": specs, "out_specs": (of_tokens, P()), "axis_names": {*axes}}
     return jax.shard_map(lambda moe, *inputs: moe._of_device(*inputs, is_packed), **options)(*operands)
+
+
+def _only(spec: P, names: tuple[str, ...]) -> P:
+    """The spec without other mesh axes than these."""
+    return spec_of(tuple(name for name in each if name in names) for each in axes_of(spec, 0))
 
 
 @jax.checkpoint  # The derivative saves `x` in its own dtype, instead of a float32 copy.

@@ -191,7 +191,8 @@ class Router(eqx.Module):
         ranks = scores if bias is None else scores + bias[None]
         if self.groups is None:
             return ranks
-        by_group = ranks.reshape(ranks.shape[0], self.groups[0], -1)  # [tokens, groups, experts of a group]
+        tokens, experts = ranks.shape
+        by_group = ranks.reshape(tokens, self.groups[0], experts // self.groups[0])
         of_groups = jnp.sum(lax.top_k(by_group, 2)[0], axis=-1)
         best = lax.top_k(of_groups, self.groups[1])[1]  # [tokens, top_groups]
         is_best = jnp.any(best[:, :, None] == jnp.arange(self.groups[0], dtype=best.dtype)[None, None], axis=1)

@@ -22,11 +22,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import PartitionSpec
 
 from ragged.core.errors import MAX_ROWS, Site, is_arraylike, is_count, known_to_differ
-from ragged.core.mesh import explicit_mesh, explicit_spec
+from ragged.core.mesh import explicit_mesh, explicit_spec, resharded
 from ragged.core.offsets import as_int32
 from ragged.core.scaling import Scaling
+from ragged.primitive.sharding import axes_of, spec_of
 from ragged.quant.weights import QuantizedWeights, unquantized
 from ragged.tensor.base import is_read_transposed, with_fields
 from ragged.tensor.route import Gathered
@@ -159,8 +161,12 @@ class Einsum(NamedTuple):
             lhs, rhs = self._for_matmul(lhs, self.lhs), self._for_matmul(rhs, self.rhs)
             return multiply(lhs, rhs, replace(arguments, existing_out=existing), inner).data
 
-        axes = (_mapped(lhs), _mapped(rhs), None if existing is None else 0)
-        out = (jax.vmap(one, axes) if self.is_mapped else one)(lhs, rhs, existing)
+        given = lhs, rhs, existing
+        if self.is_mapped:
+            axes = (_mapped(lhs), _mapped(rhs), None if existing is None else 0)
+            out = jax.vmap(one, axes)(*_split_alike(given, axes))
+        else:
+            out = one(*given)
         dims = {z: self.dims(z) for z in self.ragged}
         extents, order = dict(self.extents), sum(self.result, ())
         for extent, letters in zip(out.shape, self.result, strict=True):
@@ -223,6 +229,27 @@ def _mapped(x: Any) -> Any:
     axis = 0 if by_block else None
     zeros = None if x.zero_points is None else axis
     return with_fields(x, data=0, first_dims=None, last_dims=None, scales=axis, tensor_scale=None, zero_points=zeros)
+
+
+def _split_alike(operands: tuple[Any, ...], axes: tuple[Any, ...]) -> Any:
+    """The operands of a map over `axes`. If a mapped axis is sharded over `Explicit` mesh axes, so are all others, like
+    the first of them, and no other axis is sharded over these: JAX requires this of a map."""
+
+    def each(axis: int | None, x: Any) -> Any:
+        return jax.tree.map(lambda _: axis is not None, x)
+
+    leaves, tree = jax.tree.flatten(operands)
+    is_mapped = jax.tree.leaves(jax.tree.map(each, axes, operands, is_leaf=lambda axis: axis is None))
+    specs = [axes_of(explicit_spec(x) or PartitionSpec(), jnp.ndim(x)) for x in leaves]
+    split = [i for i, mapped in enumerate(is_mapped) if mapped and specs[i][0]]
+    if not split:
+        return operands
+    first, mesh = specs[split[0]][0], jax.typeof(leaves[split[0]]).sharding.mesh
+    for i, (mapped, spec) in enumerate(zip(is_mapped, specs, strict=True)):
+        free = [() if {*names} & {*first} else names for names in spec]
+        wanted = (first, *free[1:]) if mapped else (*free,)
+        leaves[i] = leaves[i] if wanted == spec else resharded(leaves[i], mesh, spec_of(wanted))
+    return tree.unflatten(leaves)
 
 
 def _arranged(site: Site, e: Einsum, operand: EinsumOperand) -> Any:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any, TypeGuard
 
 import jax
@@ -187,7 +188,8 @@ def _of_more_dims(lhs: Any, rhs: Any, arguments: Arguments) -> GroupedTensor:
         problem = "`out_sharding` is given, but the result's groups have more than two dims."
         site.fail(NotImplementedError, problem, "Reshard the result: `jax.sharding.reshard`.")
     if is_arraylike(bias) and bias.ndim >= len(e.n):
-        bias = jnp.asarray(bias).reshape(*bias.shape[: bias.ndim - len(e.n)], -1)
+        at = bias.ndim - len(e.n)
+        bias = jnp.asarray(bias).reshape(*bias.shape[:at], prod(bias.shape[at:]))
     return e.product(site, multiply, replace(arguments, bias=bias))
 
 

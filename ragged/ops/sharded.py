@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from ragged.core.errors import Site, describe
 from ragged.core.formats import AnyArray
+from ragged.core.mesh import resharded
 from ragged.ops.matmul import request_of
 from ragged.ops.request import Arguments, Request
 from ragged.primitive.moved_rows import dispatched
@@ -69,7 +70,8 @@ def sharded_matmul(
     - `options`: `preferred_element_type`, `precision`, `existing_out`, `group_offset`, `num_actual_groups`, `capacity`,
       `max_last` and `backend`, as in `matmul`.
 
-    **Returns:** the result of `matmul`, sharded as `out_specs`.
+    **Returns:** the result of `matmul`, sharded as `out_specs`. Over `Explicit` axes, a packed axis of the result isn't
+    sharded if the number of shards doesn't divide its extent.
 
     **Raises:** `TypeError` and `ValueError` for specs that don't fit the mesh and the operands, and the errors of
     `matmul`.
@@ -100,7 +102,7 @@ def sharded_matmul(
     ]
     stored = [_stored(each, _is_read_transposed(tensor)) for each, tensor in zip(axes, (lhs, rhs), strict=False)]
     out = _stored(axes[2], product.is_swapped)
-    padded = _padded(product, stored, out, mesh.shape)
+    padded = _padded(product, stored, out, mesh)
     _check_extents(site, padded, stored, out, mesh.shape)
     x, call = padded.operands, padded.call._replace(out_spec=spec_of(out))
     specs: Operands = jax.tree.map(lambda _: PartitionSpec(), x)
@@ -128,6 +130,8 @@ def sharded_matmul(
         }
         buffer = jax.shard_map(of_shard, mesh=mesh, **options_of_map)(buffer, x.sizes)
     if call.shape != product.call.shape:  # without the padding
+        if mesh.explicit_axes:  # which can't split rows that they don't divide
+            buffer = resharded(buffer, mesh, spec_of([*out[:-2], (), out[-1]]))
         buffer = buffer[tuple(slice(n) for n in product.call.shape)]
     return product.tensor(buffer)
 
@@ -173,12 +177,16 @@ def _padded(product: Request, axes: list[tuple[Axes, ...]], out: tuple[Axes, ...
     shards: dict[str, int] = {}
     for letters, names in ((p.lhs, axes[0]), (p.rhs, axes[1]), (p.out, out)):
         if letters[0] in p.ragged:
-            size = math.prod(mesh[name] for name in names[-2])
+            size = math.prod(mesh.shape[name] for name in names[-2])
             shards[letters[0]] = math.lcm(shards.get(letters[0], 1), size)
 
     def longer(array: Array, letters: str) -> Array:
         more = -array.shape[-2] % shards.get(letters[0], 1)
-        return jnp.pad(array, [(0, more), (0, 0)]) if more and array.ndim == 2 else array
+        if not more or array.ndim > 2:
+            return array
+        array = jnp.pad(array, [(0, more), (0, 0)])
+        # A cotangent loses these rows again, which `Explicit` axes then can't split.
+        return resharded(array, mesh, PartitionSpec()) if mesh.explicit_axes else array
 
     def operand(name: str, letters: str) -> Any:
         data, scales, _ = getattr(x, name)

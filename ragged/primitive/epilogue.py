@@ -19,7 +19,7 @@ def split_columns(x: Any, columns: str) -> tuple[Array, Array]:
     if columns == "halves":
         first, second = jnp.split(x, 2, axis=-1)
     else:  # not `x[..., ::2]`, whose derivative XLA needs minutes to compile for a TPU
-        first, second = (each[..., 0] for each in jnp.split(x.reshape(*x.shape[:-1], -1, 2), 2, axis=-1))
+        first, second = (each[..., 0] for each in jnp.split(x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2), 2, axis=-1))
     return first, second
 
 

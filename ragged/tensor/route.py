@@ -284,8 +284,8 @@ class Route(eqx.Module):
         - `y`: ragged rows with the rows and groups of `dispatch`'s result. Its tail may hold anything.
         - `weights`: floats in the shape of `group_ids`; by default ones.
 
-        **Raises:** `TypeError` if `y` isn't a `GroupedTensor`, and for wrong dtypes; `ValueError` for wrong shapes and
-        sizes.
+        **Raises:** `TypeError` if `y` isn't a `GroupedTensor` or is quantised, and for wrong dtypes; `ValueError` for
+        wrong shapes and sizes.
         """
         sizes = self.order.shape[0], self.first_dims.shape[0]
         check_combined("Route", y, weights, sizes, self.place.shape, "route.dispatch(x)")
@@ -328,6 +328,8 @@ def check_combined(
     hint = f"Pass `{dispatch}`, or what you computed from it."
     if not isinstance(y, GroupedTensor):
         site.fail(TypeError, "`y` is not a `GroupedTensor`.", hint)
+    if y.is_quantized:
+        site.fail(TypeError, "`y` is quantised: its buffer means nothing without its scales.", "Pass `y.dequantize()`.")
     if y.kind != "ragged rows" or (y.capacity, y.num_groups) != sizes:
         site.fail(ValueError, f"`y` must have {sizes[0]} ragged rows in {sizes[1]} groups.", hint)
     if max_ndim is not None and y.ndim > max_ndim:

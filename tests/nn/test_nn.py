@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import ragged
@@ -231,6 +232,46 @@ def test_quantised_weights_over_a_mesh() -> None:
             w = ragged.quantize(layer.experts.down.weight, "int8", (48, 1))
             eqx.tree_at(lambda layer: layer.experts.down.weight, sharded, w)(x)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, want)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("save", ["pre", "out", "nothing"])
+def test_gradients_where_float16_nearly_overflows(save: str) -> None:
+    """Where a gate of -80,000 overflows, which `silu` makes 0, and where hidden rows of 40,000 times a weight would."""
+    ids = jnp.zeros((4, 1), jnp.int32)
+
+    def gradients(gate: float, down: float, weight: float, x: float) -> Any:
+        layer = layer_of(2, 2, 2, 1, dtype=jnp.float16, save=save, key=jax.random.key(0))
+        of = lambda layer: [getattr(layer.experts, name).weight for name in ("gate", "up", "down")]  # noqa: E731
+        layer = eqx.tree_at(of, layer, [jnp.full((2, 2, 2), each, jnp.float16) for each in (gate, 1, down)])
+
+        def loss(layer: MoE) -> Array:
+            routing = Routing(jnp.full((4, 1), float(weight)), ids)
+            return jnp.sum(layer(jnp.full((4, 2), x, jnp.float16), routing=routing)[0].astype(jnp.float32)) / 128
+
+        return [np.asarray(each[0], np.float64) for each in of(eqx.filter_grad(loss)(layer))]
+
+    for each in gradients(-200, 1, 1, 200):
+        np.testing.assert_array_equal(each, 0)
+    # Four tokens; `silu` of 200 is 200, with a slope of 1. Both columns of `down` are alike.
+    by_gate = 4 * 2.5 * 2 * 2**-10 * 200 * 100 / 128
+    wants = by_gate, by_gate, 4 * 2.5 * 200 * 200 / 128
+    for each, want in zip(gradients(1, 2**-10, 2.5, 100), wants, strict=True):
+        np.testing.assert_allclose(each, want, rtol=2**-9)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("explicit", ["data", "expert"])
+def test_axes_of_two_types(explicit: str) -> None:
+    """One axis of the mesh is `Explicit` and the other one `Auto`: results and gradients of one device."""
+    names = ("data", "expert")
+    types = tuple(AxisType.Explicit if name == explicit else AxisType.Auto for name in names)
+    loss = lambda layer, x: jnp.sum(jnp.sin(layer(x)[0]))  # noqa: E731
+    want = eqx.filter_value_and_grad(loss)(moe(), tokens())
+    with jax.set_mesh(jax.make_mesh((2, 2), names, axis_types=types)):
+        got = eqx.filter_value_and_grad(loss)(moe(axis="expert", data_axes=("data",)), tokens())
+    for each, expected in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        np.testing.assert_allclose(each, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.long

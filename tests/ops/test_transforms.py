@@ -1,8 +1,10 @@
 """What transformations of `ragged.matmul` do beyond values, which `tests/contract` has."""
 
+import itertools
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 from typing import Any, cast
 
 import jax
@@ -13,6 +15,7 @@ from jax import Array, export
 
 import ragged
 from ragged import GroupedTensor
+from ragged.nn import Experts, MoE, Router
 from tests import oracle
 from tests.cases import LETTERS, small
 
@@ -60,6 +63,41 @@ def test_a_map_over_nothing() -> None:
     outer = small("outer", dtype="float32")
     mapped = jax.vmap(lambda s: ragged.matmul(GroupedTensor(outer.lhs.data, s), outer.rhs).data)(none)
     assert mapped.shape == (0, 12, 12)
+
+
+def of_nothing() -> dict[str, tuple[Any, list[str]]]:
+    """Functions of plain arrays, of sizes first, whose shapes are these letters."""
+
+    def gated(columns: Any) -> Any:
+        return lambda s, x, w, b: ragged.gated_matmul(GroupedTensor(x, s), w, columns=columns, bias=b).data
+
+    def more_dims(s: Array, x: Array, w: Array, bias: Array) -> Array:
+        return ragged.matmul(GroupedTensor(x, s), w, bias=bias, activation="gelu").data
+
+    def routed(s: Array, x: Array) -> Array:
+        return MoE(Router(4, 4, 2, groups=(2, 1), key=jax.random.key(0)), Experts(4, 2, 4, key=jax.random.key(1)))(x)[0]
+
+    shapes = ["mk", "gkh", "gh"]
+    found = {"halves": (gated("halves"), shapes), "interleaved": (gated("interleaved"), shapes)}
+    return found | {"more dims": (more_dims, ["mk", "gkhn", "ghn"]), "routed": (routed, ["m4"])}
+
+
+@pytest.mark.parametrize("name", of_nothing())
+def test_extents_of_zero(name: str) -> None:
+    """Values and gradients where a letter's extent is 0, as the rows of a device without tokens, or two are."""
+    function, shapes = of_nothing()[name]
+
+    def run(sizes: Array, *args: Array) -> Any:
+        out, pull = jax.vjp(partial(function, sizes), *args)
+        return out, pull(out)
+
+    letters = sorted({*"".join(shapes)} - {"4"})
+    for empty in (*letters, *map("".join, itertools.combinations(letters, 2))):
+        extents = {"g": 3, "m": 6, "k": 4, "h": 2, "n": 5, "4": 4} | dict.fromkeys(empty, 0)
+        args = [jnp.ones([extents[z] for z in shape]) for shape in shapes]
+        out, gradients = jax.jit(run)(jnp.full(extents["g"], 2, jnp.int32), *args)
+        assert [each.shape for each in gradients] == [x.shape for x in args]
+        assert all(bool(jnp.all(jnp.isfinite(each))) for each in (out, *gradients))
 
 
 def check_symbolic(layout: str) -> None:
@@ -151,11 +189,28 @@ def check_symbolic_rows() -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, program(*args))
 
 
+def check_symbolic_scales() -> None:
+    """Recipes with scales of blocks along extents that are symbolic equal the programs of one shape."""
+    scope = export.SymbolicScope()
+    types = [jax.ShapeDtypeStruct(export.symbolic_shape(s, scope=scope), jnp.float32) for s in ("16,k", "3,k,n")]
+    args = jnp.cos(jnp.arange(640.0)).reshape(16, 40), jnp.sin(jnp.arange(8040.0)).reshape(3, 40, 67)
+    for recipe in ("blockwise", "mxfp8", "nvfp4"):
+
+        def loss(x: Array, w: Array, recipe: str = recipe) -> Any:
+            out = ragged.matmul(GroupedTensor(x, jnp.array([7, 0, 8], jnp.int32)), w, recipe=recipe).data
+            return jnp.sum(jnp.sin(out)), out
+
+        program = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+        got = export.export(program)(*types).call(*args)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, program(*args))
+
+
 def check_all_symbolic() -> None:
     for layout in ("batched", "wgrad", "outer", "ragged"):
         check_symbolic(layout)
     check_symbolic_maps()
     check_symbolic_rows()
+    check_symbolic_scales()
 
 
 @pytest.mark.long

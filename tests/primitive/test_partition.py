@@ -307,6 +307,54 @@ def test_the_callback_sees_each_part() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_rows_that_devices_do_not_divide(kind: str) -> None:
+    """`sharded_matmul` over the mesh in context, outside of `jit`, and its gradients. JAX can't split 15 rows over
+    `Explicit` axes: there, all devices have them."""
+    sizes, (x, w) = np.array([3, 5, 0, 6], np.int32), arrays((15, 16), (4, 16, 24))
+
+    def product(x: Array, w: Array) -> Array:
+        tensor, in_specs = GroupedTensor(x, jnp.asarray(sizes)), (P(("a", "b")), P(None, None, "c"))
+        return ragged.sharded_matmul(tensor, w, in_specs=in_specs, out_specs=P(("a", "b"), "c")).data
+
+    with jax.set_mesh(mesh_of(kind, a=2, b=2, c=2)):
+        got = product(x, w), *jax.grad(lambda x, w: jnp.sum(jnp.sin(product(x, w))), (0, 1))(x, w)
+    if kind == "explicit":
+        assert jax.typeof(got[0]).sharding.spec == P(None, "c")
+    ids = np.repeat(np.arange(4), sizes)
+    rows, matrices = np.asarray(x, np.float64)[: len(ids)], np.asarray(w, np.float64)
+    out = np.einsum("mk,mkn->mn", rows, matrices[ids])
+    dw = np.zeros(w.shape)
+    np.add.at(dw, ids, np.einsum("mk,mn->mkn", rows, np.cos(out)))
+    for each, want in zip(got, (out, np.einsum("mn,mkn->mk", np.cos(out), matrices[ids]), dw), strict=True):
+        want = want if want.ndim > 2 else np.pad(want, ((0, 1), (0, 0)))
+        np.testing.assert_allclose(each, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "of_x, of_w", [("b..", "..b."), (".b.", "...."), ("...", ".c.."), (".b.", ".c.b"), ("..b", "bc.."), (".b.", "b...")]
+)
+def test_batch_letters_that_are_split_differently(of_x: str, of_w: str) -> None:
+    """Over `Explicit` axes, an einsum of operands with a batch letter `h`, and its gradients; also of scales by group,
+    which all elements of the batch share."""
+    sizes, (x, w) = jnp.array([3, 5, 0, 8], jnp.int32), arrays((24, 2, 8), (4, 2, 8, 16))
+
+    def run(x: Array, w: Array) -> Any:
+        rows = GroupedTensor(x, sizes)
+        product = lambda x, w: ragged.einsum("t h d, g h d e -> t h e", rows.with_data(x), w).data  # noqa: E731
+        few_bits = product(x, ragged.quantize(w, "int8", "group"))
+        return product(x, w), few_bits, *jax.grad(lambda x, w: jnp.sum(jnp.sin(product(x, w))), (0, 1))(x, w)
+
+    want = run(x, w)
+    with jax.set_mesh(mesh_of("explicit", b=2, c=2)):
+        placed = [jax.device_put(z, P(*(None if c == "." else c for c in of))) for z, of in ((x, of_x), (w, of_w))]
+        got = jax.jit(run)(*placed)
+    for each, expected in zip(got, want, strict=True):
+        np.testing.assert_allclose(each, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.long
 def test_the_result_is_where_it_is_asked_to_be() -> None:
     """`sharded_matmul` puts it there, also where neither the operands nor the sum put it."""
     mesh, (x, w) = mesh_of("auto", a=2, b=2), arrays((32, 16), (4, 16, 24))

@@ -38,6 +38,7 @@ class Buffer(NamedTuple):
     tile_k: int
     tma: bool  # whether TMA loads whole tiles
     ends: bool = False  # whether TMA's tiles end with their group along `k`
+    k_first: bool = False  # whether tiles are loaded as `[tile_k, tile]`, and then transposed
     numbers: int = 1  # per element: 2 if an element is a byte of two 4-bit numbers along `k`, which the kernel decodes
     decodes: str = ""  # the dtype of the numbers, if elements are bytes that the kernel decodes
     source_stride: int = 0  # batch stride of the index of gathered rows

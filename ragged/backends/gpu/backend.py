@@ -629,8 +629,13 @@ def _static(launch: Launch, x: Operands, operands: list[_Operand]) -> dict[str, 
         tile |= {"tile_k": tile_k // _per_byte(given)}
         if mode != "unit":  # else tensor cores decode
             tile |= {"numbers": _per_byte(given), "decodes": given.decodes or ""}
-        ends = flat and p.contracted in x.sizes
-        static[name] = buffer(stored, outer, p, given.letters[0], **tile, tma=tma, ends=ends)
+        loads = {
+            "tma": tma,
+            "ends": flat and p.contracted in x.sizes,
+            # Triton copies a tile of `b` to shared memory asynchronously only in the order in which it is stored.
+            "k_first": name == "B" and not tma and stored.letters[0] != outer,
+        }
+        static[name] = buffer(stored, outer, p, given.letters[0], **tile, **loads)
         static[f"{name}_SCALES"] = scaling(given, mode, outer, p, (tile["tile"], tile_k))
     return static
 

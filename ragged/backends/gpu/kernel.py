@@ -426,7 +426,8 @@ def _in_bands(tile, tiles_r, TILES_C: tl.constexpr, BAND: tl.constexpr):
 
 @_jit
 def _pointers(operand, source, e, matrix, first, k, A: tl.constexpr):
-    """`(pointers, inside)`: `[tile, tile_k]` pointers from element `[first, k]` on; whether each row is in the buffer.
+    """`(pointers, inside)`: `[tile, tile_k]` pointers from element `[first, k]` on, or `[tile_k, tile]` if `A.k_first`;
+    whether each row is in the buffer.
 
     Rows are elements along the outer axis. If it is packed, pointers past the buffer's end are to its last row: the
     result is masked there. With a `source`, pointers are to the gathered rows; or, if `k` is packed, to row 0, and the
@@ -447,7 +448,10 @@ def _pointers(operand, source, e, matrix, first, k, A: tl.constexpr):
             outer = tl.minimum(outer, A.outer - 1 - first)
         operand += first.to(tl.int64) * A.outer_stride + (k // A.numbers).to(tl.int64) * A.k_stride
         rows, columns = _apart(outer, A.outer_stride, A.tile), _apart(inner, A.k_stride, TILE_K)
-        return operand + (rows[:, None] + columns[None, :]), inside
+        if A.k_first:
+            return operand + (columns[:, None] + rows[None, :]), inside
+        else:
+            return operand + (rows[:, None] + columns[None, :]), inside
 
 
 @_jit
@@ -470,13 +474,16 @@ def _rows(source, e, first, k, TILE: tl.constexpr, EXTENT: tl.constexpr, A: tl.c
 @_jit
 def _load(pointers, inside, rest, A: tl.constexpr):
     """A tile `[tile, tile_k]`, with zeros outside of the buffer and, unless `rest` is None, from `k = rest` on."""
+    inside = inside[None, :] if A.k_first else inside[:, None]
     if rest is not None:
-        k = tl.arange(0, A.tile_k)[None, :] * A.numbers
-        return tl.load(pointers, mask=inside[:, None] & (k < rest) if A.edge else k < rest, other=0.0)
+        k = tl.arange(0, A.tile_k) * A.numbers
+        k = k[:, None] if A.k_first else k[None, :]
+        x = tl.load(pointers, mask=inside & (k < rest) if A.edge else k < rest, other=0.0)
     elif A.edge:
-        return tl.load(pointers, mask=inside[:, None], other=0.0)
+        x = tl.load(pointers, mask=inside, other=0.0)
     else:
-        return tl.load(pointers)
+        x = tl.load(pointers)
+    return tl.trans(x) if A.k_first else x
 
 
 @_jit

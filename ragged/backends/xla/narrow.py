@@ -93,7 +93,7 @@ def multiply(by: Matrices, index: Array, times: Callable[[Array, Array], Array],
         for i, rows in enumerate(lhs):
             # Scales of every second number along `q`, or the only one.
             each = elements and elements.map(
-                lambda values, i=i: values[:, i::count] if values.shape[-1] > 1 else values
+                lambda values, i=i: values if count == 1 or values.shape[-1] == 1 else values[:, i::count]
             )
             numbers = _numbers(stored, by.data.dtype, i if count == 2 else None)
             products.append(_product(times, rows, numbers, each, by))

@@ -209,6 +209,29 @@ def test_without_tma(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_loads_without_tma_run_ahead(dtype: str) -> None:
+    """Forward, dgrad and wgrad on an A100: tiles of both operands, in whichever order they are stored, are copied to
+    shared memory 16 bytes at a time, while the tiles before them are multiplied."""
+    m, k, n, g = SHAPES[0]
+    sizes, threads, stages = Aval((g,), jnp.int32), 256, 4
+    tile = 2 * 128 * 32 * jnp.dtype(dtype).itemsize  # bytes of both tiles of a step
+    config = GpuConfig(m=128, k=32, n=128, warps=threads // 32, stages=stages)
+
+    def train(x: Array, w: Array, dy: Array, sizes: Array) -> Any:
+        y, to_w, to_dy = ragged.GroupedTensor(x, sizes), ragged.GroupedTensor(w), ragged.GroupedTensor(dy, sizes)
+        pairs = (y, to_w), (to_dy, to_w.mT), (y.mT, to_dy)
+        return [ragged.matmul(*pair, backend=config).data for pair in pairs]
+
+    found = gpu.compile_for(A100, train, *(Aval(s, dtype) for s in ((m, k), (g, k, n), (m, n))), sizes)
+    assert len(found) == 3
+    for kernel in found:
+        copied = re.findall(r"cp\.async\.c[ag]\.shared\.global .*, (\w+), %r\d+;", kernel.ptx)
+        assert {*copied} == {"0x10"} and len(copied) * 16 * threads == stages * tile
+        assert kernel.threads == threads and kernel.spill_bytes == 0
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     "chip, recipe",
     [
