@@ -40,8 +40,19 @@ class GroupedLinear(eqx.Module):
         *,
         key: PRNGKeyArray,
     ) -> None:
-        """Initialises the parameters uniformly in `±in_features ** -0.5`, as `eqx.nn.Linear` does, in `dtype` (default
-        float32)."""
+        """Initialises the parameters uniformly in `±in_features ** -0.5`, as `eqx.nn.Linear` does.
+
+        **Arguments:**
+
+        - `in_features`, `out_features`, `num_groups`: extents of the weight.
+        - `use_bias`: whether there is a bias. (`Experts` and `Router` have none by default.)
+        - `recipe`: a `ragged.Recipe`, its name, or None.
+        - `dtype`: a floating dtype, by default float32.
+        - `key`: a key of `jax.random`.
+
+        **Raises:** `ValueError` for invalid extents; `TypeError` for another dtype; as `Recipe.preset` for an unknown
+        recipe.
+        """
         site = Site("ragged.nn.GroupedLinear(in_features, out_features, num_groups)")
         for name, n in (("in_features", in_features), ("out_features", out_features), ("num_groups", num_groups)):
             if not is_count(n):

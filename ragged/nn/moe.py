@@ -39,7 +39,12 @@ from ragged.tensor.tensor import GroupedTensor
 
 
 class Experts(eqx.Module):
-    """An MLP for each group: `down(activation(gate(x), up(x)))`, or `down(activation(up(x)))` without a gate."""
+    """An MLP for each group: `down(activation(gate(x), up(x)))`, or `down(activation(up(x)))` without a gate.
+
+    - `gate`, `up`: `GroupedLinear` from `d` to `hidden` features; `gate` may be None.
+    - `down`: `GroupedLinear` from `hidden` to `d` features.
+    - `activation`, `save`: static, see `__init__`.
+    """
 
     gate: GroupedLinear | None
     up: GroupedLinear
@@ -65,12 +70,16 @@ class Experts(eqx.Module):
 
         **Arguments:**
 
+        - `d`, `hidden`: numbers of features of a token and of a hidden row.
+        - `num_experts`: number of groups. The shared expert of an `MoE` has one.
+        - `gated`: whether there is a `gate`.
         - `activation`: as in `ragged.gated_matmul`, or without a gate as in `ragged.matmul`: a name or an elementwise
           function, computed in float32 before the hidden rows are rounded.
         - `save`: the arrays that are saved for the derivative, besides `x`. `"pre"`: pre-activations, and with a recipe
           or in an `MoE` with an `axis` also hidden rows. `"out"`: hidden rows. `"nothing"`: none, they are recomputed.
           With a recipe, a bias of `down` or an `axis`, all three also save the experts' results.
-        - `use_bias`, `recipe`, `dtype`: as for `GroupedLinear`, in all three layers.
+        - `use_bias`, `recipe`, `dtype`: as for `GroupedLinear`, in all three layers. By default, there are no biases.
+        - `key`: a key of `jax.random`, for the weights and biases.
 
         **Raises:** `ValueError` or `TypeError` for an invalid activation or an unknown `save`, and as `GroupedLinear`.
         """
@@ -85,7 +94,8 @@ class Experts(eqx.Module):
         self.activation, self.save = activation, save
 
     def __call__(self, x: GroupedTensor | Gathered, tensor_axis: str | None = None) -> GroupedTensor:
-        """Ragged rows `[rows, d]` with the groups of `x`.
+        """Ragged rows `[rows, d]` with the groups of `x`, in the common dtype of `x` and the weights, zeros in the
+        tail. Raises as `ragged.gated_matmul` does.
 
         `tensor_axis`: the mesh axis over which `hidden` is sharded, inside `jax.shard_map`. The result is then this
         device's summand of a sum over the axis, in the accumulator's dtype.
@@ -317,7 +327,8 @@ class MoE(eqx.Module):
         - `shared`: an expert that gets every token: `Experts` with one expert, of any width.
         - `shared_gate`: the result of `shared` is multiplied by `sigmoid(x @ shared_gate)`.
         - `weigh_inputs`: the weights multiply the rows that the experts get, instead of their results.
-        - `transport`, `capacity`, `chunks`, `wire`: as for `ragged.exchange`, if there is an `axis`.
+        - `transport`, `capacity`, `chunks`, `wire`: as for `ragged.exchange`. Without an `axis`, they have no effect:
+          no row is sent, and none is dropped.
 
         **Raises:** `TypeError` or `ValueError` if the parts don't fit together, or the axes are invalid.
         """

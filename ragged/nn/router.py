@@ -85,6 +85,11 @@ class Router(eqx.Module):
 
         **Arguments:**
 
+        - `d`, `num_experts`: extents of the weight.
+        - `top_k`: number of experts of each token.
+        - `use_bias`: whether there is a `bias`.
+        - `use_selection_bias`: whether there is a `selection_bias`.
+        - `key`: a key of `jax.random`, for the weight.
         - `score`: `"softmax"`, `"sigmoid"`, or a function from logits to scores, both `[tokens, num_experts]` float32.
         - `normalize`: whether the weights of a token are divided by their sum plus `epsilon`; by default, if `top_k` is
           2 or more.

@@ -68,7 +68,7 @@ PLATFORMS = {backend.platform: name for name, backend in BACKENDS.items() if bac
 """The default backend of each platform. If it refuses a product, XLA runs it."""
 
 
-def platform_name(name: str) -> str:
+def platform_name[T](name: T) -> T | str:
     """The platform's name in lowering: `"cuda"` for `"gpu"`."""
     return "cuda" if name == "gpu" else name
 

@@ -81,18 +81,19 @@ def _plain(x: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class XlaConfig(Config):
-    """Tile sizes along each ragged dim for XLA's kernels, ascending.
+    """Tile sizes along each ragged dim for XLA's kernels.
 
-    With one ragged dim, several tile sizes are possible, and each group uses those that cover it best. With several
-    ragged dims, each has one tile size. A uniform dim has none: `()`.
+    - `m`, `k`, `n`: tile sizes along the dim, ascending. With one ragged dim, several are possible, and each group uses
+      those that cover it best. With several ragged dims, each has one. A uniform dim has none: `()`.
+    - `batched_rows`: for one ragged dim: a batched dot multiplies this many rows of each group, the first ones, and
+      tiles cover the rest. Without tiles, it is the capacity, and the dot multiplies all rows by the matrices of all
+      groups.
     """
 
     backend: ClassVar[str] = "xla"
     m: tuple[int, ...] = ()
     k: tuple[int, ...] = ()
     n: tuple[int, ...] = ()
-    # For one ragged dim: a batched dot multiplies the first `batched_rows` rows of each group; tiles cover the rest.
-    # Without tiles, `batched_rows` is the capacity, and the dot multiplies all rows by the matrices of all groups.
     batched_rows: int = 0
 
     def __post_init__(self) -> None:
@@ -107,19 +108,22 @@ class XlaConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class TpuConfig(Config):
-    """Tiles of a TPU kernel, the number of buffers of each streamed operand, and whether the kernel is interpreted.
+    """Tiles of a TPU kernel, and how it runs.
 
-    Tiles are multiples of 128. Products with two or three ragged dims have two buffers of each operand. In all others,
-    a tile may also be the whole extent, and the tile of the ragged dim is a multiple of the sublanes of the smallest
-    dtype of the operands and the result that have this dim: 8 for 32 bits, 16 for 16, 32 for 8, 64 for 4.
+    - `m`, `k`, `n`: tile sizes, multiples of 128. With one ragged dim, a tile may also be the whole extent, and the
+      tile of the ragged dim is a multiple of the sublanes of the smallest dtype of the operands and the result that
+      have this dim: 8 for 32 bits, 16 for 16, 32 for 8, 64 for 4.
+    - `buffers`: number of buffers of each streamed operand. More than 2 hide more latency, but take more VMEM. Products
+      with two or three ragged dims always have 2.
+    - `interpret`: True or `pltpu.InterpretParams` runs the kernel's body on the CPU.
     """
 
     backend: ClassVar[str] = "pallas_tpu"
     m: int | None = None
     k: int | None = None
     n: int | None = None
-    buffers: int = 2  # more than 2 hide more latency, but take more VMEM
-    interpret: Any = False  # True or `pltpu.InterpretParams` runs the kernel's body on the CPU
+    buffers: int = 2
+    interpret: Any = False
 
     def __post_init__(self) -> None:
         self._check_counts("m", "k", "n", "buffers")
@@ -140,20 +144,30 @@ def is_interpret_params(x: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuConfig(Config):
-    """Tiles of a GPU kernel, each a power of two and at least 16, and how the kernel is compiled and launched."""
+    """Tiles of a GPU kernel, and how it is compiled and launched.
+
+    - `m`, `k`, `n`: tile sizes, each a power of two and at least 16.
+    - `warps`: number of warps (of 32 threads) of a program: 1, 2, 4, 8 or 16.
+    - `stages`: number of tiles of each operand that are in flight.
+    - `splits`: number of parts of the contracted dim, each multiplied by other programs. XLA then adds up their sums,
+      in order.
+    - `band`: programs visit bands of this many rows of tiles, each band column by column.
+    - `programs`: number of programs that a multiprocessor runs at a time; 0: as many as fit.
+    - `tma`: whether TMA loads tiles, if it can.
+    - `interpret`: True runs the kernel's body on the CPU, planned for the GPU of the mesh in context, or else for an
+      A100.
+    """
 
     backend: ClassVar[str] = "triton_gpu"
     m: int | None = None
     k: int | None = None
     n: int | None = None
-    warps: int | None = None  # number of warps (of 32 threads) of a program
-    stages: int | None = None  # tiles of each operand that are loaded ahead
-    # Parts of the contracted dim, each multiplied by other programs. XLA then adds up their sums, in order.
+    warps: int | None = None
+    stages: int | None = None
     splits: int | None = None
-    band: int = 8  # programs visit bands of this many rows of tiles, each band column by column
-    programs: int = 0  # programs that a multiprocessor runs at a time; 0: as many as fit
-    tma: bool = True  # whether TMA loads tiles, if it can
-    # True runs the kernel's body on the CPU, planned for the GPU of the mesh in context, or else for an A100.
+    band: int = 8
+    programs: int = 0
+    tma: bool = True
     interpret: bool = False
 
     def __post_init__(self) -> None:

@@ -232,7 +232,8 @@ def dtype_name(dtype: Any, call: str, names: Collection[str] = tuple(LARGEST)) -
     except TypeError:
         name = repr(dtype)
     if name not in names:
-        hint = f"Pass one of {', '.join(names)}." + " Or `symmetric=False`." * (name in ASYMMETRIC)
+        is_asymmetric = call == "ragged.quantize" and name in ASYMMETRIC
+        hint = f"Pass one of {', '.join(names)}." + " Or `symmetric=False`." * is_asymmetric
         Site(call).fail(TypeError, f"can't quantise to {name}.", hint)
     return name
 

@@ -437,7 +437,7 @@ class Arithmetic(GroupedBase, Operators):
         **Arguments:**
 
         - `axis`: counted from the last axis. -1: over the columns of each row. -2 (-3 with one more dim, ...): over
-          the rows of each column.
+          the rows of each column. The number of the last axis also means -1, as in JAX.
         - `causal` and `window` limit the visible columns of a row, for scores of queries (rows) and keys (columns). In
           a group with `n` rows and `m` columns, the position of row `i` is column `i + m - n`, as in flash-attention:
           the last row is at the last column.

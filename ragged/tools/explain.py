@@ -54,7 +54,7 @@ def explain(
     **Arguments:**
 
     - `spec`: an einsum's spec; None for `matmul`.
-    - `platform`: only this platform, `"cpu"`, `"cuda"` or `"tpu"`; None for all.
+    - `platform`: only this platform, `"cpu"`, `"cuda"` (also `"gpu"`) or `"tpu"`; None for all.
     - `device`: a device kind, such as `"TPU v6 lite"` or `"NVIDIA H200"`, or a `jax.sharding.AbstractDevice`. Kernels
       are chosen for it, and only its platform is explained. The default is the device of the mesh in context, or of
       this machine.
@@ -123,6 +123,7 @@ def explain(
 def _platforms(platform: Any, device: Any) -> tuple[list[str], AbstractDevice | None]:
     """`(platforms, device)` to explain; `device` is None unless the caller passed one."""
     site, platforms = Site("ragged.explain"), sorted(lowering.PLATFORMS)
+    platform = lowering.platform_name(platform)
     if isinstance(device, str):
         maker = "tpu" if device.startswith("TPU") else "gpu" if device.startswith("NVIDIA") else None
         if maker is None:

@@ -33,16 +33,27 @@ from ragged.tuning.sizes import KINDS, sample_sizes
 
 @dataclass(frozen=True)
 class Tuned:
-    """Result of `autotune` for one product."""
+    """Result of `autotune` for one product.
 
-    product: str  # the product's key in the cache: letters, dtypes and extents
-    sizes: str  # the measured group sizes: "own" (the call's), "given", or a distribution
-    default: Config  # the backend's choice
-    best: Config  # the default, unless another configuration was faster beyond noise
-    default_seconds: float  # median of rounds
-    best_seconds: float  # `default_seconds` times the median over rounds of the best's time / the default's time
-    tried: Mapping[str, float]  # keyed by configuration: its time / the default's time, median of rounds
-    failed: Mapping[str, str]  # keyed by configuration: the reason why it was not measured
+    - `product`: the product's key in the cache: letters, dtypes and extents.
+    - `sizes`: the measured group sizes: "own" (the call's), "given", or a distribution.
+    - `default`: the backend's choice.
+    - `best`: the default, unless another configuration was faster beyond noise.
+    - `default_seconds`: median of rounds.
+    - `best_seconds`: `default_seconds` times the median over rounds of the best's time / the default's time.
+    - `tried`: keyed by configuration: its time / the default's time, median of rounds.
+    - `failed`: keyed by configuration: the reason why it was not measured.
+    - `from_cache`: whether nothing was measured, because the cache has the product.
+    """
+
+    product: str
+    sizes: str
+    default: Config
+    best: Config
+    default_seconds: float
+    best_seconds: float
+    tried: Mapping[str, float]
+    failed: Mapping[str, str]
     from_cache: bool = False
 
     @property
@@ -60,9 +71,13 @@ class Tuned:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Result of `autotune`: a `Tuned` for each product that has several configurations."""
+    """Result of `autotune`.
 
-    device: str  # the device's key in the cache: its kind and the versions of its compilers
+    - `device`: the device's key in the cache: its kind and the versions of its compilers.
+    - `products`: a `Tuned` for each product that has several configurations.
+    """
+
+    device: str
     products: tuple[Tuned, ...]
 
     def __str__(self) -> str:

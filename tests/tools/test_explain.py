@@ -230,6 +230,7 @@ def test_operands_of_any_kind() -> None:
         for options in every:
             assert "on tpu: grouped_matmul of pallas_tpu" in str(ragged.explain(x, w, **options))
     assert ragged.explain(jnp.ones((3, 4, 5)), jnp.ones((3, 5, 6))).num_groups == 3
+    assert str(ragged.explain(x, w, platform="gpu")) == str(ragged.explain(x, w, platform="cuda"))
     unknown = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), x)
     found = ragged.explain(unknown.mT, unknown)
     assert str(found).startswith("wgrad: ragged columns × ragged rows -> uniform, f32[4,4,4]")
