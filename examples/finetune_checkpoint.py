@@ -52,7 +52,7 @@ def generate(
         ids, lengths = state
         packed = GroupedTensor.from_padded(ids[:, :, None], lengths)
         scores = packed.with_data(logits(config, arrays, packed.data[:, 0], lengths, max_len))
-        newest = jnp.argmax(scores.rows(-1, None).data[:sequences], axis=1)  # of the last row of each sequence
+        newest = jnp.argmax(scores.data[packed.offsets[1:] - 1], axis=1)  # of the last row of each sequence
         return (ids.at[jnp.arange(sequences), lengths].set(newest.astype(ids.dtype)), lengths + 1), None
 
     return jax.lax.scan(step, (ids, lengths), length=n)[0][0]

@@ -134,6 +134,7 @@ def logits(
     if c.get("hidden_act", "silu") != "silu":
         raise NotImplementedError(f"hidden_act {c['hidden_act']!r}: the blocks of this example have silu.")
     kinds = c.get("layer_types") or c["num_hidden_layers"] * ["sliding_attention"]
+    c = c | {"head_dim": c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]}
     is_sliding = [kind == "sliding_attention" for kind in kinds]
     windows = np.where(is_sliding, c.get("sliding_window") or longest, longest).astype(np.int32)
     x = p["model.embed_tokens.weight"][ids]
@@ -169,6 +170,9 @@ def rotary(c: Config, positions: Int[Array, " rows"]) -> tuple[Array, Array]:
     rope = c.get("rope_parameters") or {**(c.get("rope_scaling") or {}), "rope_theta": c["rope_theta"]}
     if (kind := rope.get("rope_type", rope.get("type", "default"))) not in ("default", "yarn"):
         raise NotImplementedError(f"rope_type {kind!r}: this example has RoPE and YaRN.")
+    for option in ("attention_factor", "mscale", "mscale_all_dim", "partial_rotary_factor"):
+        if rope.get(option) is not None:
+            raise NotImplementedError(f"{option}={rope[option]!r}: this example doesn't have this option of {kind!r}.")
     size, theta, factor = c["head_dim"], rope["rope_theta"], 1.0
     frequencies = theta ** -(np.arange(0, size, 2) / size)
     if kind == "yarn":
@@ -179,7 +183,7 @@ def rotary(c: Config, positions: Int[Array, " rows"]) -> tuple[Array, Array]:
 
         low, high = max(dim(rope["beta_fast"]), 0), min(dim(rope["beta_slow"]), size - 1)
         low, high = (math.floor(low), math.ceil(high)) if rope.get("truncate", True) else (low, high)
-        slow = np.clip((np.arange(size // 2) - low) / (high - low), 0, 1)
+        slow = np.clip((np.arange(size // 2) - low) / max(high - low, 1e-3), 0, 1)
         frequencies = frequencies * (slow / rope["factor"] + 1 - slow)
         factor = 0.1 * math.log(rope["factor"]) + 1.0
     angles = positions.astype(jnp.float32)[:, None, None] * frequencies.astype(np.float32)[None, None]

@@ -40,7 +40,17 @@ def test_configurations() -> None:
     )
     np.testing.assert_array_equal(every, want)
     assert np.max(np.abs(every - full)) > 1e-3
-    for wrong in ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, {"hidden_act": "gelu"}):
+    without = {key: value for key, value in config.items() if key != "head_dim"} | {"sliding_window": 2}
+    assert config["head_dim"] * config["num_attention_heads"] == config["hidden_size"]
+    np.testing.assert_array_equal(models.logits(without, arrays, ids, lengths, 9), every)
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 4}
+    yarn |= {"beta_fast": 32.0, "beta_slow": 1.0}
+    assert jnp.all(jnp.isfinite(models.rotary(config | {"rope_parameters": yarn}, jnp.arange(9))[0]))
+    linear = {"rope_type": "linear", "rope_theta": 1e4}
+    for rope in (linear, yarn | {"mscale": 1.0}, {"rope_theta": 1e4, "partial_rotary_factor": 0.5}):
+        with pytest.raises(NotImplementedError):
+            models.rotary(config | {"rope_parameters": rope}, jnp.arange(9))
+    for wrong in ({"rope_parameters": linear}, {"hidden_act": "gelu"}):
         with pytest.raises(NotImplementedError):
             models.logits(config | wrong, arrays, ids, lengths, 9)
 
