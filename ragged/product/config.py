@@ -103,6 +103,7 @@ class XlaConfig(Config):
             is_valid = is_valid and [*tile_sizes] == sorted({*tile_sizes})
             self._check(name, is_valid, "a tuple of positive ints, ascending: `(32, 128, 512)`")
             object.__setattr__(self, name, tuple(map(int, tile_sizes)))
+        self._check("batched_rows", self.batched_rows is not None, "an int, 0 or more")
         self._check_counts("batched_rows", minimum=0)
 
 

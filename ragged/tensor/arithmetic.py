@@ -275,9 +275,8 @@ class Arithmetic(GroupedBase, Operators):
         - `keepdims`: return a tensor whose reduced dims are 1 and which combines with this one:
           `x / x.sum(-2, keepdims=True)`. For None and the packed axis it is uniform, such as `[g, 1, last]`. For
           another axis it is packed like this tensor: `[rows, 1]` or `[1, cols]`, with zeros in the tail.
-        - `empty`: the result where there are no elements. The default is 0 for `sum`, `mean` and `var`, -inf for
-          `logsumexp`, the lowest value of the dtype for `max`, and the highest for `min` (-inf and inf, if the dtype
-          has them).
+        - `empty`: the result where there are no elements. The default is 0 for `sum`, `mean` and `var`, the lowest
+          value of the dtype for `logsumexp` and `max`, and the highest for `min` (-inf and inf, if the dtype has them).
 
         **Returns:** for a uniform tensor, `jnp.sum` of each group. For a ragged one:
 
@@ -352,7 +351,8 @@ class Arithmetic(GroupedBase, Operators):
         shift = x._with_kept_dims(largest, axis, keepdims=True)
         total = x.map(lambda each, shift: jnp.exp(each - shift), shift, zero_tail=False).sum(axis)
         is_zero = total == 0  # no elements, or all are -inf
-        out = jnp.where(is_zero, -jnp.inf, jnp.log(jnp.where(is_zero, 1, total)) + largest).astype(dtype)
+        lowest = _limits(dtype)[0]  # -inf, if the dtype has it
+        out = jnp.where(is_zero, lowest, jnp.log(jnp.where(is_zero, 1, total)) + largest).astype(dtype)
         return self._with_kept_dims(self._or_empty(out, axis, empty), axis, keepdims)
 
     @over_explicit_axes

@@ -98,10 +98,11 @@ def test_extremes_without_infinities(dtype: Any, data: list[Any], largest: list[
     @jax.jit
     def run(data: Array) -> list[Array]:
         x = GroupedTensor(data, jnp.array([2, 0], jnp.int32))
-        return [x.max(), x.min()]
+        return [x.max(), x.min(), x.logsumexp() if jnp.issubdtype(dtype, jnp.floating) else x.max()]
 
-    got = run(np.array(data)[:, None].astype(dtype))
+    *got, total = run(np.array(data)[:, None].astype(dtype))
     assert [np.asarray(each).astype(np.float64).tolist() for each in got] == [largest, smallest]
+    assert float(total[1]) == largest[1]
 
 
 @pytest.mark.parametrize("dtype", [jnp.int4, jnp.uint4])

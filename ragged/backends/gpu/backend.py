@@ -588,7 +588,7 @@ def _static(launch: Launch, x: Operands, operands: list[_Operand]) -> dict[str, 
     """The kernel's static arguments, keyed by parameter."""
     call, p, config, details = launch.call, launch.call.product, launch.config, launch.details
     dot = details.dot
-    _, tile_c, tile_k = config.along(p.out + p.contracted)
+    tile_r, tile_c, tile_k = config.along(p.out + p.contracted)
     r_stride, c_stride, k_stride = (
         x.num_groups if z in x.sizes and x.sizes[z].ndim > 1 else 0 for z in (*p.out, p.contracted)
     )
@@ -620,7 +620,7 @@ def _static(launch: Launch, x: Operands, operands: list[_Operand]) -> dict[str, 
         "SPLITS": config.splits,
         "LINEAR": _linear(launch, x),
         "FUNCTION": call.epilogue and call.epilogue.function,
-        "BAND": config.band,
+        "BAND": min(config.band, max(1, -(-call.shape[-2] // tile_r))),  # higher bands might overflow int32
     }
     for name, outer, mode, (stored, given) in zip("AB", p.out, dot.modes, operands, strict=False):
         tma = details.chip.has_tma and config.tma and _has_tma(stored)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import ShapeDtypeStruct
 
@@ -115,6 +116,15 @@ def test_parts_that_are_asked_for() -> None:
 
     assert splits() > 1 and splits(band=4) == splits()
     assert (splits(splits=1), splits(**tiles), splits(**tiles, splits=2)) == (1, 1, 2)
+
+
+@pytest.mark.parametrize("band", [3, 2**31])
+def test_bands_of_any_height(band: int) -> None:
+    """Higher than the tiles of all rows: one band."""
+    x = GroupedTensor(jnp.ones((160, 32)), jnp.array([70, 0, 90], jnp.int32))
+    config = GpuConfig(m=16, k=16, n=16, warps=4, stages=2, band=band, interpret=True)
+    y = ragged.matmul(x, jnp.arange(1.0, 4.0)[:, None, None] * jnp.ones((3, 32, 48)), backend=config)
+    np.testing.assert_array_equal(y.data, 32 * np.repeat([1, 3], [70, 90])[:, None] * np.ones((1, 48)))
 
 
 def test_positions_fit_int32() -> None:
