@@ -39,6 +39,7 @@ class Buffer(NamedTuple):
     tma: bool  # whether TMA loads whole tiles
     ends: bool = False  # whether TMA's tiles end with their group along `k`
     k_first: bool = False  # whether tiles are loaded as `[tile_k, tile]`, and then transposed
+    converts_to: Any = None  # if `k_first`, the dtype to which tiles are cast as they are loaded
     numbers: int = 1  # per element: 2 if an element is a byte of two 4-bit numbers along `k`, which the kernel decodes
     decodes: str = ""  # the dtype of the numbers, if elements are bytes that the kernel decodes
     source_stride: int = 0  # batch stride of the index of gathered rows

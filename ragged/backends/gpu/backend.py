@@ -629,11 +629,14 @@ def _static(launch: Launch, x: Operands, operands: list[_Operand]) -> dict[str, 
         tile |= {"tile_k": tile_k // _per_byte(given)}
         if mode != "unit":  # else tensor cores decode
             tile |= {"numbers": _per_byte(given), "decodes": given.decodes or ""}
+        k_first = name == "B" and not tma and stored.letters[0] != outer
+        is_as_loaded = mode == "tile" or zeros_of(given) is not None
         loads = {
             "tma": tma,
             "ends": flat and p.contracted in x.sizes,
             # Triton copies a tile of `b` to shared memory asynchronously only in the order in which it is stored.
-            "k_first": name == "B" and not tma and stored.letters[0] != outer,
+            "k_first": k_first,
+            "converts_to": dot.dtype if k_first and dot.cast and not is_as_loaded else None,
         }
         static[name] = buffer(stored, outer, p, given.letters[0], **tile, **loads)
         static[f"{name}_SCALES"] = scaling(given, mode, outer, p, (tile["tile"], tile_k))

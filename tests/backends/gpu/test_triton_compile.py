@@ -178,6 +178,29 @@ def test_weights_of_few_bits(chip: str, dtype: str, scaling: Any, shape: Shape) 
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    "chip, dtype, scaling",
+    [(H200, FP8, "row"), (A100, "uint4", (1, 128)), (A100, "int4", "row")],
+)
+def test_casts_of_weights_are_operations_on_bits(chip: str, dtype: str, scaling: Any) -> None:
+    """Instructions that cast (`F2F`, `I2F`) have an eighth of the rate of others. Few are left, for zero points and
+    divisions."""
+    run, avals = with_weights(dtype, scaling, LARGE, symmetric=dtype != "uint4")
+    forward, _ = gpu.compile_for(chip, run, *avals)
+    assert not forward.sass_counts["F2F"] and forward.sass_counts["I2F"] <= 8
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype, scaling", [(FP8, (128, 128)), ("int8", "column")])
+def test_weights_that_are_cast_run_ahead(dtype: str, scaling: Any) -> None:
+    """On an A100, tiles in either stored order are copied to shared memory while others are multiplied. Loads into
+    registers are of scales and sizes."""
+    run, avals = with_weights(dtype, scaling, LARGE)
+    for kernel in gpu.compile_for(A100, run, *avals):
+        assert kernel.sass_counts["LDG"] < kernel.sass_counts["LDGSTS"]
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("chip, dtype", [(H200, "bfloat16"), (A100, "int4"), (H200, "float4_e2m1fn"), (B200, FP8)])
 def test_parts_of_the_contracted_dim(chip: str, dtype: str) -> None:
     """Of few rows and columns: one kernel without spills, whose sums one fusion adds up."""
