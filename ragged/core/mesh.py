@@ -207,5 +207,5 @@ def resharded(x: Array, mesh: Any, spec: PartitionSpec) -> Array:
     if mesh.explicit_axes:
         return jax.sharding.reshard(x, sharding)
     if mesh == jax.sharding.get_abstract_mesh():
-        return jax.device_put(x, spec)  # outside of `jit`, a constraint over it fails for an array on one device
+        x = jax.device_put(x, spec)  # outside of `jit`, a constraint over it fails for an array on one device
     return lax.with_sharding_constraint(x, sharding)

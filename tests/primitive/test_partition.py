@@ -365,6 +365,11 @@ def test_the_result_is_where_it_is_asked_to_be() -> None:
         )
         assert product(x, w).sharding.is_equivalent_to(NamedSharding(mesh, out_specs), 2)
         assert expected in collectives(product.lower(x, w).compile())
+        with jax.set_mesh(mesh):  # by default, the mesh in context
+            of_context = jax.jit(
+                lambda x, w, o=options: ragged.sharded_matmul(GroupedTensor(x, SIZES), w, **o | {"mesh": None}).data
+            )
+            assert of_context(x, w).sharding.is_equivalent_to(NamedSharding(mesh, out_specs), 2)
 
 
 def test_out_sharding_beside_a_shared_matrix() -> None:
