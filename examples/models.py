@@ -133,8 +133,8 @@ def logits(
     """
     if c.get("hidden_act", "silu") != "silu":
         raise NotImplementedError(f"hidden_act {c['hidden_act']!r}: the blocks of this example have silu.")
-    kinds = c.get("layer_types") or c["num_hidden_layers"] * ["sliding_attention"]
     c = c | {"head_dim": c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]}
+    kinds = c.get("layer_types") or c["num_hidden_layers"] * ["sliding_attention"]
     is_sliding = [kind == "sliding_attention" for kind in kinds]
     windows = np.where(is_sliding, c.get("sliding_window") or longest, longest).astype(np.int32)
     x = p["model.embed_tokens.weight"][ids]

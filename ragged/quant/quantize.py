@@ -114,7 +114,7 @@ def quantize(
         return tensor
     if not isinstance(symmetric, bool):
         site.fail(TypeError, f"`symmetric` is {symmetric!r}.", "Pass True or False.")
-    name = dtype_name(dtype, "ragged.quantize", LARGEST if symmetric else ASYMMETRIC)
+    name = dtype_name(dtype, "ragged.quantize", LARGEST if symmetric else ASYMMETRIC, ASYMMETRIC)
     scaling = Scaling.of(scaling)
     if tensor.is_quantized:
         site.fail(TypeError, "`x` is already quantised.", "Pass `x.dequantize()` to quantise it again.")
@@ -225,15 +225,19 @@ def _operand(site: Site, x: GroupedTensor | AnyArray) -> GroupedTensor:
     return GroupedTensor(jnp.asarray(x))
 
 
-def dtype_name(dtype: Any, call: str, names: Collection[str] = tuple(LARGEST)) -> str:
-    """The name of `dtype`; raises a `TypeError` unless it is one of `names`."""
+def dtype_name(
+    dtype: Any, call: str, names: Collection[str] = tuple(LARGEST), if_asymmetric: Collection[str] = ()
+) -> str:
+    """The name of `dtype`; raises a `TypeError` unless it is one of `names`.
+
+    `if_asymmetric`: names that the call allows with `symmetric=False`, for the hint.
+    """
     try:
         name = jnp.dtype(dtype).name
     except TypeError:
         name = repr(dtype)
     if name not in names:
-        is_asymmetric = call == "ragged.quantize" and name in ASYMMETRIC
-        hint = f"Pass one of {', '.join(names)}." + " Or `symmetric=False`." * is_asymmetric
+        hint = f"Pass one of {', '.join(names)}." + " Or `symmetric=False`." * (name in if_asymmetric)
         Site(call).fail(TypeError, f"can't quantise to {name}.", hint)
     return name
 
