@@ -141,7 +141,8 @@ class Exchange(eqx.Module):
         """`combine(function(dispatch(x)), weights)`, where `function` must treat each row independently.
 
         With `chunks`, the rows of one chunk of tokens are sent while `function` computes another chunk. The results are
-        the same. Gradients of arrays in `function`, such as matrices, are summed over the chunks, so they may be
+        the same, unless `function` quantises all rows with one scale (such as the recipe "tensorwise"): each chunk then
+        has its own. Gradients of arrays in `function`, such as matrices, are summed over the chunks, so they may be
         rounded differently.
 
         **Raises:** as `dispatch` and `combine`.

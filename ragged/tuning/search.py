@@ -216,6 +216,7 @@ def _function(site: Site, first: Any, args: Any, derivatives: bool, options: Any
             f"it takes 2 operands, not {1 + len(args)}.",
             "Pass `lhs` and `rhs`, or a function and its arguments.",
         )
+    Arguments.of(site, options)
     return partial(with_cotangents if derivatives else matmul, **options), (first, *args)
 
 
