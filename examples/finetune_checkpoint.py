@@ -23,7 +23,8 @@ from ragged import GroupedTensor
 CONFIG: Config = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}, "vocab_size": 64}
 CONFIG |= {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_local_experts": 4, "head_dim": 16}
 CONFIG |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5}
-CONFIG |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "rope_theta": 150000.0}
+CONFIG |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+CONFIG |= {"rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}}
 
 
 def random_checkpoint(folder: Path, rng: np.random.Generator) -> None:
@@ -45,7 +46,10 @@ def random_checkpoint(folder: Path, rng: np.random.Generator) -> None:
 def generate(
     config: Config, arrays: Arrays, ids: Int[Array, "sequences max_len"], lengths: Int[Array, " sequences"], n: int
 ) -> Int[Array, "sequences max_len"]:
-    """The prompts, and `n` more tokens of each. Each step runs the whole model, without a cache of keys and values."""
+    """The prompts, and up to `n` more tokens of each, which end at `max_len`.
+
+    Each step runs the whole model, without a cache of keys and values.
+    """
     sequences, max_len = ids.shape
 
     def step(state: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], None]:
@@ -53,7 +57,8 @@ def generate(
         packed = GroupedTensor.from_padded(ids[:, :, None], lengths)
         scores = packed.with_data(logits(config, arrays, packed.data[:, 0], lengths, max_len))
         newest = jnp.argmax(scores.data[packed.offsets[1:] - 1], axis=1)  # of the last row of each sequence
-        return (ids.at[jnp.arange(sequences), lengths].set(newest.astype(ids.dtype)), lengths + 1), None
+        ids = ids.at[jnp.arange(sequences), lengths].set(newest.astype(ids.dtype), mode="drop")
+        return (ids, jnp.minimum(lengths + 1, max_len)), None
 
     return jax.lax.scan(step, (ids, lengths), length=n)[0][0]
 

@@ -41,6 +41,8 @@ def stacks(config: Config) -> dict[str, Stack]:
     tables = tomllib.loads(Path(__file__).with_name("checkpoints.toml").read_text())
     c = Entries({key: value for key, value in config.items() if value is not None})
     kind = f"{c['model_type']} {c.get('quantization_config', {}).get('quant_method', '')}".strip()
+    if c.get("tie_word_embeddings"):
+        raise ValueError("config.json has tie_word_embeddings: supported are models with an lm_head of their own.")
     if kind not in tables["models"]:
         raise ValueError(f"config.json is of {kind!r}. Supported are {', '.join(map(repr, tables['models']))}.")
     c.setdefault("head_dim", c["hidden_size"] // c["num_attention_heads"])
@@ -98,7 +100,7 @@ def tensors(path: Path) -> Arrays:
         parts = {name: data[slice(*(start + n for n in x["data_offsets"]))] for name, x in header.items()}
         known = {name: DTYPES[x["dtype"]] for name, x in header.items() if x["dtype"] in DTYPES}  # else bytes
         return parts | {name: parts[name].view(dtype).reshape(header[name]["shape"]) for name, dtype in known.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is incomplete, or not a safetensors file: maybe a Git LFS pointer.") from error
 
 
@@ -139,6 +141,7 @@ def save(folder: Path | str, config: Config, arrays: dict[str, Any], file_bytes:
         with (folder / file).open("wb") as out:
             out.write(len(text).to_bytes(8, "little") + text)
             out.writelines(x.astype(x.dtype.newbyteorder("<")).tobytes() for x in held.values())
+    (folder / "model.safetensors").unlink(missing_ok=True)  # of an earlier checkpoint: other readers prefer it
     file_of = {name: file for file, held in files.items() for name in held}
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": file_of}, indent=2))

@@ -28,14 +28,15 @@ def mixtral(c: Config, w: Arrays, recipe: Any = None, **over: Any) -> MoE:
     """`recipe` is for the products, and `over` are options of `MoE`, such as mesh axes."""
     names = (f"block_sparse_moe.experts.{{expert}}.{name}.weight" for name in ("w1", "w3", "w2"))
     gate, up, down = (GroupedTensor(w[name]).mT for name in names)  # [in, out] of [out, in], read in place
-    router = router_of(w["block_sparse_moe.gate.weight"], top_k=c["num_experts_per_tok"])
-    return MoE(router, experts_of(gate, up, down, recipe=recipe), **over)
+    router = router_of(w["block_sparse_moe.gate.weight"], top_k=c["num_experts_per_tok"], normalize=True)
+    return MoE(router, experts_of(gate, up, down, activation=activation(c), recipe=recipe), **over)
 
 
 def qwen3_moe(c: Config, w: Arrays, recipe: Any = None, **over: Any) -> MoE:
     """OLMoE is the same."""
     router = router_of(w["mlp.gate.weight"], top_k=c["num_experts_per_tok"], normalize=c["norm_topk_prob"])
-    return MoE(router, experts_of(*projections(w, "mlp.experts.{expert}."), recipe=recipe), **over)
+    experts = experts_of(*projections(w, "mlp.experts.{expert}."), activation=activation(c), recipe=recipe)
+    return MoE(router, experts, **over)
 
 
 def gpt_oss(c: Config, w: Arrays, recipe: Any = None, **over: Any) -> MoE:
@@ -48,9 +49,9 @@ def gpt_oss(c: Config, w: Arrays, recipe: Any = None, **over: Any) -> MoE:
         down = mxfp4(w["mlp.experts.down_proj_blocks"], w["mlp.experts.down_proj_scales"])
     bias = w["mlp.experts.gate_up_proj_bias"]
     biases = bias[:, ::2], bias[:, 1::2], w["mlp.experts.down_proj_bias"]
-    activation = partial(clamped, alpha=c.get("swiglu_alpha", 1.702), limit=c.get("swiglu_limit", 7.0))
-    router = router_of(w["mlp.router.weight"], w["mlp.router.bias"], top_k=c["num_experts_per_tok"])
-    return MoE(router, experts_of(gate, up, down, biases, activation=activation, recipe=recipe), **over)
+    swiglu = partial(clamped, alpha=c.get("swiglu_alpha", 1.702), limit=c.get("swiglu_limit", 7.0))
+    router = router_of(w["mlp.router.weight"], w["mlp.router.bias"], top_k=c["num_experts_per_tok"], normalize=True)
+    return MoE(router, experts_of(gate, up, down, biases, activation=swiglu, recipe=recipe), **over)
 
 
 def deepseek_v3(c: Config, w: Arrays, recipe: Any = None, **over: Any) -> MoE:
@@ -63,16 +64,23 @@ def deepseek_v3(c: Config, w: Arrays, recipe: Any = None, **over: Any) -> MoE:
     options |= {"top_k": c["num_experts_per_tok"], "groups": (c["n_group"], c["topk_group"])}
     bias = w["mlp.gate.e_score_correction_bias"]
     router = router_of(w["mlp.gate.weight"], **options, use_selection_bias=True).with_selection_bias(bias)
-    experts, shared = (projections(w, f"mlp.{name}.") for name in ("experts.{expert}", "shared_experts"))
-    return MoE(router, experts_of(*experts, recipe=recipe), experts_of(*shared, recipe=recipe), **over)
+    names, options = ("experts.{expert}", "shared_experts"), {"activation": activation(c), "recipe": recipe}
+    experts, shared = (experts_of(*projections(w, f"mlp.{name}."), **options) for name in names)
+    return MoE(router, experts, shared, **over)
 
 
 def llama4(c: Config, w: Arrays, recipe: Any = None, **over: Any) -> MoE:
     gate, up = jnp.split(w["feed_forward.experts.gate_up_proj"], 2, axis=-1)  # [in, out]
-    experts = experts_of(gate, up, w["feed_forward.experts.down_proj"], recipe=recipe)
-    shared = experts_of(*projections(w, "feed_forward.shared_expert."), recipe=recipe)
+    down, options = w["feed_forward.experts.down_proj"], {"activation": activation(c), "recipe": recipe}
+    experts = experts_of(gate, up, down, **options)
+    shared = experts_of(*projections(w, "feed_forward.shared_expert."), **options)
     options = {"top_k": c["num_experts_per_tok"], "score": "sigmoid", "normalize": False}
     return MoE(router_of(w["feed_forward.router.weight"], **options), experts, shared, weigh_inputs=True, **over)
+
+
+def activation(c: Config) -> str:
+    name = c.get("hidden_act") or "silu"
+    return {"gelu_pytorch_tanh": "gelu_tanh"}.get(name, name)
 
 
 def clamped(gate: Array, up: Array, alpha: float, limit: float) -> Array:
@@ -120,8 +128,8 @@ def fp8(weight: Any, scale_inv: Any) -> GroupedTensor:
 
 
 def mxfp4(blocks: Any, scales: Any) -> GroupedTensor:
-    data = blocks.view(jnp.float4_e2m1fn).reshape(*blocks.shape[:2], -1)
-    return GroupedTensor(data, scales=scales.view(jnp.float8_e8m0fnu), scaling=Scaling.of("mx")).mT
+    data = jnp.asarray(blocks).view(jnp.float4_e2m1fn).reshape(*blocks.shape[:2], -1)  # NumPy's `view` doesn't unpack
+    return GroupedTensor(data, scales=jnp.asarray(scales).view(jnp.float8_e8m0fnu), scaling=Scaling.of("mx")).mT
 
 
 def logits(
@@ -131,8 +139,10 @@ def logits(
 
     Sequence `i` has `lengths[i]` tokens, at most `longest`. Rows of the tail are undefined.
     """
-    if c.get("hidden_act", "silu") != "silu":
-        raise NotImplementedError(f"hidden_act {c['hidden_act']!r}: the blocks of this example have silu.")
+    # Without these, the published implementation of gpt-oss has defaults of its own.
+    required = {"layer_types", "sliding_window", "rope_parameters"} if c["model_type"] == "gpt_oss" else set()
+    if missing := sorted(required - {*c, *(["rope_parameters"] if c.get("rope_scaling") else [])}):
+        raise ValueError(f"config.json has no {missing[0]!r}.")
     c = c | {"head_dim": c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]}
     kinds = c.get("layer_types") or c["num_hidden_layers"] * ["sliding_attention"]
     is_sliding = [kind == "sliding_attention" for kind in kinds]
@@ -181,7 +191,8 @@ def rotary(c: Config, positions: Int[Array, " rows"]) -> tuple[Array, Array]:
             turns = rope["original_max_position_embeddings"] / (2 * math.pi * rotations)
             return size * math.log(turns) / (2 * math.log(theta))
 
-        low, high = max(dim(rope["beta_fast"]), 0), min(dim(rope["beta_slow"]), size - 1)
+        fast, slow = (rope.get("beta_fast") or 32.0), (rope.get("beta_slow") or 1.0)
+        low, high = max(dim(fast), 0), min(dim(slow), size - 1)
         low, high = (math.floor(low), math.ceil(high)) if rope.get("truncate", True) else (low, high)
         slow = np.clip((np.arange(size // 2) - low) / max(high - low, 1e-3), 0, 1)
         frequencies = frequencies * (slow / rope["factor"] + 1 - slow)

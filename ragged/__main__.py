@@ -271,9 +271,7 @@ def _bench(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
 
     out, variants = jax.eval_shape(ours, a, b), {"ragged": ours}
     if args.layout == "forward" and args.recipe is None and jnp.issubdtype(a.dtype, jnp.floating):
-        variants["ragged_dot"] = lambda a, b: jax.lax.ragged_dot(
-            a, b, lhs.first_dims, preferred_element_type=out.dtype
-        )
+        variants["ragged_dot"] = lambda a, b: jax.lax.ragged_dot(a, b, lhs.first_dims, preferred_element_type=out.dtype)
     ct = _random(args)(out.shape, out.dtype)
     runs = {}
     for variant, product in variants.items():

@@ -433,7 +433,7 @@ class MoE(eqx.Module):
         varying = x if self.tensor_axis is None else vary_together([x, lax.axis_index(self.tensor_axis)])[0]
         tokens = varying
         if self.weigh_inputs:  # Each of a token's rows is a token of its own, with one expert.
-            wide = accumulator_dtype(promote(x.dtype, weights.dtype))
+            wide = promote(accumulator_dtype(x.dtype), accumulator_dtype(weights.dtype))
             weighted = _with_padding(varying, is_token, 0).astype(wide)[:, None] * weights.astype(wide)[:, :, None]
             tokens, chosen, weights = weighted.astype(x.dtype).reshape(-1, x.shape[1]), chosen.reshape(-1, 1), None
         routed, dropped = route(chosen, num_experts), jnp.zeros((), jnp.int32)
@@ -470,7 +470,7 @@ class MoE(eqx.Module):
         rows = GroupedTensor(x if is_packed else clean, jnp.full(1, count, jnp.int32))
         y = self.shared(rows, self.tensor_axis).data
         if self.shared_gate is not None:
-            dtype = accumulator_dtype(promote(x.dtype, self.shared_gate.dtype))
+            dtype = promote(accumulator_dtype(x.dtype), accumulator_dtype(self.shared_gate.dtype))
             gate = jax.nn.sigmoid(jnp.matmul(clean.astype(dtype), self.shared_gate.astype(dtype), precision="highest"))
             wide = promote(dtype, accumulator_dtype(y.dtype))
             y = (y.astype(wide) * gate[:, None].astype(wide)).astype(y.dtype)

@@ -92,14 +92,14 @@ class Router(eqx.Module):
         - `key`: a key of `jax.random`, for the weight.
         - `score`: `"softmax"`, `"sigmoid"`, or a function from logits to scores, both `[tokens, num_experts]` float32.
         - `normalize`: whether the weights of a token are divided by their sum plus `epsilon`; by default, if `top_k` is
-          2 or more.
+          2 or more. With `top_k=1` each weight is then 1, without `epsilon`, so the router has no gradient.
         - `scale`: a factor of all weights.
         - `groups`: `(num_groups, top_groups)`: experts are divided into consecutive groups of equal size, and only
           experts of the `top_groups` best groups are chosen. The score of a group is the sum of its two highest scores,
           with `selection_bias` (DeepSeek-V3, arXiv:2412.19437).
 
         **Raises:** `TypeError` for an invalid `dtype` or `normalize`; `ValueError` for invalid numbers, an unknown
-        `score`, `normalize=True` with `top_k=1`, or groups without enough experts.
+        `score`, or groups without enough experts.
         """
         site = Site("ragged.nn.Router(d, num_experts, top_k)")
         if not is_count(d) or not is_count(top_k) or not is_count(num_experts) or top_k > num_experts:
@@ -107,14 +107,13 @@ class Router(eqx.Module):
             site.fail(ValueError, problem, "All must be positive ints, and `top_k` at most `num_experts`.")
         if not callable(score) and score not in SCORES:
             site.fail(ValueError, f"unknown `score` {describe(score)}.", f"Pass one of {[*SCORES]}, or a function.")
-        if normalize and top_k == 1:
-            problem = "`normalize=True` with `top_k=1` divides each weight by itself, so the router has no gradient."
-            site.fail(ValueError, problem, "Pass `normalize=False`, the default for `top_k=1`.")
         if groups is not None:
             valid = isinstance(groups, tuple) and len(groups) == 2 and all(map(is_count, groups))
             valid = valid and groups[1] <= groups[0] and num_experts % groups[0] == 0 and num_experts >= 2 * groups[0]
             if not valid or top_k > groups[1] * (num_experts // groups[0]):
-                hint = "Pass the number of groups, of two experts or more, and how many are kept, with enough experts."
+                hint = (
+                    "Pass a pair such as `(8, 4)`: groups of two experts or more, and `top_k` or more in those chosen."
+                )
                 site.fail(ValueError, f"`groups` is {groups!r}, with {num_experts} experts and `top_k={top_k}`.", hint)
         if not isinstance(normalize, bool | None):
             site.fail(TypeError, f"`normalize` is {describe(normalize)}.", "Pass True, False or None.")
@@ -128,7 +127,8 @@ class Router(eqx.Module):
         self.bias = jnp.zeros(num_experts, dtype) if use_bias else None
         self._selection_bias = sealed(jnp.zeros(num_experts)) if use_selection_bias else None
         self.top_k, self.score, self.groups = top_k, score, groups
-        self.normalize, self.epsilon, self.scale = normalize is not False and top_k > 1, float(epsilon), float(scale)
+        self.normalize = top_k > 1 if normalize is None else normalize
+        self.epsilon, self.scale = float(epsilon), float(scale)
 
     @property
     def selection_bias(self) -> Float[Array, " experts"] | None:

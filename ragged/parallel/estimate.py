@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from math import inf, log10, prod
 from typing import Any
 
+import numpy as np
+
 from ragged.core.errors import Site, is_count
 from ragged.core.formats import accumulator_dtype, float_dtype
 from ragged.parallel.exchange import TRANSPORTS, chunk_capacities, min_capacity, wire_cast
@@ -134,7 +136,7 @@ def estimate(
     - `tokens`: number of tokens on one device. Each has `d` numbers of `dtype`, and goes to `top_k` of `experts`
       experts. `devices` must divide `experts`.
     - `hidden`: the hidden dim of an expert, whose matrices are `[d, hidden]` (two if `gated`) and `[hidden, d]`.
-    - `transport`, `capacity`, `chunks`, `wire`: as for `ragged.exchange`.
+    - `transport`, `capacity`, `chunks`, `wire`: as for `ragged.exchange`, except that there is no `transport=None`.
     - `link`: bytes per second that one device sends while it receives as many. The default is an H200's NVLink.
     - `flops`: FLOP per second of one device's products. The default is an H200's published peak in bfloat16.
 
@@ -151,7 +153,7 @@ def estimate(
     """
     sizes = {"tokens": tokens, "d": d, "hidden": hidden, "experts": experts, "top_k": top_k, "devices": devices}
     site = Site("ragged.parallel.estimate", sizes | {"transport": transport, "capacity": capacity, "chunks": chunks})
-    _check_rates(site, {"link": link, "flops": flops})
+    link, flops = _checked_rates(site, {"link": link, "flops": flops})
     tokens, d, hidden, experts, top_k, n, chunks = _checked_counts(site, sizes | {"chunks": chunks})
     if transport not in TRANSPORTS:
         site.fail(ValueError, f"`transport` is {transport!r}.", f"Pass one of {', '.join(TRANSPORTS)}.")
@@ -230,7 +232,8 @@ def _checked_counts(site: Site, counts: dict[str, Any]) -> tuple[int, ...]:
     return tokens, d, hidden, experts, top_k, n, 1 if n == 1 else chunks
 
 
-def _check_rates(site: Site, rates: dict[str, Any]) -> None:
+def _checked_rates(site: Site, rates: dict[str, Any]) -> list[float]:
     for name, value in rates.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
+        if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not 0 < value < inf:
             site.fail(ValueError, f"`{name}` is {value!r}.", "It must be a positive number per second.")
+    return [float(value) for value in rates.values()]

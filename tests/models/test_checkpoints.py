@@ -264,10 +264,12 @@ def test_what_would_be_wrong_silently(tmp_path: Path) -> None:
     for key in ("model_type", "hidden_size", "num_local_experts", "vocab_size"):
         fails(f"config.json has no '{key}'", {name: x for name, x in config.items() if name != key})
         fails(f"config.json has no '{key}'", config | {key: None})
+    fails("tie_word_embeddings", config | {"tie_word_embeddings": True})
 
     file = tmp_path / "model.safetensors"
     header = b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}'
     others = [b"{}", b"[]", header, header.replace(b"[2]", b"3"), header.replace(b'"shape": [2], ', b"")]
+    others += [header.replace(b"[0, 4]", b"[0]"), b"[" * 10**5]
     whole = [struct.pack("<Q", len(text)) + text + b"1234" * (b"a" in text) for text in others[1:]]
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12\n"
     for content in (b"", b"abc", pointer, others[0], *whole):
@@ -298,7 +300,9 @@ def test_what_would_be_wrong_silently(tmp_path: Path) -> None:
         module.save(tmp_path, config, swapped, 0)
     for old in tmp_path.iterdir():
         old.unlink()
+    put(tmp_path, config, tensors, 1)
     module.save(str(tmp_path), config, swapped)
+    assert not file.exists()  # Others would read it, not the index.
     for name, x in module.load(tmp_path)[1].items():
         np.testing.assert_array_equal(x, swapped[name])
 

@@ -1,6 +1,7 @@
 """The blocks and models of `examples/models.py` agree with the published implementations, whose values are recorded."""
 
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,8 @@ def test_whole_models(name: str) -> None:
 
 @pytest.mark.long
 def test_configurations() -> None:
-    """A window without kinds of layers is in all layers, as in Mixtral. What the example doesn't have raises."""
+    """A window without kinds of layers is in all layers, as in Mixtral. What the example doesn't have raises, and what
+    gpt-oss's own implementation has other defaults for."""
     models, recorded = blocks.example("models"), blocks.recorded("mixtral")
     config, arrays = recorded["whole/config"], jax.tree.map(jnp.asarray, blocks.part("mixtral", "w/"))
     kinds = {"layer_types": ["sliding_attention"] * config["num_hidden_layers"]}
@@ -44,15 +46,46 @@ def test_configurations() -> None:
     assert config["head_dim"] * config["num_attention_heads"] == config["hidden_size"]
     np.testing.assert_array_equal(models.logits(without, arrays, ids, lengths, 9), every)
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 4}
-    yarn |= {"beta_fast": 32.0, "beta_slow": 1.0}
-    assert jnp.all(jnp.isfinite(models.rotary(config | {"rope_parameters": yarn}, jnp.arange(9))[0]))
+    angles = models.rotary(config | {"rope_parameters": yarn}, jnp.arange(9))[0]
+    yarn |= {"beta_fast": 32.0, "beta_slow": 1.0}  # the defaults
+    np.testing.assert_array_equal(models.rotary(config | {"rope_parameters": yarn}, jnp.arange(9))[0], angles)
+    assert jnp.all(jnp.isfinite(angles))
     linear = {"rope_type": "linear", "rope_theta": 1e4}
     for rope in (linear, yarn | {"mscale": 1.0}, {"rope_theta": 1e4, "partial_rotary_factor": 0.5}):
         with pytest.raises(NotImplementedError):
             models.rotary(config | {"rope_parameters": rope}, jnp.arange(9))
-    for wrong in ({"rope_parameters": linear}, {"hidden_act": "gelu"}):
-        with pytest.raises(NotImplementedError):
-            models.logits(config | wrong, arrays, ids, lengths, 9)
+    with pytest.raises(NotImplementedError):
+        models.logits(config | {"rope_parameters": linear}, arrays, ids, lengths, 9)
+    gpt_oss = blocks.recorded("gpt_oss")["whole/config"]
+    for name in ("layer_types", "sliding_window", "rope_parameters"):
+        without = {key: value for key, value in gpt_oss.items() if key != name}
+        with pytest.raises(ValueError, match=f"config.json has no '{name}'"):
+            models.logits(without, arrays, ids, lengths, 9)
+
+
+@pytest.mark.parametrize("name", blocks.NAMES)
+def test_options_of_blocks(name: str) -> None:
+    """The activation of the configuration, except in gpt-oss; of one expert a token, a weight of 1 where it is divided
+    by the sum."""
+    config, weights = blocks.recorded(name)["config"], blocks.part(name, "block/w/")
+    config = config | {"hidden_act": "gelu_pytorch_tanh", "num_experts_per_tok": 1}
+    block = blocks.example("models").BLOCKS[name](config, jax.tree.map(jnp.asarray, weights))
+    found = {each.activation for each in (block.experts, block.shared) if each is not None}
+    assert found == {"gelu_tanh"} or name == "gpt_oss"
+    assert block.router.top_k == 1 and block.router.normalize == (name not in ("olmoe", "llama4"))
+
+
+@pytest.mark.long
+def test_text_that_ends_at_the_longest(tmp_path: Path) -> None:
+    """The tokens of a sequence are the same beside one that has no room for more."""
+    module = blocks.example("finetune_checkpoint")
+    module.random_checkpoint(tmp_path, np.random.default_rng(3))
+    config, arrays = module.load(tmp_path)
+    arrays = jax.tree.map(jnp.asarray, arrays)
+    ids = jnp.zeros((2, 8), jnp.int32).at[0, :6].set(jnp.arange(6)).at[1, :2].set(7)
+    both, alone = (module.generate(config, arrays, ids, jnp.array(lengths), 5) for lengths in ([6, 2], [1, 2]))
+    np.testing.assert_array_equal(both[1], alone[1])
+    assert both[0, :6].tolist() == [*range(6)] and not both[1, 7] and alone[0, 1:6].tolist() != ids[0, 1:6].tolist()
 
 
 @pytest.mark.long

@@ -149,6 +149,14 @@ def test_a_quantised_layer_gathers_its_rows_again() -> None:
     assert [leaf.shape for leaf in jax.tree.leaves(vjp)].count((TOKENS * 2, D)) == 1
 
 
+def test_tokens_of_8_bits() -> None:
+    """Weights of the router and of the shared gate, in float32, multiply them."""
+    layer = layer_of(D, HIDDEN, EXPERTS, 2, key=jax.random.key(0))
+    shared, x = jax.tree.map(lambda leaf: leaf[:1], layer.experts), jnp.ones((TOKENS, D), jnp.float8_e4m3fn)
+    layer = MoE(layer.router, layer.experts, shared, shared_gate=jnp.ones(D), weigh_inputs=True)
+    assert jax.eval_shape(lambda x: layer(x)[0], x).dtype == jnp.float8_e4m3fn
+
+
 @pytest.mark.long
 def test_gradients_of_tokens_beside_quantised_weights() -> None:
     """Those of the numbers that the weights stand for."""

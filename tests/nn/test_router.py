@@ -164,6 +164,8 @@ def test_every_router_is_trained() -> None:
     """The default's weights have a gradient with one expert a token too: a weight divided by itself has none."""
     router = filled(Router(D, EXPERTS, 1, key=jax.random.key(0)))
     assert not router.normalize and Router(D, EXPERTS, 2, key=jax.random.key(0)).normalize
+    one = Router(D, EXPERTS, 1, normalize=True, scale=0.5, key=jax.random.key(0))  # as Mixtral with one expert
+    np.testing.assert_array_equal(one(jnp.asarray(rows())).weights, np.full((TOKENS, 1), 0.5))
     gradient = eqx.filter_jit(eqx.filter_grad(lambda router: jnp.sum(jnp.sin(router(rows()).weights))))
     assert np.abs(gradient(router).weight).max() > 1e-3
 

@@ -248,7 +248,8 @@ def finished(dispatch: float, products: float, combine: float, chunks: int) -> f
 @pytest.mark.parametrize("chunks, link", [(1, 1e5), (2, 1e9), (4, 1e3), (16, 1e5)])
 def test_seconds(chunks: int, link: float) -> None:
     """Those of the best order of exchanges and products."""
-    plan = estimate(**SHAPE, chunks=chunks, link=link, flops=1e9)
+    rates: Any = {"link": link, "flops": np.float32(1e9)}
+    plan = estimate(**SHAPE, chunks=chunks, **rates)
     for way, phases in (("forward", ("sizes", *FORWARD)), ("gradient", GRADIENT)):
         assert plan.exchange[way] == pytest.approx(sum(plan.sent[phase] for phase in phases) / link)
         assert plan.products[way] == plan.flops[way] / 1e9
