@@ -137,6 +137,8 @@ def _plan(call: Call, x: Operands, target: Target) -> Launch | Refusal:
     final = details.config((rows, a, b), requested.buffers)
     problem = problem._replace(buffers=requested.buffers)
     if tiles.vmem(problem, (rows, a, b)) > chip.vmem:
+        if problem.buffers <= 2:
+            return Refusal("the scales and the smallest tiles don't fit into a TPU's VMEM")
         return Refusal(
             f"{problem.buffers} buffers of each streamed operand don't fit into a TPU's VMEM.",
             "Take fewer buffers: 2 is the default; 3 or 4 hide more latency.",
@@ -255,6 +257,8 @@ def _misaligned(tile: dict[str, int], call: Call, x: Operands) -> Refusal | None
     extents = dict.fromkeys("mkn", 0)
     for letters, shape in call.buffers(x):
         extents |= {letter: max(extents[letter], n) for letter, n in zip(letters, shape[-2:], strict=True)}
+    if call.columns:  # The matrices' buffer has the columns of both products.
+        extents[p.out[1]] = call.shape[-1]
     arrays = (p.lhs, lhs.dtype), (p.rhs, rhs.dtype), (p.out, call.dtype)
     dtypes = {x: tuple(jnp.dtype(dtype) for letters, dtype in arrays if x in letters) for x in p.ragged}
     return tiles.refuse(tile, extents, dtypes)
@@ -276,9 +280,13 @@ def _illegal(
         letter = problem.letters[1]
         reason = f"tile_{letter}={a} cuts a block of scales, {details.lanes}."
         return Refusal(reason, f"It must be a multiple of {details.lanes}.")
-    if not tiles.splits(problem, b):  # Interleaved columns get here only with whole lanes.
-        reason = f"tile_{problem.letters[2]}={b} doesn't divide a half of the weight, {problem.b} columns."
-        return Refusal(reason, f"It must divide {problem.b}.")
+    if not tiles.splits(problem, min(b, problem.b)):
+        if problem.columns == "halves":
+            reason = f"tile_{problem.letters[2]}={b} doesn't divide a half of the weight, {problem.b} columns."
+            return Refusal(reason, f"It must divide {problem.b}.")
+        reason = f"tile_{problem.letters[2]}={b} isn't a part of {problem.b} interleaved columns in whole lanes."
+        whole = problem.b - problem.b % tiles.LANES
+        return Refusal(reason, f"It must be a multiple of {tiles.LANES}, at most {whole}.")
     vmem = tiles.vmem(problem, (rows, a, b))
     if not tiles.fits(problem, (rows, a, b), chip):
         # An error if the TPU is known: if XLA ran the product, the caller would measure another program.
@@ -325,10 +333,20 @@ def _details(call: Call, x: Operands, chip: tiles.Chip) -> Details:
         results=call.num_stored,
         instructions=call.epilogue.instructions if call.epilogue else 0,
         columns=call.columns,
+        scales=_scales_in_vmem(call, x, order),
     )
     # Before v6e, vector units have no bfloat16. It is slower there, except in a loop over many rows.
     scaled = jnp.dtype(jnp.float32) if has_few_rows and chip.generation < 6 else problem.dot.lhs
     return Details(problem, modes, math.gcd(*blocks) or None, scaled, cast)
+
+
+def _scales_in_vmem(call: Call, x: Operands, order: str) -> tuple[tiles.ScaleBlocks, ...]:
+    """The scales and zero points that the kernel fetches. `order`: the letters of the problem's extents."""
+    (a, b), k, (r, c) = call.kernel_operands(x), call.product.contracted, call.product.out
+    if order[0] == k:
+        return *tpu_scales.in_vmem_of_rows(a, order.index(r)), *tpu_scales.in_vmem_of_rows(b, order.index(c))
+    of_matrix = tpu_scales.in_vmem(b, c, k, False, order.index(c))
+    return *tpu_scales.in_vmem(a, r, k, True, order.index(r)), *call.num_products * of_matrix
 
 
 def _has_few_rows(call: Call, x: Operands) -> bool:
@@ -348,11 +366,12 @@ def _has_small_blocks(a: KernelOperand, b: KernelOperand, contracted: str) -> bo
         (outer,) = (letter for letter in operand.letters if letter != contracted)
         extent = operand.block(contracted) or 1
         fills = extent % _SMALL_BLOCK == 0 and (tiles.LANES % extent == 0 or extent % tiles.LANES == 0)
-        # Rows with zeros outside of a block would be multiplied by infinities there.
-        return operand.block(outer) == 1 and fills and operand.data.dtype != jnp.float8_e5m2
+        return operand.block(outer) == 1 and fills
 
     scaled = [each for each in (a, b) if each.scales is not None and each.block(contracted) is not None]
-    return bool(scaled) and all(map(is_small, scaled))
+    # Rows with zeros outside of a block would be multiplied by infinities there.
+    is_finite = b.data.dtype.itemsize == 1 and b.data.dtype != jnp.float8_e5m2
+    return bool(scaled) and is_finite and all(map(is_small, scaled))
 
 
 def _scaled_dtype(a: KernelOperand, b: KernelOperand, modes: tuple[str, str]) -> Any:

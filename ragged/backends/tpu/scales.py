@@ -13,10 +13,11 @@ from jax.experimental import pallas as pl
 
 from ragged.backends.base import dot
 from ragged.backends.tpu.pipeline import Input
-from ragged.backends.tpu.tiles import LANES
+from ragged.backends.tpu.tiles import LANES, ScaleBlocks
 from ragged.backends.tpu.units import loaded
 from ragged.core.formats import bits
 from ragged.core.scales import Scales, e8m0_values
+from ragged.product.operands import KernelOperand
 
 
 class Blocks(NamedTuple):
@@ -48,9 +49,7 @@ def arrange(
     elif values.dtype == jnp.float8_e8m0fnu:
         values = bits(values, jnp.uint8)
     values = values if outer_axis == 0 else values.mT  # [..., outer, blocks]
-    # Scales of other wide blocks, which are short along the contracted axis, are repeated in the kernel: repeated in
-    # memory, they would take as many bytes as the operand, or more.
-    if width > 1 and (first or extent is None or extent >= 32):
+    if _repeats(width, extent, first):
         values, width = jnp.repeat(values, width, axis=-2)[..., :outer, :], 1
     values = values if values.ndim == ndim else values[None]
     return Blocks(values if first else values.mT, extent, width)
@@ -63,6 +62,28 @@ def floats(ref: Any) -> Any:
     if ref.dtype != jnp.uint8:
         return ref[...].astype(jnp.float32)
     return e8m0_values(ref[...])
+
+
+def in_vmem(operand: KernelOperand, outer: str, contracted: str, first: bool, along: int) -> list[ScaleBlocks]:
+    """What kernels without a ragged contracted letter fetch of an operand's scales: see `arrange` and `fetched`.
+
+    `along`: which of the product's extents the letter `outer` is.
+    """
+    if operand.scales is None:
+        return []
+    width, extent = operand.block(outer), operand.block(contracted)
+    blocks, elements = 1 if extent is None else -(-operand.extent(contracted) // extent), operand.extent(outer)
+    across: tuple[int, int | None] = (1, None) if width is None else (elements, along)
+    if width and width > 1 and not _repeats(width, extent, first):
+        across = -(-elements // width), None
+    (n, i), count = across, 1 if operand.scales.zeros is None else 2
+    return count * [ScaleBlocks((n, blocks), (i, None)) if first else ScaleBlocks((blocks, n), (None, i))]
+
+
+def _repeats(width: int, extent: int | None, first: bool) -> bool:
+    """Whether scales of blocks with this width are repeated in memory. Others, which are short along the contracted
+    axis, are repeated in the kernel: in memory, they would take as many bytes as the operand, or more."""
+    return width > 1 and (first or extent is None or extent >= 32)
 
 
 def fetched(blocks: Blocks | None, axis: int, width: int, index: Callable[..., Any]) -> Input | None:
@@ -263,6 +284,22 @@ def of_rows(
     values = jnp.pad(values, ((0, 0), (0, -values.shape[1] % count), (0, 0)))
     values = values.reshape(values.shape[0], -1, count, columns)
     return RowBlocks(jnp.pad(values, ((0, 0), (0, 0), (0, -count % 8), (0, 0))), extent)
+
+
+def in_vmem_of_rows(operand: KernelOperand, along: int) -> list[ScaleBlocks]:
+    """What a wgrad's kernel fetches of an operand's scales: see `of_rows`. `along`: which extent its columns are."""
+    if operand.scales is None:
+        return []
+    (rows, width), (m, columns) = operand.scales.block, map(operand.extent, operand.letters)
+    if rows is None:
+        return [ScaleBlocks((1, 1 if width is None else columns), (None, along))]
+    if rows > 1:
+        return [ScaleBlocks((m, columns), (0, along), rows)]
+    blocks = 1 if width is None else -(-columns // width)
+    found = [ScaleBlocks((m, blocks), (0, None))]
+    if width and (LANES % width or (blocks > LANES and blocks % LANES)):  # `spread` makes a matrix of zeros and ones
+        found += 2 * [ScaleBlocks((blocks, columns), (None, along))]
+    return found
 
 
 def scale_rows(

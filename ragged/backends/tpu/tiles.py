@@ -47,7 +47,7 @@ def chip(device: tuple[str, int] | None) -> Chip:
     pairs = [pair for name in floats for pair in (("bfloat16", name), (name, "bfloat16"))]
     rates = dict.fromkeys(floats, info.fp8_ops_per_second)
     rates |= {"int8": info.int8_ops_per_second, "int4": info.int4_ops_per_second}
-    # A quarter of VMEM is left for scales and the compiler.
+    # A quarter of VMEM is left for the compiler.
     return Chip(
         info.num_cores,
         info.generation,
@@ -99,6 +99,24 @@ def refuse(tile: dict[str, int], extents: dict[str, int], dtypes: dict[str, tupl
     )
 
 
+class ScaleBlocks(NamedTuple):
+    """Float32 scales, or zero points, that a kernel fetches for a tile.
+
+    - `shape`: the extents of all scales of a matrix.
+    - `along`: for each axis, which of the product's extents has its tiles, 0 to 2; None if a block has the whole axis.
+    - `rows`: number of rows that share a scale. Then `shape` counts the rows.
+    """
+
+    shape: tuple[int, int]
+    along: tuple[int | None, int | None]
+    rows: int = 1
+
+    def bytes(self, tile: tuple[int, int, int]) -> int:
+        """Bytes in VMEM of both buffers."""
+        rows, columns = (n if i is None else min(n, tile[i]) for n, i in zip(self.shape, self.along, strict=True))
+        return 2 * block_bytes(-(-rows // self.rows), columns, jnp.float32)
+
+
 class Problem(NamedTuple):
     """A product to choose tiles for. Extents and tiles have the order `rows`, `a`, `b`. By `kind`, the product is:
 
@@ -122,6 +140,7 @@ class Problem(NamedTuple):
     results: int = 1  # number of stored arrays
     instructions: int = 0  # of the epilogue, per element of the result
     columns: str = ""  # as in `EpilogueSpec`
+    scales: tuple[ScaleBlocks, ...] = ()
 
     @property
     def units(self) -> tuple[int, int, int]:
@@ -133,7 +152,7 @@ class Problem(NamedTuple):
 
 
 def vmem(problem: Problem, tile: tuple[int, int, int]) -> int:
-    """Bytes of VMEM that a kernel needs: buffers, casts, the accumulator, and the unrounded result."""
+    """Bytes of VMEM that a kernel needs: buffers, casts, the accumulator, the unrounded result, and scales."""
     (r, a, b), p = tile, problem
     blocks = ((r, a), (r, b), (a, b)) if p.kind == "groups" else ((r, a), (a, b), (r, b))
     total = (2 * p.results + 2 * p.has_existing) * block_bytes(*blocks[2], p.dtypes[2])
@@ -142,7 +161,7 @@ def vmem(problem: Problem, tile: tuple[int, int, int]) -> int:
     for block, dtype, dot_dtype, count in streams:
         total += p.buffers * count * block_bytes(*block, dtype)
         total += block_bytes(*block, dot_dtype) * (jnp.dtype(dtype) != dot_dtype)
-    return total
+    return total + sum(scales.bytes(tile) for scales in p.scales)
 
 
 SMEM = 3 << 18

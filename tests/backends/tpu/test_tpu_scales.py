@@ -150,6 +150,63 @@ def test_a_tile_ends_with_a_block() -> None:
     check_error(lambda: jax.jit(forward).lower(*avals), ValueError, "tile_k=128 cuts a block of scales, 256.")
 
 
+@pytest.mark.parametrize("n", [300, 384])
+def test_tiles_of_interleaved_columns(n: int) -> None:
+    """In whole lanes, and no larger than a product's columns: two neighbouring blocks have both products'."""
+    avals = Aval((32, 128), jnp.float32), Aval((2, 128, 600), jnp.float32), Aval((2,), jnp.int32)
+
+    def gated(x: Array, w: Array, sizes: Array) -> Array:
+        how = TpuConfig(m=32, k=128, n=n, interpret=True)
+        return ragged.gated_matmul(GroupedTensor(x, sizes), w, columns="interleaved", backend=how).data
+
+    message = (
+        f"tile_n={n} isn't a part of 300 interleaved columns in whole lanes.\nIt must be a multiple of 128, at most"
+    )
+    check_error(lambda: jax.jit(gated).lower(*avals), ValueError, f"{message} 256.")
+
+
+def test_scales_need_vmem() -> None:
+    """Those of the contracted letter's elements, one for each, take a register's lane: an error instead of a kernel
+    that a TPU's compiler refuses."""
+    x, w = Aval((432, 28672), jnp.bfloat16), Aval((2, 28672, 8192), jnp.bfloat16)
+
+    def forward(x: Array, w: Array, sizes: Array, *, scaling: str) -> Array:
+        how, tensor = TpuConfig(m=432, k=128, n=8192), GroupedTensor(x, sizes)
+        return ragged.matmul(tensor, quantize(w, "int8", scaling), backend=how).data
+
+    def text(scaling: str) -> str:
+        traced = jax.jit(partial(forward, scaling=scaling)).trace(x, w, Aval((2,), jnp.int32))
+        return traced.lower(lowering_platforms=("tpu",)).as_text()
+
+    with tpu.on("tpu7x"):
+        assert "tpu_custom_call" in text("column")
+        check_error(lambda: text("row"), ValueError, "bytes of VMEM, of 50331648")
+
+
+@pytest.mark.long
+def test_scales_fit_every_tpu() -> None:
+    """With the default tiles of a TPU that isn't known."""
+    x, sizes = Aval((4096, 7168), jnp.float8_e4m3fn), Aval((8,), jnp.int32)
+    w, scales = Aval((8, 7168, 512), jnp.float8_e4m3fn), Aval((8, 7168, 1), jnp.float32)
+
+    def forward(x: Array, w: Array, scales: Array, sizes: Array) -> Array:
+        matrices = GroupedTensor(w, scales=scales, scaling=Scaling.of("row"))
+        return ragged.matmul(GroupedTensor(x, sizes), matrices).data
+
+    assert tpu.compile_for("v5e", forward, x, w, scales, sizes, known=False).kernels
+
+
+def test_infinite_matrices_beside_rows_of_small_blocks() -> None:
+    """They aren't multiplied by zeros, as finite ones are where groups have few rows."""
+    rng = np.random.default_rng(0)
+    x = GroupedTensor(jnp.asarray(rng.uniform(0.5, 1, (16, 256)), jnp.float32), jnp.array([7, 9], jnp.int32))
+    w = np.ones((2, 128, 256), np.float32)
+    w[0, 5, 3] = np.inf
+    rows, matrices = quantize(x, "float8_e4m3fn", (1, 32)), GroupedTensor(jnp.asarray(w, jnp.bfloat16))
+    y = jax.jit(lambda x, w: ragged.matmul(x, w.mT, backend=TpuConfig(interpret=True)).data)(rows, matrices)
+    assert (y[:7, 5] == jnp.inf).all() and jnp.isfinite(y).sum() == 16 * 128 - 7
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("dtype, k", [("float8_e5m2", 64), ("float4_e2m1fn", 200)])
 def test_few_rows_keep_infinities_and_nan(dtype: str, k: int) -> None:
