@@ -452,60 +452,6 @@ def tiled_in_xla(product: Tiled, device: Device) -> Kernel:
     return Kernel(function, (lhs, rhs, dims), None)
 
 
-def gate_derivative(is_weighted: bool, device: Device) -> Kernel:
-    """A prototype: a dgrad of `down`, with the derivative of `silu(gate) * up` at its end. Groups are whole tiles.
-
-    `is_weighted`: as in `nn.MoE`, each row also has a weight. Then the weighted hidden rows are stored too, and for the
-    weights' derivative one column of sums for each tile of columns.
-    """
-    from ragged.backends.tpu.tiles import LANES, chip
-
-    tm, tn = ROWS, 512 if device[1] > 1 else 1024
-    columns = N // tn
-
-    def body(x: Any, w: Any, gate: Any, up: Any, weight: Any, dgate: Any, dup: Any, *weighted: Any) -> None:
-        dh = lax.dot_general(x[...], w[...], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-        z, u = gate[...].astype(jnp.float32), up[...].astype(jnp.float32)
-        s = jax.nn.sigmoid(z)
-        silu = z * s
-        if weighted:
-            hidden, sums = weighted
-            h = silu * u
-            hidden[...] = (h * weight[...]).astype(hidden.dtype)
-            sums[...] = jnp.broadcast_to(jnp.sum(h * dh, axis=1, keepdims=True), sums.shape)
-            dh = dh * weight[...]
-        dgate[...] = (dh * u * (s + silu * (1 - s))).astype(dgate.dtype)
-        dup[...] = (dh * silu).astype(dup.dtype)
-
-    rows = pl.BlockSpec((tm, tn), lambda j, i: (i, j))
-    in_specs = [
-        pl.BlockSpec((tm, K), lambda j, i: (i, 0)),
-        pl.BlockSpec((None, tn, K), lambda j, i: (i, j, 0)),
-        rows,
-        rows,
-        pl.BlockSpec((tm, 1), lambda j, i: (i, 0)),
-    ]
-    hidden = jax.ShapeDtypeStruct((M, N), jnp.bfloat16)
-    sums = jax.ShapeDtypeStruct((M, columns * LANES), jnp.float32)
-    outs = [hidden] * 2 + [hidden, sums] * is_weighted
-    call = pl.pallas_call(
-        body,
-        outs,
-        grid=(columns, G),
-        in_specs=in_specs,
-        out_specs=[rows] * 2 + [rows, pl.BlockSpec((tm, LANES), lambda j, i: (i, j))] * is_weighted,
-        compiler_params=pltpu.CompilerParams(
-            vmem_limit_bytes=chip(device).vmem * 6 // 5, dimension_semantics=("parallel", "arbitrary")
-        ),
-    )
-
-    def function(x: Array, w: Array, gate: Array, up: Array) -> Any:
-        return call(x, w, gate, up, jnp.ones((M, 1), jnp.float32))
-
-    operands = jax.ShapeDtypeStruct((M, K), jnp.bfloat16), jax.ShapeDtypeStruct((G, N, K), jnp.bfloat16), hidden, hidden
-    return Kernel(function, operands, None)
-
-
 SERVED: dict[str, tuple[str, Any, bool]] = {"bfloat16": ("bfloat16", None, True), **WEIGHTS}
 """Weights of `served`: as in `tests.support.WEIGHTS`."""
 
@@ -553,8 +499,6 @@ KERNELS: dict[str, Callable[[Device], Kernel]] = {
     },
     "ours int8 rows, quantised before": functools.partial(by_row, False),
     "ours int8 rows, quantised in the kernel": functools.partial(by_row, True),
-    "gate's derivative": functools.partial(gate_derivative, False),
-    "gate's derivative, weighted": functools.partial(gate_derivative, True),
     **{f"ours {name}": functools.partial(tiled, product) for name, product in TILED.items()},
     **{f"xla {name}": functools.partial(tiled_in_xla, product) for name, product in TILED.items()},
 }
