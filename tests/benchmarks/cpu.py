@@ -74,8 +74,7 @@ class Setting(NamedTuple):
     shapes: dict[str, tuple[Shape, str]]  # with how the rows are spread among the groups
     series: dict[str, list[tuple[Shape, str]]]
     vmap: Shape
-    expert_layer: tuple[int, int, int, int, int]  # tokens, d, hidden, experts, top_k
-    gated_layer: tuple[int, int, int, int, int]
+    gated_layer: tuple[int, int, int, int, int]  # tokens, d, hidden, experts, top_k
     gated_product: Shape
 
 
@@ -95,7 +94,6 @@ FULL = Setting(
         "skew": [((4096, 256, 512, 64), kind) for kind in ("even", "random", "zipf", "giant")],
     },
     vmap=(4096, 1024, 1024, 16),
-    expert_layer=(8192, 512, 1024, 64, 2),
     gated_layer=(512, 256, 512, 16, 2),
     gated_product=(1024, 512, 1024, 8),
 )
@@ -104,7 +102,6 @@ DRY = Setting(
     shapes={"T": ((48, 16, 32, 3), "random")},
     series={"skew": [((48, 16, 32, 3), kind) for kind in ("even", "giant")]},
     vmap=(48, 16, 32, 3),
-    expert_layer=(32, 16, 32, 4, 2),
     gated_layer=(32, 16, 32, 4, 2),
     gated_product=(48, 16, 32, 3),
 )
@@ -389,56 +386,6 @@ def batched(shape: Shape, seconds: float) -> dict[str, float]:
     return {"single_calls": times["vmap"] / single, "ms": times["vmap"] * 1e3}
 
 
-def expert_layer(extents: tuple[int, int, int, int, int], seconds: float) -> dict[str, Any]:
-    """An expert layer without its router: what routing costs beside its two products, and beside `lax.ragged_dot`."""
-    tokens, d, hidden, experts, top_k = extents
-    rng = np.random.default_rng(0)
-
-    def normal(*shape: int) -> Array:
-        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
-
-    x, up, down = normal(tokens, d), normal(experts, d, hidden), normal(experts, hidden, d)
-    weights = jnp.asarray(rng.random((tokens, top_k)), jnp.float32)
-    ids = jnp.asarray(np.argsort(rng.random((tokens, experts)))[:, :top_k], jnp.int32)
-    rows = jax.jit(lambda x, ids: ragged.route(ids, experts).dispatch(x))(x, ids)
-
-    def dispatch_and_combine(x: Array, ids: Array, weights: Array) -> Array:
-        route = ragged.route(ids, experts)
-        return route.combine(route.dispatch(x), weights)
-
-    def two_products(rows: Array, sizes: Array, up: Array, down: Array) -> Array:
-        return ragged.matmul(ragged.matmul(GroupedTensor(rows, sizes), up), down).data
-
-    def layer(x: Array, ids: Array, weights: Array, up: Array, down: Array) -> Array:
-        route = ragged.route(ids, experts)
-        hidden = ragged.matmul(route.dispatch(x), up).map(jax.nn.silu)
-        return route.combine(ragged.matmul(hidden, down), weights)
-
-    def on_ragged_dot(x: Array, ids: Array, weights: Array, up: Array, down: Array) -> Array:
-        order = jnp.argsort(ids.reshape(-1))
-        sizes = jnp.bincount(ids.reshape(-1), length=experts)
-        hidden = jax.nn.silu(lax.ragged_dot(x[order // top_k], up, sizes))
-        out = lax.ragged_dot(hidden, down, sizes) * weights.reshape(-1)[order][:, None]
-        return jnp.zeros_like(x).at[order // top_k].add(out)
-
-    args = x, ids, weights, up, down
-    of = {
-        "dispatch and combine": compiled(dispatch_and_combine, x, ids, weights),
-        "two products": compiled(two_products, rows.data, rows.first_dims, up, down),
-        "layer": compiled(layer, *args),
-        "lax.ragged_dot": compiled(on_ragged_dot, *args),
-    }
-    np.testing.assert_allclose(of["layer"].run(), of["lax.ragged_dot"].run(), rtol=1e-3, atol=1e-2)
-    figures = in_turn(of, seconds)
-    times = {name: row["seconds"] for name, row in figures.items()}
-    return {
-        "tokens, d, hidden, experts, top_k": extents,
-        "figures": figures,
-        "dispatch_and_combine_of_two_products": times["dispatch and combine"] / times["two products"],
-        "ragged_dot_times_as_long": times["lax.ragged_dot"] / times["layer"],
-    }
-
-
 def on_ragged_dot(moe: ragged.nn.MoE, x: Array) -> Array:
     """What `moe(x)` computes, on `lax.ragged_dot`."""
     e = moe.experts
@@ -565,8 +512,6 @@ def rows(setting: Setting, torch: Torch, with_series: bool) -> Iterator[tuple[st
             for dtype in setting.dtypes:
                 for p in ("forward", "wgrad"):
                     yield f"series {name} {at} {dtype} {p}", product(p, dtype, shape, kind, {"series": name, "at": at})
-    # Last: it leaves the process with the 4 GiB that it takes on `lax.ragged_dot`.
-    yield "expert layer", functools.partial(expert_layer, setting.expert_layer)
 
 
 def line(row: dict[str, Any]) -> str:

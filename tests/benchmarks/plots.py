@@ -268,12 +268,6 @@ def tables(cpu: dict[str, Any]) -> Iterator[tuple[str, str]]:
             ["the same: lines of StableHLO", *(f"{each['stablehlo_lines']:,}" for each in pair)],
             ["the same: time to run", *(f"{each['seconds'] * 1e3:.1f} ms" for each in pair)],
         ]
-    if row := named.get("expert layer"):
-        pair = [row["figures"][name] for name in ("layer", "lax.ragged_dot")]
-        what = f"expert layer without its router ({layer(row)}), forward: time to run"
-        cells_of_layers.append([what, *(f"{each['seconds'] * 1e3:,.0f} ms" for each in pair)])
-        share = number(row["dispatch_and_combine_of_two_products"])
-        lines.append(f"- In the expert layer, dispatch and combine take {share} of the time of its two products.")
     if row := named.get("vmap"):
         what = "`vmap` over 4 elements, each with its own rows and sizes, L in float32"
         lines.append(f"- {what}, takes {number(row['single_calls'])} times as long as one.")

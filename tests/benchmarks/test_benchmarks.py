@@ -20,7 +20,7 @@ def test_on_a_cpu(tmp_path: Path) -> None:
     results = json.loads((tmp_path / "cpu.json").read_text())
     assert not [row["name"] for row in results["rows"] if "error" in row]
     products = [row for row in results["rows"] if "product" in row]
-    assert len(products) == 4 + 2 * 2 and len(results["rows"]) == len(products) + 4
+    assert len(products) == 4 + 2 * 2 and len(results["rows"]) == len(products) + 3
     missing = {} if cpu.Torch().missing is None else {"torch": cpu.NO_TORCH}
     for row in products:
         figures = row["figures"]
