@@ -7,7 +7,11 @@ from typing import Any
 import jax
 import pytest
 
+from ragged.backends.base import Target
+from ragged.primitive import lowering
 from ragged.primitive.lowering import BACKENDS
+from ragged.product.operands import Call, Operands
+from tests import gpu
 
 
 @contextmanager
@@ -34,6 +38,35 @@ def launches(in_loops: bool = False) -> Iterator[list[tuple[str, str]]]:
                 if in_loops and name == "xla":
                     patch.setattr(module, "_SMALL", 0)
         yield found
+
+
+@contextmanager
+def only(*backends: str) -> Iterator[None]:
+    """That these backends, and no others, compute the products that are lowered in here."""
+    jax.clear_caches()  # programs that were compiled before aren't lowered again
+    with launches() as found:
+        yield
+    assert {backend for backend, _ in found} == set(backends), f"these were lowered: {sorted(set(found))}"
+
+
+@contextmanager
+def interpreted(backend: str) -> Iterator[None]:
+    """On the CPU, another platform's kernels are its own in here, are interpreted, and compute all products.
+
+    Triton's are for a GPU that has fp8: the portable program lacks it.
+    """
+    compute, device = lowering.compute, (gpu.FIRST_WITH_FP8, 0) if backend == "triton_gpu" else None
+
+    def on_cpu(platform: str, operands: Operands, call: Call, target: Target, *composed: Any) -> Any:
+        if platform == "cpu":
+            target = target._replace(interpret=True, device=device)
+        return compute(platform, operands, call, target, *composed)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(lowering.PLATFORMS, "cpu", backend)
+        patch.setattr(lowering, "compute", on_cpu)
+        with only(backend):
+            yield
 
 
 def equations(jaxpr: Any, primitive: str) -> list[Any]:

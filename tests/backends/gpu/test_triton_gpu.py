@@ -20,8 +20,9 @@ from ragged.backends.gpu import call as triton_call
 from ragged.core.scales import Scales
 from ragged.primitive import lowering
 from ragged.product.config import GpuConfig
-from tests import cases, four_bits, gpu, oracle, products, ran
+from tests import cases, four_bits, gpu, oracle, products
 from tests.cases import check, normal, split
+from tests.contract.launches import only
 
 gpu.needs_triton()
 
@@ -33,16 +34,10 @@ from ragged.backends.gpu import kernel as triton_kernel  # noqa: E402
 from tests.everywhere import INTERPRETED, everywhere  # noqa: E402
 
 
-@pytest.fixture(scope="module")
-def launches() -> Iterator[ran.Launches]:
-    with ran.watch() as launches:
-        yield launches
-
-
 @pytest.fixture
-def nothing_but_the_kernels(launches: ran.Launches) -> Iterator[None]:
+def nothing_but_the_kernels() -> Iterator[None]:
     """XLA's never stand in for them."""
-    with ran.only("triton_gpu", launches):
+    with only("triton_gpu"):
         yield
 
 
@@ -286,9 +281,8 @@ def test_an_odd_contracted_extent_of_pairs(dtype: str) -> None:
     w = ragged.quantize(normal((3, 32, 3)), dtype, (32, 1))
     w = eqx.tree_at(lambda w: w.scales, w, w.scales.at[1].set(jnp.nan))
     dy = GroupedTensor(normal((16, 3), 1), jnp.array([6, 0, 10], jnp.int32))
-    with ran.watch() as launches:
+    with only("triton_gpu"):
         out = np.asarray(ragged.matmul(dy, w.mT, backend=INTERPRETED["triton_gpu"]).data, np.float64)
-    assert [name for name, _ in launches] == ["triton_gpu"]
     of_w, rows = np.asarray(w.dequantize().data, np.float64), np.asarray(dy.data, np.float64)
     np.testing.assert_allclose(out, np.concatenate([rows[:6] @ of_w[0].T, rows[6:] @ of_w[2].T]), rtol=2e-2, atol=2e-2)
 
@@ -337,7 +331,7 @@ def test_four_bits_of_gathered_rows(calls: list[Any]) -> None:
 
 
 @pytest.mark.long
-def test_a_recipe_of_four_bits(calls: list[Any], launches: ran.Launches) -> None:
+def test_a_recipe_of_four_bits(calls: list[Any]) -> None:
     """Forward and dgrad multiply by scales of 16; a wgrad, whose blocks are a group's tokens, is XLA's."""
     sizes, rng = [40, 0, 23], np.random.default_rng(0)
     x, w, dy = (rng.normal(size=shape).astype(np.float32) for shape in ((80, 96), (3, 96, 64), (80, 64)))
@@ -347,7 +341,7 @@ def test_a_recipe_of_four_bits(calls: list[Any], launches: ran.Launches) -> None
         return ragged.matmul(tensor, w, recipe="nvfp4", backend=INTERPRETED["triton_gpu"]).data
 
     tail = (np.arange(80) >= 63)[:, None]
-    with gpu.on("NVIDIA B200"), ran.only("triton_gpu and xla", launches):
+    with gpu.on("NVIDIA B200"), only("triton_gpu", "xla"):
         out, pull = jax.vjp(jax.jit(product), jnp.where(tail, jnp.nan, x), jnp.asarray(w))
         dx, _ = pull(jnp.asarray(dy))
 

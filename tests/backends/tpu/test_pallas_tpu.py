@@ -20,8 +20,9 @@ from ragged import GroupedTensor
 from ragged.backends import schedule
 from ragged.backends.tpu import launch as tpu_launch
 from ragged.tuning import TpuConfig
-from tests import cases, oracle, ran
+from tests import cases, oracle
 from tests.cases import check
+from tests.contract.launches import only
 from tests.everywhere import everywhere
 from tests.races import no_races
 
@@ -29,16 +30,10 @@ TWO_CORES = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
 MODES = {"plain": True, "two cores": TWO_CORES}
 
 
-@pytest.fixture(scope="module")
-def launches() -> Iterator[ran.Launches]:
-    with ran.watch() as launches:
-        yield launches
-
-
 @pytest.fixture(autouse=True)
-def nothing_but_the_kernels(launches: ran.Launches) -> Iterator[None]:
+def nothing_but_the_kernels() -> Iterator[None]:
     """In every test here: XLA's never stand in for them."""
-    with ran.only("pallas_tpu", launches):
+    with only("pallas_tpu"):
         yield
 
 
