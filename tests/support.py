@@ -17,17 +17,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import pytest
 from jax import Array
 from jax.sharding import AbstractDevice
 
 import ragged
 from ragged import GroupedTensor
-from ragged.backends.base import Launch, Target
+from ragged.backends.base import Launch
 from ragged.primitive import lowering
-from ragged.product.operands import Call, Operands
+from ragged.product.operands import Call
 from ragged.tensor.base import with_fields
-from tests.cases import LETTERS, NAMES
+from ragged.tuning.products import products_of
+from tests.cases import NAMES
+from tests.contract.machines import shapes
 
 PAGE = Path(__file__).parent.parent / "docs" / "support.md"
 WEIGHTS_PAGE = PAGE.with_name("quantisation.md")
@@ -150,19 +151,6 @@ TRANSFORMATIONS: dict[str, Callable[[Product, GroupedTensor, GroupedTensor, Like
 DIFFERENTIATES = ("`jvp`", "`grad`", "`grad` of `grad`")
 
 
-def shapes(layout: str) -> tuple[GroupedTensor, GroupedTensor]:
-    """Operands of a layout, as shapes."""
-
-    def tensor(letters: str) -> GroupedTensor:
-        is_ragged = [letter in LETTERS[layout] for letter in letters]
-        shape = [CAPACITY if each else EXTENT for each in is_ragged]
-        shape = [CAPACITY, EXTENT] if all(is_ragged) else shape if any(is_ragged) else [GROUPS, *shape]
-        sizes = [jax.ShapeDtypeStruct((GROUPS,), jnp.int32) if each else None for each in is_ragged]
-        return GroupedTensor(jax.ShapeDtypeStruct(tuple(shape), jnp.float32), sizes[0], sizes[1])
-
-    return tensor("mk"), tensor("kn")
-
-
 def like(format: Format, lhs: GroupedTensor, rhs: GroupedTensor) -> Like:
     return Like(lhs.data, rhs.data, jax.eval_shape(format.product, lhs, rhs).data)
 
@@ -177,23 +165,13 @@ def launch_on(avals: tuple[Any, ...], tree: Any, call: Call, device: str) -> Lau
 
 
 def products(fn: Callable[..., Any], *args: Any) -> set[tuple[tuple[Any, ...], Any, Call]]:
-    """The products of `fn(*args)`: for each, shapes of the operands' arrays, their tree, and the call.
-
-    `fn` is lowered with zeros in place of the products.
-    """
-    found = set[Any]()
-
-    def zeros(platform: str, x: Operands, call: Call, target: Target) -> Array:
-        leaves, tree = jax.tree.flatten(x)
-        found.add((tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves), tree, call))
-        batch = call.batch(x) if call.out_batch else None
-        return jnp.zeros(call.shape if batch is None else (batch, *call.shape), call.dtype)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lowering, "compute", zeros)
-        jax.jit(lambda *args: fn(*args)).lower(*args)  # not `fn` itself, whose program JAX would keep
+    """The products of `fn(*args)`: for each, shapes of the operands' arrays, their tree, and the call."""
+    found = [equation for equation, _ in products_of(fn, args, sizes=False)]
+    if not found:  # The tangent of a product with a recipe raises when it is lowered.
+        jax.jit(fn).lower(*args)
     assert found
-    return found
+    avals = [tuple(jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in each.invars) for each in found]
+    return {(leaves, each.params["tree"], each.params["call"]) for leaves, each in zip(avals, found, strict=True)}
 
 
 def planned(
@@ -222,7 +200,7 @@ def found() -> dict[tuple[str, str], Cell]:
     devices = [*itertools.chain(*PLATFORMS.values())]
     for (name, format), layout in itertools.product(FORMATS.items(), NAMES):
         with jax.enable_x64(name == "`float64`"):
-            lhs, rhs = jax.eval_shape(format.operands, *shapes(layout))
+            lhs, rhs = jax.eval_shape(format.operands, *shapes(layout, GROUPS, CAPACITY, *[EXTENT] * 4))
             args = lhs, rhs, like(format, lhs, rhs)
             for what, transform in TRANSFORMATIONS.items():
                 if what not in DIFFERENTIATES or all(jnp.issubdtype(x.dtype, jnp.floating) for x in (lhs, rhs)):
