@@ -113,18 +113,20 @@ def test_one_weight_is_one_product(columns: str) -> None:
     assert not any(interior)
 
 
+WHOLE_LANES = "isn't a part of 300 interleaved columns in whole lanes.\nIt must be a multiple of 128, at most 256"
 WRONG_TILES = [
-    ("interleaved", 300, "tile_n=300 must be a multiple of 128"),
-    ("halves", 384, "tile_n=256 doesn't divide a half of the weight, 384 columns"),
+    ("interleaved", 300, 300, WHOLE_LANES),
+    ("interleaved", 300, 384, WHOLE_LANES),
+    ("halves", 384, 256, "doesn't divide a half of the weight, 384 columns"),
 ]
 
 
-@pytest.mark.parametrize("columns, n, message", WRONG_TILES, ids=["interleaved", "halves"])
-def test_tiles_that_dont_split_one_weight(columns: str, n: int, message: str) -> None:
+@pytest.mark.parametrize("columns, n, tile, message", WRONG_TILES)
+def test_tiles_that_dont_split_one_weight(columns: str, n: int, tile: int, message: str) -> None:
     """The error says which columns a tile may have."""
     rows = GroupedTensor(jnp.ones((16, 128)), jnp.array([7, 9], jnp.int32))
-    config = TpuConfig(m=16, k=128, n=300 if columns == "interleaved" else 256, interpret=True)
-    with pytest.raises(ValueError, match=message):
+    config = TpuConfig(m=16, k=128, n=tile, interpret=True)
+    with pytest.raises(ValueError, match=f"tile_n={tile} {message}"):
         ragged.gated_matmul(rows, jnp.ones((2, 128, 2 * n)), columns=columns, backend=config)
 
 

@@ -148,21 +148,6 @@ def test_a_tile_ends_with_a_block() -> None:
     check_error(lambda: jax.jit(forward).lower(*avals), ValueError, "tile_k=128 cuts a block of scales, 256.")
 
 
-@pytest.mark.parametrize("n", [300, 384])
-def test_tiles_of_interleaved_columns(n: int) -> None:
-    """In whole lanes, and no larger than a product's columns: two neighbouring blocks have both products'."""
-    avals = Aval((32, 128), jnp.float32), Aval((2, 128, 600), jnp.float32), Aval((2,), jnp.int32)
-
-    def gated(x: Array, w: Array, sizes: Array) -> Array:
-        how = TpuConfig(m=32, k=128, n=n, interpret=True)
-        return ragged.gated_matmul(GroupedTensor(x, sizes), w, columns="interleaved", backend=how).data
-
-    message = (
-        f"tile_n={n} isn't a part of 300 interleaved columns in whole lanes.\nIt must be a multiple of 128, at most"
-    )
-    check_error(lambda: jax.jit(gated).lower(*avals), ValueError, f"{message} 256.")
-
-
 def test_scales_need_vmem() -> None:
     """Those of the contracted letter's elements, one for each, take a register's lane: an error instead of a kernel
     that a TPU's compiler refuses."""
