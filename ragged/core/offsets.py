@@ -70,6 +70,12 @@ def group_offsets(group_sizes: Integer[Array, "*batch g"], capacity: int) -> Int
     return jnp.concatenate([zero, ends], axis=-1)
 
 
+def may_be_offsets(group_sizes: Any, capacity: int) -> bool:
+    """Whether concrete sizes `(g,)` look like offsets in a buffer of this capacity, which callers mistake for sizes."""
+    sizes = np.asarray(group_sizes).astype(np.int64)
+    return bool(sizes.size and sizes[0] == 0 and np.all(np.diff(sizes) >= 0) and sizes[-1] <= capacity)
+
+
 def known_offsets(group_sizes: Any, capacity: int) -> np.ndarray:
     """`group_offsets` of concrete sizes `(g,)`, in NumPy, without tracing."""
     sizes = np.clip(np.asarray(group_sizes).astype(np.int64), 0, capacity)

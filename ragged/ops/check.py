@@ -49,7 +49,8 @@ def result_dtype(site: Site, lhs: Any, rhs: Any, preferred: Any, existing: Any) 
             numeric = jnp.issubdtype(preferred, jnp.floating) or jnp.issubdtype(preferred, jnp.integer)
             numeric = numeric and preferred != jnp.float8_e8m0fnu  # It has no zero, which the tail needs.
         except TypeError:
-            numeric = False
+            hint = "Pass a dtype such as `jnp.bfloat16`, or None."
+            site.fail(TypeError, f"`preferred_element_type` is {_name(preferred)}, which is no dtype.", hint)
         if not numeric or (floats and jnp.issubdtype(preferred, jnp.integer)):
             site.fail(
                 TypeError,

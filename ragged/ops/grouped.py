@@ -46,7 +46,7 @@ def grouped_matmul(
     - `lhs`: `[m, k]`, the rows of the groups, one group after another. The tail may hold anything.
     - `rhs`: `[g, k, n]`, or with `transpose_rhs` `[g, n, k]`, which is read in place. It may have fewer matrices, for
       the groups from `group_offset` (default 0) on. Rows of other groups are zero in the result, or equal to
-      `existing_out`.
+      `existing_out`. If only one is missing, of three or more, `group_offset` is required: the sizes may be offsets.
     - `group_sizes`: `(g,)` integers, the number of rows in each group. Sizes of 64 bits become int32. A size that
       doesn't fit raises an error, or is clipped if it is traced.
     - `tiling`: `(tile_m, tile_k, tile_n)`, a function of `(m, k, n)` that returns one, or None for the library's
@@ -76,6 +76,12 @@ def grouped_matmul(
             ValueError,
             f"`rhs` has {rhs.shape[0]} groups but `group_sizes` has {group_sizes.shape[0]}.",
             "Give one size per matrix, including empty groups.",
+        )
+    if group_offset is None and group_sizes.shape[0] - 1 == rhs.shape[0] > 1:
+        site.fail(
+            ValueError,
+            f"`group_sizes` has {group_sizes.shape[0]} groups but `rhs` has {rhs.shape[0]}.",
+            "If these are offsets, pass `jnp.diff(group_sizes)`; if the last group has no matrix, `group_offset=0`.",
         )
     product = Product("mk", "nk" if transpose_rhs else "kn", "mn", "m")
     options = check.check_options(site, backend, precision)

@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from ragged.core.errors import Site, as_extent, describe, is_arraylike, is_concrete, is_extent, known_to_differ
 from ragged.core.formats import AnyArray, accumulator_dtype, as_array
 from ragged.core.mesh import is_of_one_device
-from ragged.core.offsets import as_int32
+from ragged.core.offsets import as_int32, may_be_offsets
 from ragged.core.scaling import not_differentiable, not_differentiable_8_bits
 from ragged.ops import check
 from ragged.ops.activated import with_epilogue
@@ -447,7 +447,10 @@ def _check_extents(
     is_shard = group_offset is not None and uniform in ("lhs", "rhs") and matrices.num_groups <= groups.num_groups
     if lhs.num_groups != rhs.num_groups and not is_shard:
         name = uniform if uniform in ("lhs", "rhs") else "rhs"
-        tokens_hint = ""
+        tokens_hint = offsets_hint = ""
+        sizes, is_longer = lhs.first_dims, lhs.num_groups == rhs.num_groups + 1
+        if is_longer and sizes is not None and is_concrete(sizes) and may_be_offsets(sizes, lhs.shape[0]):
+            offsets_hint = " If `lhs` has offsets, pass sizes: `jnp.diff(lhs.first_dims)`."
         if layout.name == "batched" and is_arraylike(site.operands.get("lhs")):
             route = f"ragged.route(group_ids.reshape(-1), {rhs.num_groups})"
             tokens_hint = " If `lhs` holds tokens, [batch, sequence, d], each of one group, flatten and route them: "
@@ -457,7 +460,8 @@ def _check_extents(
             f"`lhs` has {lhs.num_groups} groups but `rhs` has {rhs.num_groups}.",
             f"`{name}` needs one matrix per group, including empty groups"
             + (" (or fewer, with `group_offset`)." if uniform in ("lhs", "rhs") else ".")
-            + tokens_hint,
+            + tokens_hint
+            + offsets_hint,
         )
     if "k" not in layout.ragged:
         return

@@ -289,7 +289,7 @@ def exchange(
         site.fail(ValueError, f"it isn't called inside a `shard_map` over a mesh axis {axis!r}.", hint)
     groups, rows = route.first_dims.shape[0], route.order.shape[0]
     if groups % n:
-        hint = "Each device has the same number of groups: add empty groups, or use another axis."
+        hint = "`route` counts the groups of all devices, which have equally many: add empty ones, or use another axis."
         site.fail(ValueError, f"{groups} groups can't be divided among {n} devices over {axis!r}.", hint)
     cast = check_options(site, transport, capacity, chunks, wire)
     if transport is None:

@@ -258,29 +258,31 @@ class Recipe(eqx.Module):
         *,
         gradients: Any = None,
         scales: Any = None,
-        length: int = 16,
+        length: int | None = None,
         save: str = "quantized",
     ) -> "Recipe":
         """Builds a recipe by name: see `Recipe`.
 
         `gradients`, `scales`: dtypes of the cotangents (see `Cast`) and scales (see `Scaling`); None for the preset's.
         With `scales="float8_e8m0fnu"`, scales of `"blockwise"` are powers of two, which TPUs apply in half the time.
-        `length`: number of steps in the history of `"delayed"`. `save`: as in `Recipe`.
+        `length`: number of steps in the history of `"delayed"`, 16 by default. `save`: as in `Recipe`.
 
-        **Raises:** `ValueError` for an unknown name or an invalid `length`.
+        **Raises:** `ValueError` for an unknown name, an invalid `length`, and a `length` without a history.
         """
         site = Site("ragged.Recipe.preset")
-        if not is_count(length):
+        if length is not None and not is_count(length):
             site.fail(ValueError, f"`length` is {length!r}.", "It must be a positive int, a number of steps.")
         if not isinstance(name, str) or name not in PRESETS:
             hint = f"Pass one of {', '.join(map(repr, PRESETS))}, or build a `ragged.Recipe`."
             site.fail(ValueError, f"{name!r} is not a recipe.", hint)
+        if length is not None and name != "delayed":
+            site.fail(ValueError, f"`length` is {length!r}, but {name!r} has no history.", "Leave it out.")
         dtype, activations, weights, power_of_two, gradient_dtype = PRESETS[name]
         if scales is not None:
             activations, weights = (Scaling(Scaling.of(each).block, scales) for each in (activations, weights))
         x, w = (Cast(dtype, scaling, power_of_two) for scaling in (activations, weights))
         dy = Cast(gradient_dtype if gradients is None else gradients, activations, power_of_two)
-        history = jnp.zeros((3, length), jnp.float32) if name == "delayed" else None
+        history = jnp.zeros((3, length or 16), jnp.float32) if name == "delayed" else None
         return cls((x, w), (dy, w), (x, dy), history, name=name, save=save)
 
     @classmethod

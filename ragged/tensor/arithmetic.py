@@ -195,7 +195,7 @@ class Arithmetic(GroupedBase, Operators):
         hint += "`x.map(jax.nn.silu)` applies an elementwise or rowwise function, `x.map(jnp.zeros_like)` gives zeros; "
         hint += "`x.sum()`, `mean`, `var`, `min`, `max` and `logsumexp` reduce each group, `x @ w` multiplies. "
         hint += _softmax_hint(self)
-        hint += "The buffer is `x.data`, the groups are `x.to_list()`"
+        hint += "`ragged.concat([x, x])` joins tensors. The buffer is `x.data`, the groups are `x.to_list()`"
         hint += " or `x.to_padded(max_len)`." if any(self.ragged) else "."
         problem = "functions of NumPy and JAX take arrays, which have no groups."
         Site("jnp.f(GroupedTensor)", {"x": self}).fail(TypeError, problem, hint)
@@ -300,8 +300,7 @@ class Arithmetic(GroupedBase, Operators):
     @over_explicit_axes
     def mean(self, axis: int | None = None, *, keepdims: bool = False, empty: Any = 0) -> Shaped[Array, "..."]:
         """Mean of each group. Arguments as for `sum`."""
-        check_not_quantized(self)
-        check_has_groups(self)
+        self._check_axis(axis)
         dtype = _mean_dtype(self.dtype)
         accumulator = accumulator_dtype(dtype)
         count, total = _count(self, axis, accumulator), self.astype(accumulator).sum(axis)
@@ -310,7 +309,7 @@ class Arithmetic(GroupedBase, Operators):
 
     def var(self, axis: int | None = None, *, keepdims: bool = False, empty: Any = 0) -> Shaped[Array, "..."]:
         """Variance of each group, `mean((x - mean(x))²)`, computed in two passes in float32. Arguments as for `sum`."""
-        check_not_quantized(self)
+        self._check_axis(axis)
         dtype = _mean_dtype(self.dtype)
         x = self.astype(accumulator_dtype(dtype))
         centred = x - x.mean(axis, keepdims=True)
@@ -379,6 +378,14 @@ class Arithmetic(GroupedBase, Operators):
         rows = with_fields(self, data=out, **reduced)
         return rows.with_data(filled(rows, 0))
 
+    def _check_axis(self, axis: Any) -> None:
+        """Raises unless the tensor can be reduced along this axis."""
+        check_not_quantized(self)
+        check_has_groups(self)
+        if axis is not None and axis not in self._group_axes:
+            hint = f"It must be None, {_names_of(self._group_axes)}."
+            Site("GroupedTensor", {"x": self}).fail(ValueError, f"`axis` of a reduction is {axis!r}.", hint)
+
     @over_explicit_axes
     def _reduce(self, axis: int | None, groups_fn: Any, dense_fn: Any, neutral: Any, empty: Any) -> Array:
         """The reduction along `axis`, as `sum` documents it, without `keepdims`.
@@ -386,12 +393,8 @@ class Arithmetic(GroupedBase, Operators):
         `groups_fn(x, rows)` reduces the rows of each group. `dense_fn` reduces axes of an array, like `jnp.sum`.
         `neutral` replaces masked elements; `empty` is the result where there is no element.
         """
-        check_not_quantized(self)
-        check_has_groups(self)
+        self._check_axis(axis)
         group_axes = self._group_axes
-        if axis is not None and axis not in group_axes:
-            hint = f"It must be None, {_names_of(group_axes)}."
-            Site("GroupedTensor", {"x": self}).fail(ValueError, f"`axis` of a reduction is {axis!r}.", hint)
         if self.packed_axis == -1:
             other = None if axis is None else -3 - axis  # -1 for -2, and -2 for -1
             return self.mT._reduce(other, groups_fn, dense_fn, neutral, empty)

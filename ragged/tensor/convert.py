@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Int, Shaped
 
-from ragged.core.errors import Site, is_arraylike, is_concrete, is_count
+from ragged.core.errors import Site, describe, is_arraylike, is_concrete, is_count
 from ragged.core.formats import AnyArray
 from ragged.core.mesh import check_not_explicit, on_device, on_host, over_explicit_axes
 from ragged.core.offsets import as_int32, clipped, group_offsets, known_offsets, rows_from, take
@@ -88,7 +88,10 @@ def from_padded(
     _check_numbers(site, "padded", [padded])
     g, longest, *inner = padded.shape
     if not jnp.issubdtype(first_dims.dtype, jnp.integer):
-        site.fail(TypeError, "`first_dims` must be integers.", "Cast them: `first_dims.astype(jnp.int32)`.")
+        hint = "Cast them: `first_dims.astype(jnp.int32)`."
+        if first_dims.dtype == bool:
+            hint = "Of a mask with the padding at the end of each group, pass the sizes: `first_dims.sum(axis=-1)`."
+        site.fail(TypeError, "`first_dims` must be integers.", hint)
     if capacity is not None:
         _check_extent(site, "capacity", capacity)
     if first_dims.shape != (g,):
@@ -97,7 +100,16 @@ def from_padded(
     capacity = g * longest if capacity is None else int(capacity)
     if (found := on_host((padded, first_dims))) is None:
         return _unpadded(jnp.asarray(padded), as_int32(first_dims), capacity)
-    sizes = np.diff(known_offsets(np.minimum(clipped(found[1]), longest), capacity))
+    given, sizes = found[1], np.diff(known_offsets(np.minimum(clipped(found[1]), longest), capacity))
+    if np.any(given != sizes):
+        group = int(np.argmax(given != sizes))
+        problem = (
+            f"the size {given[group]} of group {group} in `first_dims` is negative or too large: groups have at most "
+        )
+        problem += (
+            f"{longest} rows, and the buffer has {capacity}, of which the groups before it need {sum(sizes[:group])}."
+        )
+        site.fail(ValueError, problem, "Pass sizes that fit, or a larger `capacity`.")
     rows = found[0][np.arange(longest) < sizes[:, None]]
     data = np.concatenate([rows, np.zeros((capacity - len(rows), *inner), padded.dtype)])
     like = padded, first_dims
@@ -146,4 +158,7 @@ def _check_numbers(site: Site, name: str, arrays: Sequence[Any]) -> None:
 
 def _check_extent(site: Site, name: str, value: Any) -> None:
     if not is_count(value, 0):
-        site.fail(ValueError, f"`{name}` is {value!r}.", "It must be an int, 0 or more.")
+        shown, hint = repr(value), "It must be an int, 0 or more."
+        if is_arraylike(value):
+            shown, hint = describe(value), f"{hint} Under `jax.jit`, list the argument in `static_argnames`."
+        site.fail(ValueError, f"`{name}` is {shown}.", hint)

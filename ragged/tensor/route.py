@@ -396,7 +396,8 @@ def route(group_ids: Int[AnyArray, "tokens *top_k"], num_groups: int) -> Route:
     """
     site = Site("ragged.route(group_ids, num_groups)", {"group_ids": group_ids})
     if not is_arraylike(group_ids) or not jnp.issubdtype(group_ids.dtype, jnp.integer):
-        site.fail(TypeError, "`group_ids` must be an integer array.", "Pass the index of each token's group, int32.")
+        hint = "Pass the index of each token's group: `jnp.array([0, 2, 1], jnp.int32)`."
+        site.fail(TypeError, "`group_ids` must be an integer array.", hint)
     if group_ids.ndim not in (1, 2):
         problem = f"`group_ids` must be (tokens,) or [tokens, top_k], but has {group_ids.ndim} dims."
         hint = "For a single token, add an axis: `group_ids[None]`."

@@ -13,7 +13,7 @@ from jaxtyping import Bool
 
 from ragged.core.errors import Site, is_concrete
 from ragged.core.mesh import check_not_explicit
-from ragged.core.offsets import as_int32, check_integers
+from ragged.core.offsets import as_int32, check_integers, may_be_offsets
 from ragged.tensor.base import GroupedBase, check_has_groups, with_fields
 
 _SITE = Site("GroupedTensor.validate")
@@ -45,8 +45,9 @@ def validated[T: GroupedBase](x: T, like: Any) -> T:
             bad = np.flatnonzero((sizes < 0) | (ends > extent))
             if bad.size:
                 problem = _problem(name, int(bad[0]), int(sizes[bad[0]]), extent, packed)
-                are_offsets = sizes[0] == 0 and np.all(np.diff(sizes) >= 0) and sizes[-1] <= extent
-                hint = f"If these are offsets, pass sizes: `jnp.diff(x.{name})`." if are_offsets else _SIZES_HINT
+                hint = _SIZES_HINT
+                if may_be_offsets(sizes, extent):
+                    hint = f"If these are offsets, pass sizes: `jnp.diff(x.{name})`."
                 _SITE.also(x=x).fail(ValueError, problem, hint)
         elif x.num_groups:
             checked[name] = _checked_at_run_time(dims, _Problems(name, extent, packed, x.num_groups))
