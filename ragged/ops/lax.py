@@ -229,7 +229,7 @@ def _product(site: Site, lhs: Array, rhs: Array, sizes: Array, numbers: Any, arg
     of_out = rest("g" if is_contracted else ragged, out_letters)
     lhs, rhs = transposed(lhs, lhs_letters, mapped + of_lhs), transposed(rhs, rhs_letters, shared + of_rhs)
     # Groups are matrices, so an operand without a kept axis gets one.
-    if len(of_lhs) == 1:
+    if len(of_lhs) == 1 or not any(z[0] == "m" for z in of_lhs):
         lhs, of_lhs, of_out = lhs[..., None], (*of_lhs, "m"), (*of_out, "m")
     if not any(z[0] == "n" for z in of_rhs):
         rhs, of_rhs, of_out = rhs[..., None], (*of_rhs, "n"), (*of_out, "n")

@@ -551,9 +551,10 @@ def _sinks(x: Arithmetic, visible: Array, axis: int, sink: float | AnyArray) -> 
     """The sink of each softmax of `x` along `axis`, in the shape of `x.max(axis)`; 0 where nothing is visible."""
     has_any = x.with_data(visible).max(axis)
     site, want = Site("GroupedTensor.softmax", {"x": x, "sink": sink}), has_any.shape
-    if not isinstance(sink, SCALARS):
+    is_complex = isinstance(sink, complex) or jnp.issubdtype(getattr(sink, "dtype", jnp.float32), jnp.complexfloating)
+    if not isinstance(sink, SCALARS) or (is_complex and not jnp.issubdtype(x.dtype, jnp.complexfloating)):
         hint = f"An array must broadcast to {want} here, the shape of `x.max({axis})`."
-        site.fail(TypeError, "`sink` must be a number or an array.", hint)
+        site.fail(TypeError, "`sink` must be a number or an array, and real if the tensor is.", hint)
     given = jnp.shape(sink)
     if len(given) > len(want) or any(n not in (1, m) for n, m in zip(given[::-1], want[::-1], strict=False)):
         hint = "A number is the same for all softmaxes. An array may have fewer dims, or dims of 1."

@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Int, Shaped
 
-from ragged.core.errors import Site, describe, is_arraylike, is_concrete, is_count
+from ragged.core.errors import Site, check_packed, describe, is_arraylike, is_concrete, is_count
 from ragged.core.formats import AnyArray
 from ragged.core.mesh import check_not_explicit, on_device, on_host, over_explicit_axes
 from ragged.core.offsets import as_int32, clipped, group_offsets, known_offsets, rows_from, take
@@ -157,6 +157,8 @@ def _check_numbers(site: Site, name: str, arrays: Sequence[Any]) -> None:
 
 
 def _check_extent(site: Site, name: str, value: Any) -> None:
+    if name == "capacity":
+        check_packed(site, value)
     if not is_count(value, 0):
         shown, hint = repr(value), "It must be an int, 0 or more."
         if is_arraylike(value):

@@ -46,6 +46,7 @@ CASES: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], Ragged
     "contracted, x, shared sizes": ((11, 5, 4, 6), (4, 11, 7, 6), (3,), dims(((3, 0), (3, 1)), ((2,), (0,)), 0)),
     "contracted, ragged first": ((11, 5, 2), (2, 5, 7), (3,), dims(((1, 2), (1, 0)), NONE, 1)),
     "contracted, two batch dims": ((6, 11, 5, 4), (6, 4, 7, 11), (6, 4, 3), dims(((1,), (3,)), ((0, 3), (0, 1)), 1)),
+    "contracted, no other dim of lhs": ((2, 11), (11, 7, 2), (3,), dims(((1, 0), (0, 2)), NONE, 1)),
     "contracted, vectors": ((11,), (11,), (3,), dims(((0,), (0,)), NONE, 0)),
     "no rows": ((0, 5), (3, 5, 7), (3,), BASIC),
     "nothing to add": ((11, 0), (3, 0, 7), (3,), BASIC),
