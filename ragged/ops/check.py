@@ -50,7 +50,7 @@ def result_dtype(site: Site, lhs: Any, rhs: Any, preferred: Any, existing: Any) 
             numeric = numeric and preferred != jnp.float8_e8m0fnu  # It has no zero, which the tail needs.
         except TypeError:
             hint = "Pass a dtype such as `jnp.bfloat16`, or None."
-            site.fail(TypeError, f"`preferred_element_type` is {_name(preferred)}, which is no dtype.", hint)
+            site.fail(TypeError, f"`preferred_element_type` is {_name(preferred)}, which isn't a dtype.", hint)
         if not numeric or (floats and jnp.issubdtype(preferred, jnp.integer)):
             site.fail(
                 TypeError,

@@ -447,21 +447,19 @@ def _check_extents(
     is_shard = group_offset is not None and uniform in ("lhs", "rhs") and matrices.num_groups <= groups.num_groups
     if lhs.num_groups != rhs.num_groups and not is_shard:
         name = uniform if uniform in ("lhs", "rhs") else "rhs"
-        tokens_hint = offsets_hint = ""
-        sizes, is_longer = lhs.first_dims, lhs.num_groups == rhs.num_groups + 1
-        if is_longer and sizes is not None and is_concrete(sizes) and may_be_offsets(sizes, lhs.shape[0]):
-            offsets_hint = " If `lhs` has offsets, pass sizes: `jnp.diff(lhs.first_dims)`."
+        more, sizes = "", lhs.first_dims if lhs.num_groups == rhs.num_groups + 1 else None
         if layout.name == "batched" and is_arraylike(site.operands.get("lhs")):
             route = f"ragged.route(group_ids.reshape(-1), {rhs.num_groups})"
-            tokens_hint = " If `lhs` holds tokens, [batch, sequence, d], each of one group, flatten and route them: "
-            tokens_hint += f"`{route}.dispatch(lhs.reshape(-1, lhs.shape[-1]))`."
+            more = " If `lhs` holds tokens, [batch, sequence, d], each of one group, flatten and route them: "
+            more += f"`{route}.dispatch(lhs.reshape(-1, lhs.shape[-1]))`."
+        elif sizes is not None and is_concrete(sizes) and may_be_offsets(sizes, lhs.shape[0]):
+            more = " If `lhs` has offsets, pass sizes: `jnp.diff(lhs.first_dims)`."
         site.fail(
             ValueError,
             f"`lhs` has {lhs.num_groups} groups but `rhs` has {rhs.num_groups}.",
             f"`{name}` needs one matrix per group, including empty groups"
             + (" (or fewer, with `group_offset`)." if uniform in ("lhs", "rhs") else ".")
-            + tokens_hint
-            + offsets_hint,
+            + more,
         )
     if "k" not in layout.ragged:
         return

@@ -16,6 +16,7 @@ from ragged.core.mesh import check_not_explicit, on_device, on_host, over_explic
 from ragged.core.offsets import as_int32, clipped, group_offsets, known_offsets, rows_from, take
 from ragged.tensor.arithmetic import broadcast_accumulated
 from ragged.tensor.base import GroupedBase, check_not_quantized, require_packed
+from ragged.tensor.validate import size_problem
 
 
 def from_list(
@@ -41,6 +42,7 @@ def from_list(
         site.also(groups=given).fail(ValueError, problem, 'Pack them along rows: `ragged="first"`.')
     if capacity is not None:
         _check_extent(site, "capacity", capacity)
+        check_packed(site, capacity)
     firsts, lasts = [a.shape[0] for a in given], [a.shape[-1] for a in given]
     if len({a.shape[1:-1] for a in given}) > 1:
         problem = f"the groups' inner dims differ: {[a.shape[1:-1] for a in given]}."
@@ -90,10 +92,11 @@ def from_padded(
     if not jnp.issubdtype(first_dims.dtype, jnp.integer):
         hint = "Cast them: `first_dims.astype(jnp.int32)`."
         if first_dims.dtype == bool:
-            hint = "Of a mask with the padding at the end of each group, pass the sizes: `first_dims.sum(axis=-1)`."
+            hint = "If this is a mask with the padding at the end of each group, pass `first_dims.sum(axis=-1)`."
         site.fail(TypeError, "`first_dims` must be integers.", hint)
     if capacity is not None:
         _check_extent(site, "capacity", capacity)
+        check_packed(site, capacity)
     if first_dims.shape != (g,):
         problem = f"`padded` has {g} groups but `first_dims` has shape {first_dims.shape}."
         site.fail(ValueError, problem, "`first_dims` needs one size per group, including empty groups.")
@@ -103,12 +106,8 @@ def from_padded(
     given, sizes = found[1], np.diff(known_offsets(np.minimum(clipped(found[1]), longest), capacity))
     if np.any(given != sizes):
         group = int(np.argmax(given != sizes))
-        problem = (
-            f"the size {given[group]} of group {group} in `first_dims` is negative or too large: groups have at most "
-        )
-        problem += (
-            f"{longest} rows, and the buffer has {capacity}, of which the groups before it need {sum(sizes[:group])}."
-        )
+        is_long = given[group] > longest
+        problem = size_problem("first_dims", group, given[group], longest if is_long else capacity, not is_long)
         site.fail(ValueError, problem, "Pass sizes that fit, or a larger `capacity`.")
     rows = found[0][np.arange(longest) < sizes[:, None]]
     data = np.concatenate([rows, np.zeros((capacity - len(rows), *inner), padded.dtype)])
@@ -157,8 +156,6 @@ def _check_numbers(site: Site, name: str, arrays: Sequence[Any]) -> None:
 
 
 def _check_extent(site: Site, name: str, value: Any) -> None:
-    if name == "capacity":
-        check_packed(site, value)
     if not is_count(value, 0):
         shown, hint = repr(value), "It must be an int, 0 or more."
         if is_arraylike(value):

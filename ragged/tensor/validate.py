@@ -44,7 +44,7 @@ def validated[T: GroupedBase](x: T, like: Any) -> T:
             ends = np.cumsum(sizes) if packed else sizes
             bad = np.flatnonzero((sizes < 0) | (ends > extent))
             if bad.size:
-                problem = _problem(name, int(bad[0]), int(sizes[bad[0]]), extent, packed)
+                problem = size_problem(name, int(bad[0]), int(sizes[bad[0]]), extent, packed)
                 hint = _SIZES_HINT
                 if may_be_offsets(sizes, extent):
                     hint = f"If these are offsets, pass sizes: `jnp.diff(x.{name})`."
@@ -63,7 +63,7 @@ def validated[T: GroupedBase](x: T, like: Any) -> T:
     return with_fields(x, **checked)
 
 
-def _problem(name: str, group: int, size: int, extent: int, packed: bool, max_size: int | None = None) -> str:
+def size_problem(name: str, group: int, size: int, extent: int, packed: bool, max_size: int | None = None) -> str:
     """The problem with the size of a group. With `max_size`, `size` was clipped to `-1 .. max_size`."""
     above = f"the sum of the sizes up to it is above the capacity of {extent}"
     above = above if packed else f"it is above the buffer's extent of {extent}"
@@ -98,7 +98,9 @@ class _Problems(Sequence[str]):
 
     def __getitem__(self, code: Any) -> str:
         group, size = divmod(code, self.max_size + 2)
-        return _SITE.text(_problem(self.name, group, size - 1, self.extent, self.packed, self.max_size), _SIZES_HINT)
+        return _SITE.text(
+            size_problem(self.name, group, size - 1, self.extent, self.packed, self.max_size), _SIZES_HINT
+        )
 
 
 @dataclass(frozen=True)

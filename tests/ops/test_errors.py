@@ -58,7 +58,7 @@ CALLS: dict[str, tuple[Callable[..., Any], str]] = {
 }
 
 OPTIONS: dict[str, tuple[Any, str]] = {
-    "preferred_element_type": ("bits", "`preferred_element_type` is 'bits', which is no dtype."),
+    "preferred_element_type": ("bits", "`preferred_element_type` is 'bits', which isn't a dtype."),
     "precision": ("most", "unknown `precision` 'most'."),
     "backend": ("mosaic", "backend 'mosaic' does not exist."),
     "group_offset": (jnp.zeros(2, jnp.int32), "`group_offset` must have shape (), but has (2,)."),

@@ -65,9 +65,9 @@ def floats(ref: Any) -> Any:
 
 
 def in_vmem(operand: KernelOperand, outer: str, contracted: str, first: bool, along: int) -> list[ScaleBlocks]:
-    """What kernels without a ragged contracted letter fetch of an operand's scales: see `arrange` and `fetched`.
+    """The blocks that `fetched` takes of an operand's scales, as `arrange` arranges them.
 
-    `along`: which of the product's extents the letter `outer` is.
+    `along`: which of the product's extents the letter `outer` is, 0 to 2.
     """
     if operand.scales is None:
         return []
@@ -81,8 +81,11 @@ def in_vmem(operand: KernelOperand, outer: str, contracted: str, first: bool, al
 
 
 def _repeats(width: int, extent: int | None, first: bool) -> bool:
-    """Whether scales of blocks with this width are repeated in memory. Others, which are short along the contracted
-    axis, are repeated in the kernel: in memory, they would take as many bytes as the operand, or more."""
+    """Whether `arrange` repeats the scales of blocks with this width in memory.
+
+    It doesn't if blocks are short along the contracted axis: repeated scales would take as many bytes as the operand,
+    or more. Then the kernel repeats them.
+    """
     return width > 1 and (first or extent is None or extent >= 32)
 
 
@@ -287,7 +290,10 @@ def of_rows(
 
 
 def in_vmem_of_rows(operand: KernelOperand, along: int) -> list[ScaleBlocks]:
-    """What a wgrad's kernel fetches of an operand's scales: see `of_rows`. `along`: which extent its columns are."""
+    """The blocks that a wgrad's kernel takes of an operand's scales, as `of_rows` arranges them.
+
+    `along`: which of the product's extents the operand's columns are, 1 or 2.
+    """
     if operand.scales is None:
         return []
     (rows, width), (m, columns) = operand.scales.block, map(operand.extent, operand.letters)
