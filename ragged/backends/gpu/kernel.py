@@ -572,12 +572,8 @@ def _scaled(x, scales, zeros, k, rest, S: tl.constexpr, A: tl.constexpr, DOT: tl
     """
     if A.decodes != "" and A.converts_to is None:
         x = _decoded(x, A, S.has_zeros, DOT)
-    if S.has_zeros and A.decodes == "uint4" and DOT.cast_to == tl.bfloat16:
-        x = _plus_128(x) - 128.0 - _of_tile(zeros, k, S, A).to(tl.bfloat16)
-    elif S.has_zeros and x.dtype == tl.uint8 and DOT.cast_to != tl.float32:
-        x = _plus_1024(x) - (_of_tile(zeros, k, S, A) + 1024).to(tl.float16)
-    elif S.has_zeros:
-        x = x.to(tl.int16) - _of_tile(zeros, k, S, A)
+    if S.has_zeros:
+        x = _minus_zeros(x, _of_tile(zeros, k, S, A), A, DOT)
     if S.applied_to == "tile":
         x = x.to(tl.float32) * _of_tile(scales, k, S, A)
         return x if rest is None else tl.where((tl.arange(0, x.shape[1]) < rest)[None, :], x, 0.0)
@@ -642,6 +638,17 @@ def _decoded(x, A: tl.constexpr, HAS_ZEROS: tl.constexpr, DOT: tl.constexpr):
     else:
         both = tl.join(x & 15, x >> 4).reshape(x.shape[0], 2 * x.shape[1]).to(tl.uint16)
         return (((both & 8) << 12) | ((both & 7) << 9)).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+
+
+@_jit
+def _minus_zeros(x, zeros, A: tl.constexpr, DOT: tl.constexpr):
+    """`x - zeros` of integers, exactly: in a float of 16 bits if the dot casts it to one, otherwise in int16."""
+    if A.decodes == "uint4" and DOT.cast_to == tl.bfloat16:
+        return _plus_128(x) - 128.0 - zeros.to(tl.bfloat16)
+    elif x.dtype == tl.uint8 and DOT.cast_to != tl.float32:
+        return _plus_1024(x) - (zeros + 1024).to(tl.float16)
+    else:
+        return x.to(tl.int16) - zeros
 
 
 @_jit
