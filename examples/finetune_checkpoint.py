@@ -46,7 +46,7 @@ def random_checkpoint(folder: Path, rng: np.random.Generator) -> None:
 def generate(
     config: Config, arrays: Arrays, ids: Int[Array, "sequences max_len"], lengths: Int[Array, " sequences"], n: int
 ) -> Int[Array, "sequences max_len"]:
-    """The prompts, and up to `n` more tokens of each, which end at `max_len`.
+    """The prompts, of at least one token each, and up to `n` more tokens of each, which end at `max_len`.
 
     Each step runs the whole model, without a cache of keys and values.
     """

@@ -74,6 +74,14 @@ def needs_triton(missing: str | None = None) -> None:
         pytest.skip(sentence, allow_module_level=True)
 
 
+def is_well() -> bool:
+    """Whether the device still computes: after an illegal access it doesn't, until the process ends."""
+    try:
+        return float(jax.jit(jnp.sum)(jnp.ones(8))) == 8
+    except Exception:
+        return False
+
+
 def compile_for(chip: str, function: Callable[..., Any], *avals: Any) -> list[Kernel]:
     """The Triton kernels of `function`, compiled for `chip`: one for each call, in the order of the calls.
 

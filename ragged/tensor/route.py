@@ -238,8 +238,10 @@ class Route(eqx.Module):
         `out.data[i] = x[order[i] // top_k]`: ragged rows `[tokens * top_k, *d]` in the dtype of `x`. Within a group,
         rows are in the order of the tokens. The tail is zero.
 
-        **Raises:** `TypeError` if `x` isn't an array, `ValueError` if it isn't `[tokens, *d]`.
+        **Raises:** `TypeError` if `x` isn't an array; `ValueError` if it isn't `[tokens, *d]`, or for a stack of
+        routes, as `jax.vmap` returns it.
         """
+        self._check_is_one("Route.dispatch(x)", "route.dispatch(x)", x=x)
         check_tokens("Route.dispatch(x)", x, self.place.shape[0])
         return self._dispatched(jnp.asarray(x))
 
@@ -257,6 +259,7 @@ class Route(eqx.Module):
 
         **Raises:** as `dispatch`, and a `ValueError` if `x` has more than two dims.
         """
+        self._check_is_one("Route.gathered(x)", "route.gathered(x)", x=x)
         check_tokens("Route.gathered(x)", x, self.place.shape[0], max_ndim=2)
         return self._gathered(jnp.asarray(x))
 
@@ -264,6 +267,13 @@ class Route(eqx.Module):
     def _gathered(self, x: Shaped[Array, "tokens d"]) -> Gathered:
         source, places = self._indices()
         return Gathered(x, spread_rows(x, source, places), source, places, self.first_dims)
+
+    def _check_is_one(self, call: str, code: str, **operand: Any) -> None:
+        """Raises for a stack of routes."""
+        if self.order.ndim > 1:
+            (name,) = operand
+            hint = f"Map over it: `jax.vmap(lambda route, {name}: {code})(route, {name})`."
+            Site(call, operand).fail(ValueError, f"the route is a stack of {self.order.shape[0]} routes.", hint)
 
     def _indices(self) -> tuple[Int[Array, " rows"], Int[Array, "tokens top_k"]]:
         """`(source, places)`: the token of each row, and the rows of each token. For rows of no group, both are out of
@@ -287,6 +297,7 @@ class Route(eqx.Module):
         **Raises:** `TypeError` if `y` isn't a `GroupedTensor` or is quantised, and for wrong dtypes; `ValueError` for
         wrong shapes and sizes.
         """
+        self._check_is_one("Route.combine(y, weights)", "route.combine(y)", y=y)
         sizes = self.order.shape[0], self.first_dims.shape[0]
         check_combined("Route", y, weights, sizes, self.place.shape, "route.dispatch(x)")
         if known_to_differ(y.first_dims, self.first_dims):

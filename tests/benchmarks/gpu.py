@@ -1,6 +1,6 @@
 """How fast the products are on a GPU, beside dense products of the same FLOPs and other libraries' grouped ones.
 
-    python -m tests.benchmarks.gpu [--json out.json] [--budget 540] [--tune]
+    python -m tests.benchmarks.gpu [--json out.json] [--products forward] [--budget 540] [--tune]
     python -m tests.benchmarks.gpu --dry    # every path on the CPU, tiny and interpreted
 
 All variants of a row take turns in one process, on the same random normal data, in rounds of a rotating order; a figure
@@ -13,11 +13,14 @@ the stored `rhs [g, n, k]`; torch's has the same scales, XLA's dense one none. N
 step; in `fp8_fast`, everybody's add up all products of a result. `fp8_blocks` has scales for 1 × 128 and 128 × 128
 numbers. `gated` is `silu(x @ w) * (x @ up)`: one kernel of ours, of others two products and what follows.
 
-The file is written after every row. What fails is noted in its row, and the others go on.
+The file is written after every row. What fails is noted in its row, and the others go on, unless the device is broken:
+then the process ends. Rows of other products that were measured by the same versions stay in the file. So a loop over
+products, each in a process with a time limit, survives what crashes or hangs.
 """
 
 import argparse
 import importlib
+import json
 import os
 import shutil
 import subprocess
@@ -45,7 +48,7 @@ from ragged.backends.base import Target
 from ragged.backends.gpu import tiles as triton_tiling
 from ragged.core.scales import Scales
 from ragged.product.config import GpuConfig
-from tests import products
+from tests import gpu, products
 from tests.benchmarks import report
 from tests.cases import spread
 
@@ -58,14 +61,14 @@ SHAPES = [  # rows, k, n, groups: the most important first
     (32768, 6144, 4096, 32),
 ]
 TINY = (48, 64, 32, 3)
-OPERANDS = {  # of `Data`
+OPERANDS = {  # of `Data`; the most important first
     "forward": ("x", "w"),
-    "fp8": ("x8", "w8", "x_scales", "w_scales"),
-    "fp8_fast": ("x8", "w8", "x_scales", "w_scales"),
-    "fp8_blocks": ("x8", "w8", "x_blocks", "w_blocks"),
-    "gated": ("x", "w", "up"),
     "wgrad": ("x", "dy"),
     "dgrad": ("dy", "w"),
+    "gated": ("x", "w", "up"),
+    "fp8_fast": ("x8", "w8", "x_scales", "w_scales"),
+    "fp8": ("x8", "w8", "x_scales", "w_scales"),
+    "fp8_blocks": ("x8", "w8", "x_blocks", "w_blocks"),
 }
 CONTRACTED = {"forward": (1, 0), "gated": (1, 0), "wgrad": (0, 0)}  # axes of dense operands; for others, (1, 1)
 FP8 = {"fp8": "highest", "fp8_fast": "default", "fp8_blocks": "highest"}  # precisions of XLA's dense products
@@ -269,17 +272,13 @@ def variants(
 
 def reason(error: Exception) -> str:
     """In a sentence. Raises the error again if the device is broken: nothing that follows would be true."""
-    if not is_well():
+    if not gpu.is_well():
         raise error
+    return sentence(error)
+
+
+def sentence(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:300]
-
-
-def is_well() -> bool:
-    """Whether the device still computes: after an illegal address it doesn't, until the process ends."""
-    try:
-        return float(jax.jit(jnp.sum)(jnp.ones(8))) == 8
-    except Exception:
-        return False
 
 
 def interleave(runs: dict[str, Variant], sizes: np.ndarray, setting: Setting) -> dict[str, dict[str, Any]]:
@@ -299,7 +298,7 @@ def interleave(runs: dict[str, Variant], sizes: np.ndarray, setting: Setting) ->
         return (middle - start) / calls, (time.perf_counter() - start) / calls
 
     names = list(runs)
-    for i in range(1 + setting.rounds):
+    for i in range(1 + setting.rounds if runs else 0):
         for name in names[i % len(names) :] + names[: i % len(names)]:
             try:
                 if name in failed:
@@ -423,7 +422,11 @@ def line(row: dict[str, Any]) -> str:
     mine, head = row["figures"].get("ours", {}), f"{row['product']:<11}{tuple(row['shape'])!s:<26}{row['sizes']:<5}"
     if "seconds" not in mine:
         return head + str(mine.get("error", row["failed"].get("ours")))[:90]
-    others = ", ".join(f"{name} {ratio:.2f}" for name, ratio in mine["speed_over"].items())
+    distant = {name: each for name, each in row["differences"].items() if isinstance(each, str) or not each < 1e-2}
+    others = ", ".join(
+        f"{name} {ratio:.2f}" + (f" (DIFFERS: {distant[name]})"[:30] if name in distant else "")
+        for name, ratio in mine["speed_over"].items()
+    )
     return (
         f"{head}{mine['seconds'] * 1e6:9.1f} µs {mine['tflops']:6.1f} TFLOP/s {mine.get('of_dense', 0):5.2f} of dense "
         f"{mine['of_memory_roofline']:5.2f} of memory | {others}"
@@ -481,6 +484,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     shapes = [TINY] if args.dry else shapes
     setting = DRY if args.dry else QUICK if args.quick else FULL
     results: dict[str, Any] = machine() | {"rows": [], "tuned": []}
+    if args.json and os.path.exists(args.json):
+        with open(args.json) as file:
+            before = json.load(file)
+        if all(before.get(name) == results[name] for name in ("device", "versions")):
+            results |= {
+                name: [row for row in before[name] if row["product"] not in args.products] for name in ("rows", "tuned")
+            }
     print(results["device"], results["versions"], results["clocks"], flush=True)
 
     def measure_one(product: str, shape: Shape) -> None:
@@ -502,10 +512,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         try:
             step(product, shape)
         except Exception as error:
-            results["rows"].append({"product": product, "shape": shape, "error": reason(error)})
-            print(product, shape, reason(error), flush=True)
+            results["rows"].append({"product": product, "shape": shape, "error": sentence(error)})
+            print(product, shape, sentence(error), flush=True)
+            if not gpu.is_well():
+                results["stopped"] = f"after {product} {shape}: the device is broken"
+                break
         report.save(results, args.json)
     report.save(results, args.json)
+    if "stopped" in results:
+        raise SystemExit(f"stopped {results['stopped']}")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -64,6 +65,43 @@ def test_on_a_gpu(tmp_path: Path) -> None:
         assert is_fp8 or row["differences"]["ragged_dot"] < 1e-2
     assert [row["product"] for row in results["tuned"]] == list(on_gpu.OPERANDS)
     assert all(row["best_over_default"] >= 1 and not row["failed"] for row in results["tuned"])
+    (first, *_) = results["rows"]
+    assert "DIFFERS" not in on_gpu.line(first)
+    assert "ragged_dot" in first["differences"] and "DIFFERS: 0.5" in on_gpu.line(
+        first | {"differences": {"ragged_dot": 0.5}}
+    )
+
+
+@pytest.mark.long
+def test_a_broken_gpu_ends_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The error is in the file, beside the rows of another process."""
+
+    def breaks(*_: Any) -> Any:
+        raise RuntimeError("an illegal address")
+
+    gpu.needs_triton()
+    path = tmp_path / "out.json"
+    on_gpu.main(["--dry", "--products", "dgrad", "--peers", "--json", str(path)])
+    before = json.loads(path.read_text())["rows"]
+    monkeypatch.setattr(on_gpu, "make", breaks)
+    monkeypatch.setattr(gpu, "is_well", lambda: False)
+    with pytest.raises(SystemExit, match="the device is broken"):
+        on_gpu.main(["--dry", "--products", "forward", "wgrad", "--json", str(path)])
+    error = {"product": "forward", "shape": list(on_gpu.TINY), "error": "RuntimeError: an illegal address"}
+    assert before and json.loads(path.read_text())["rows"] == [*before, error]
+
+
+@pytest.mark.long
+def test_of_a_product_that_nobody_computes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each row says why."""
+
+    def refuses(*_: Any, **__: Any) -> Any:
+        raise NotImplementedError("not this one")
+
+    monkeypatch.setattr(on_gpu, "compiled", refuses)
+    on_gpu.main(["--dry", "--products", "forward", "--peers", "--json", str(tmp_path / "out.json")])
+    for row in json.loads((tmp_path / "out.json").read_text())["rows"]:
+        assert row["failed"] == {"ours": "NotImplementedError: not this one"} and "not this one" in on_gpu.line(row)
 
 
 @pytest.mark.long

@@ -1,11 +1,14 @@
-"""The Triton kernels on a real GPU, against NumPy in float64: `python -m pytest tests -m gpu -n 12`, in two minutes if
-`OPENBLAS_NUM_THREADS` is 1. (Else each process has as many threads of NumPy as the machine has cores.)
+"""The Triton kernels on a real GPU, against NumPy in float64. In two minutes, with 12 processes:
 
-Results are poisoned: see `gpu.poisoning`.
+    python -m pytest tests/backends/gpu/test_on_gpu.py -m gpu -n 12
+
+Results are poisoned: see `gpu.poisoning`. If a kernel breaks the device, its process ends, and the test fails. Another
+process runs the other tests.
 """
 
 import itertools
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -18,6 +21,7 @@ import pytest
 from jax import Array, lax
 
 import ragged
+from ragged import Scaling
 from ragged.backends.base import Target
 from ragged.backends.gpu import call as triton_call
 from ragged.core.scales import Scales
@@ -52,6 +56,14 @@ def launches(device: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     poisoned, names = gpu.poisoning()
     monkeypatch.setattr(triton_call.load(), "triton_call", poisoned)
     return names
+
+
+@pytest.fixture(autouse=True)
+def broken(device: Any) -> Iterator[None]:
+    """After an illegal access, the device fails whatever this process asks for."""
+    yield
+    if not gpu.is_well() and "PYTEST_XDIST_WORKER" in os.environ:
+        os._exit(1)
 
 
 def test_the_poison_is_seen() -> None:
@@ -137,6 +149,9 @@ PROGRAMS = [
     Program("forward", held=3, size_dtype="uint32"),
     *(Program(layout, "int8", k=4000, capacity=4000, groups=2) for layout in ("forward", "wgrad")),
     *(Program(layout, "int8", "", "float32", existing=True) for layout in ("forward", "wgrad")),
+    Program("forward", "bfloat16", splits=4, m=37, k=1000, n=136, capacity=200),
+    Program("batched", splits=3, k=200),
+    Program("forward", splits=4, k=150, held=3, existing=True),
     *(
         Program(layout, *dtypes)
         for layout in ("forward", "wgrad", "outer")
@@ -173,9 +188,27 @@ def check_scales(got: Any, want: np.ndarray) -> None:
     oracle.assert_close([np.asarray(got)], [want], max=2**-8, rms=2**-10)
 
 
+SERVED: dict[str, Any] = {"backend": "triton_gpu", "out_dtype": "float32", "k": 192, "n": 136, "capacity": 200}
+WEIGHTS = [  # of few bits, as models are served with; the last with zero points
+    *(
+        Program("forward", dtype, rhs_cast=cast, packed_last=order, **SERVED)
+        for order in ("", "rhs")
+        for dtype, cast in (
+            ("bfloat16", ("int4", (64, 1))),
+            ("float16", ("int4", "column")),
+            ("bfloat16", ("float4_e2m1fn", Scaling((32, 1), "float8_e8m0fnu"))),
+            ("bfloat16", ("float4_e2m1fn", Scaling((16, 1), "float8_e4m3fn"))),
+            ("bfloat16", ("uint4", (64, 1), "zeros")),
+            ("float16", ("uint8", "column", "zeros")),
+        )
+    ),
+    Program("forward", "bfloat16", rhs_cast=("int4", (64, 1)), splits=3, **SERVED),
+]
+
+
 @pytest.mark.parametrize(
     "program",
-    [program for _, program in quantised("triton_gpu", 1, [*NAMES] * 4, step=11)],
+    [*(program for _, program in quantised("triton_gpu", 1, [*NAMES] * 4, step=11)), *WEIGHTS],
     ids=str,
 )
 def test_scaled(program: Program) -> None:
@@ -253,11 +286,23 @@ EPILOGUES = [
     )
     if gate or activation != "clamped"
 ]
+ROWS: list[dict[str, Any]] = [{"columns": "halves"}, {"columns": "interleaved"}, {"top_k": 2}]
+EPILOGUES += [
+    Epilogue("forward", dtype, k=144, n=n, capacity=450, activation="silu", gate=True, bias="one each", **options)
+    for dtype, n in (("bfloat16", 272), ("float32", 10))
+    for options in ROWS
+]
+EPILOGUES += [
+    Epilogue("forward", "bfloat16", top_k=2, k=144, n=272, capacity=450),
+    Epilogue("forward", top_k=2, mapped="lhs sizes"),
+    Epilogue("forward", "bfloat16", top_k=3, held=3, activation="tanh", bias="each", save="out"),
+]
 
 
 @pytest.mark.parametrize("program", EPILOGUES, ids=str)
 def test_biases_activations_and_gates(program: Epilogue, launches: list[str]) -> None:
-    """By TMA and by pointers, whatever a kernel stores. Exponentials are the hardware's approximations."""
+    """By TMA and by pointers, whatever a kernel stores. Exponentials are the hardware's approximations. Also gathered
+    rows."""
     with jax.default_matmul_precision("highest"):
         replace(program, backend="triton_gpu", interpret=False).check(epilogue_draws(program, 20))
 
