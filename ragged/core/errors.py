@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TypeGuard
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.core import ShapedArray, Tracer
@@ -72,7 +73,7 @@ def describe(x: Any) -> str:
     if isinstance(x, list | tuple):
         return f"[{', '.join(map(describe, x[:8]))}{', ...' if len(x) > 8 else ''}]"
     has_short_repr = isinstance(x, eqx.Module) and type(x).__repr__ is not eqx.Module.__repr__  # our own classes
-    if x is None or has_short_repr or isinstance(x, int | float | str):
+    if x is None or has_short_repr or isinstance(x, int | float | complex | str | np.number | np.bool_):
         return repr(x)
     wraps = ", not the array that it holds" if hasattr(x, "__jax_array__") else ""  # such as flax's `nnx.Param`
     return f"a {type(x).__name__}{wraps}"
@@ -125,8 +126,53 @@ def as_extent(x: Any) -> Any:
     return x if is_symbolic_dim(x) else int(x)
 
 
-def check_packed(site: Site, extent: Any) -> None:
-    """Raises `ValueError` if the packed axis of a buffer is longer than `MAX_ROWS`. Symbolic extents aren't checked."""
-    if isinstance(extent, int) and extent > MAX_ROWS:
-        problem = f"{extent} packed rows (or columns) are more than {MAX_ROWS}."
-        site.fail(ValueError, problem, "They are counted in int32: split the buffer.")
+def broadcasts(shape: tuple[Any, ...], to: tuple[Any, ...]) -> bool:
+    """Whether an array of this shape broadcasts to the shape `to`."""
+    return len(shape) <= len(to) and all(n in (1, m) for n, m in zip(shape[::-1], to[::-1], strict=False))
+
+
+def check_flag(site: Site, name: str, value: Any) -> None:
+    """Raises `TypeError` unless `value`, the argument `name`, is a static bool."""
+    if not isinstance(value, bool | np.bool_):
+        hint = "Pass True or False." + " Under `jax.jit`, list the argument in `static_argnames`." * is_arraylike(value)
+        site.fail(TypeError, f"`{name}` is {describe(value)}.", hint)
+
+
+def check_fill(site: Site, name: str, value: Any, dtype: Any, shape: tuple[Any, ...] = ()) -> None:
+    """Raises unless `value`, the argument `name`, is a number, or an array that broadcasts to `shape`. Unless it is
+    traced, `dtype` must also hold its numbers; floats may be rounded."""
+    site, dtype = site.also(**{name: value}), jnp.dtype(dtype)
+    if not (is_arraylike(value) or isinstance(value, int | float | complex | np.number | np.bool_)):
+        site.fail(TypeError, f"`{name}` is {describe(value)}.", "Pass a number.")
+    if not broadcasts(np.shape(value), shape):
+        hint = f"An array must broadcast to {shape} here." if shape else "Pass a number."
+        site.fail(ValueError, f"`{name}` has shape {np.shape(value)}.", hint)
+    if isinstance(value, Tracer):
+        return
+    given = np.asarray(value)
+    if given.dtype.kind in "OV":  # an int of more than 64 bits; a dtype that isn't NumPy's own
+        given = given.astype(np.float64)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        held = True
+    elif np.iscomplexobj(given):
+        held = False
+    elif jnp.issubdtype(dtype, jnp.inexact):
+        with np.errstate(over="ignore", invalid="ignore"):
+            cast = given.astype(dtype).astype(np.float64)
+        held = (np.isnan(cast) == np.isnan(given)) & (np.isinf(cast) | ~np.isinf(given))
+    else:
+        is_bool = jnp.issubdtype(dtype, jnp.bool_)
+        first, last = (0, 1) if is_bool else (int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max))
+        held = (given >= first) & (given <= last) & (given == np.floor(given))
+    if not np.all(held):
+        hint = "Pass another number, or cast the tensor first, as in `x.astype(jnp.float32)`."
+        site.fail(ValueError, f"{dtype.name} can't hold `{name}`.", hint)
+
+
+def check_packed(site: Site, extent: Any, name: str = "") -> None:
+    """Raises `ValueError` if the packed axis of a buffer, or the argument `name`, is longer than `MAX_ROWS`. Symbolic
+    extents aren't checked."""
+    if is_count(extent, MAX_ROWS + 1):
+        what = f"`{name}` is {extent}, which is" if name else f"{extent} packed rows (or columns) are"
+        hint = "Rows and columns are counted in int32." if name else "They are counted in int32: split the buffer."
+        site.fail(ValueError, f"{what} more than {MAX_ROWS}.", hint)

@@ -11,10 +11,19 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from ragged.backends.base import Refusal, Target
-from ragged.core.errors import Site, check_packed, describe, is_arraylike, is_count, is_extent, wrapped_array
+from ragged.core.errors import (
+    Site,
+    check_packed,
+    describe,
+    is_arraylike,
+    is_concrete,
+    is_count,
+    is_extent,
+    wrapped_array,
+)
 from ragged.core.formats import accumulator_dtype, as_array, promote
 from ragged.core.mesh import explicit_mesh
-from ragged.core.offsets import as_int32
+from ragged.core.offsets import as_int32, clipped
 from ragged.primitive import lowering
 from ragged.primitive.sharding import axes_of, spec_of
 from ragged.product.config import Configs, backend_of, in_context, is_interpret_params
@@ -166,6 +175,17 @@ def check_plan(site: Site, x: Operands, call: Call, casts: tuple[Any, Any] = (No
     found = lowering.ask(name, avals, call._replace(out_batch=True), Target(interpret=True))
     if isinstance(found, Refusal) and found.hint:
         site.fail(found.error, found.reason, found.hint)
+
+
+def check_size_range(site: Site, group_sizes: Any, lhs: Any) -> None:
+    """Raises for a concrete size that int32 can't hold."""
+    is_wide = jnp.issubdtype(group_sizes.dtype, jnp.integer) and group_sizes.dtype.itemsize > 4
+    if not (is_wide and is_concrete(group_sizes)):
+        return
+    sizes = np.asarray(group_sizes)
+    for place in np.argwhere(sizes != clipped(sizes))[:1].tolist():
+        problem = f"`group_sizes{place}` is {sizes[tuple(place)]}, which int32 can't hold."
+        site.fail(ValueError, problem, f"Pass the number of rows in each group. `lhs` has shape {lhs.shape}.")
 
 
 def check_offset(site: Site, group_offset: Any) -> Array | None:

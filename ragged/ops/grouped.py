@@ -4,16 +4,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.lax import PrecisionLike
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Int
 
-from ragged.core.errors import Site, as_extent, is_arraylike, is_concrete
+from ragged.core.errors import Site, as_extent, is_arraylike
 from ragged.core.formats import AnyArray
-from ragged.core.offsets import as_int32, clipped
+from ragged.core.offsets import as_int32
 from ragged.core.scaling import not_differentiable_8_bits
 from ragged.ops import check
 from ragged.ops.check import Tiling
@@ -167,12 +166,7 @@ def _check_arrays(site: Site, lhs: Any, rhs: Any, rhs_rank: int, group_sizes: An
             )
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         site.fail(TypeError, "`group_sizes` must be integers.", "Cast them: `group_sizes.astype(jnp.int32)`.")
-    if is_concrete(group_sizes) and group_sizes.dtype.itemsize > 4:
-        beyond = np.asarray(group_sizes) != clipped(np.asarray(group_sizes))
-        if beyond.any():
-            i = int(beyond.argmax())
-            problem = f"`group_sizes[{i}]` is {group_sizes[i]}, which int32 can't hold."
-            site.fail(ValueError, problem, f"Pass the number of rows in each group. `lhs` has shape {lhs.shape}.")
+    check.check_size_range(site, group_sizes, lhs)
 
 
 def _bind(

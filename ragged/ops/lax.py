@@ -180,6 +180,7 @@ def _checked(
     if not isinstance(numbers, RaggedDotDimensionNumbers):
         hint = "Pass a `jax.lax.RaggedDotDimensionNumbers`."
         site.fail(TypeError, f"`ragged_dot_dimension_numbers` is {describe(numbers)}.", hint)
+    check.check_size_range(site, group_sizes, lhs)
     check.check_offset(site, arguments.group_offset)
     check.check_options(site, None, arguments.precision)
     shapes = [list(x.shape) for x in (lhs, rhs, group_sizes)]

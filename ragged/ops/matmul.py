@@ -17,7 +17,16 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from ragged.core.errors import Site, as_extent, describe, is_arraylike, is_concrete, is_extent, known_to_differ
+from ragged.core.errors import (
+    Site,
+    as_extent,
+    check_packed,
+    describe,
+    is_arraylike,
+    is_concrete,
+    is_extent,
+    known_to_differ,
+)
 from ragged.core.formats import AnyArray, accumulator_dtype, as_array
 from ragged.core.mesh import is_of_one_device
 from ragged.core.offsets import as_int32, may_be_offsets
@@ -529,6 +538,7 @@ def _result_shape(
             if is_arraylike(value) and is_concrete(value) and value.ndim == 0:
                 hint = f"It must be an int, 0 or more: `int({name})`."
             site.fail(ValueError, f"`{name}` is {describe(value) if is_arraylike(value) else repr(value)}.", hint)
+        check_packed(site, value, name)
     if max_last is not None and len(out) < 2:
         site.fail(
             ValueError,

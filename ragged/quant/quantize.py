@@ -29,7 +29,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from ragged.core.errors import Site, is_arraylike, is_concrete
+from ragged.core.errors import Site, broadcasts, check_flag, is_arraylike, is_concrete
 from ragged.core.formats import ASYMMETRIC, FORMATS, LARGEST, AnyArray
 from ragged.core.mesh import over_explicit_axes
 from ragged.core.offsets import aligned_to_blocks
@@ -112,15 +112,13 @@ def quantize(
     tensor = _operand(site, x)
     if dtype is None or scaling is None:
         return tensor
-    if not isinstance(symmetric, bool):
-        site.fail(TypeError, f"`symmetric` is {symmetric!r}.", "Pass True or False.")
+    check_flag(site, "symmetric", symmetric)
     name = dtype_name(dtype, "ragged.quantize", LARGEST if symmetric else ASYMMETRIC, ASYMMETRIC)
     scaling = Scaling.of(scaling)
     if tensor.is_quantized:
         site.fail(TypeError, "`x` is already quantised.", "Pass `x.dequantize()` to quantise it again.")
     check_floats(site, "x", tensor.data)
-    if not isinstance(power_of_two, bool):
-        site.fail(TypeError, f"`power_of_two` is {power_of_two!r}.", "Pass True or False.")
+    check_flag(site, "power_of_two", power_of_two)
     if not symmetric and (scale is not None or scaling.dtype != jnp.float32):
         given = "`scale` is given" if scale is not None else f"the scales are {scaling.dtype.name}"
         hint = "Quantise with a scaling of float32. If scales and zero points are known, pass them to `GroupedTensor`."
@@ -173,7 +171,7 @@ def checked_scale(site: Site, scale: Any, x: GroupedTensor, scaling: Scaling) ->
         site.also(scale=scale).fail(TypeError, f"`scale` has dtype {scale.dtype.name}.", hint)
     want = () if scaling.has_tensor_scale else scaling.shape(x.shape, x.packed_axis, x.num_groups)
     shape = jnp.shape(scale)
-    if len(shape) > len(want) or any(n not in (1, m) for n, m in zip(shape[::-1], want[::-1], strict=False)):
+    if not broadcasts(shape, want):
         what = "scale of the tensor" if scaling.has_tensor_scale else "scales"
         problem = f"`scale` has shape {shape}, but the {what} of {scaling} {'has' if not want else 'have'} {want}."
         site.also(scale=scale).fail(ValueError, problem, "Pass a number, or an array that broadcasts to this shape.")

@@ -15,7 +15,7 @@ from jax import Array
 from jax.core import Tracer
 from jaxtyping import Float
 
-from ragged.core.errors import Site, describe, is_arraylike, is_count
+from ragged.core.errors import Site, check_flag, describe, is_arraylike, is_count
 from ragged.core.formats import LARGEST
 from ragged.core.scaling import NAMED, Scaling
 from ragged.quant.history import History
@@ -59,8 +59,7 @@ class Cast:
             hint = "A block is (other dim, contracted dim): pass `(1, None)` or `'row'` for one scale per row. In a "
             hint += "wgrad, the rows are features, and tokens are contracted."
             Site("ragged.Cast").fail(ValueError, problem, hint)
-        if not isinstance(self.power_of_two, bool):
-            Site("ragged.Cast").fail(TypeError, f"`power_of_two` is {self.power_of_two!r}.", "Pass True or False.")
+        check_flag(Site("ragged.Cast"), "power_of_two", self.power_of_two)
         object.__setattr__(self, "scaling", scaling)
         if self.scale is not None or amax is not None:
             object.__setattr__(self, "scale", _given_scale(self, amax))

@@ -22,7 +22,17 @@ from jax import Array
 from jax.core import Tracer
 from jaxtyping import Int, Shaped
 
-from ragged.core.errors import Site, describe, is_arraylike, is_concrete, is_count, wrapped_array
+from ragged.core.errors import (
+    Site,
+    broadcasts,
+    check_fill,
+    check_flag,
+    describe,
+    is_arraylike,
+    is_concrete,
+    is_count,
+    wrapped_array,
+)
 from ragged.core.formats import AnyArray, accumulator_dtype, array_field
 from ragged.core.mesh import over_explicit_axes
 from ragged.core.offsets import IN_BOUNDS, as_int32, group_ids, take
@@ -304,6 +314,7 @@ class Arithmetic(GroupedBase, Operators):
         dtype = _mean_dtype(self.dtype)
         accumulator = accumulator_dtype(dtype)
         count, total = _count(self, axis, accumulator), self.astype(accumulator).sum(axis)
+        check_fill(Site("GroupedTensor", {"x": self}), "empty", empty, dtype, total.shape)
         mean = jnp.where(count > 0, total / jnp.maximum(count, 1), jnp.asarray(empty, accumulator)).astype(dtype)
         return self._with_kept_dims(mean, axis, keepdims)
 
@@ -363,11 +374,13 @@ class Arithmetic(GroupedBase, Operators):
         """`out`, a reduction along `axis`, with `empty` where there are no elements; unchanged if `empty` is None."""
         if empty is None:
             return out
+        check_fill(Site("GroupedTensor", {"x": self}), "empty", empty, out.dtype, out.shape)
         has_any = self.with_data(jnp.ones(self.shape, bool)).max(axis)
         return jnp.where(has_any, out, jnp.asarray(empty, out.dtype))
 
     def _with_kept_dims(self, out: Array, axis: int | None, keepdims: bool) -> Any:
         """`out`, a reduction along `axis`; with `keepdims`, as the tensor that `sum` documents."""
+        check_flag(Site("GroupedTensor", {"x": self}), "keepdims", keepdims)
         if not keepdims:
             return out
         rank = self.ndim - (self.packed_axis is None)  # of a group
@@ -382,9 +395,9 @@ class Arithmetic(GroupedBase, Operators):
         """Raises unless the tensor can be reduced along this axis."""
         check_not_quantized(self)
         check_has_groups(self)
-        if axis is not None and axis not in self._group_axes:
+        if axis is not None and not (is_count(axis, -self.ndim) and axis in self._group_axes):
             hint = f"It must be None, {_names_of(self._group_axes)}."
-            Site("GroupedTensor", {"x": self}).fail(ValueError, f"`axis` of a reduction is {axis!r}.", hint)
+            Site("GroupedTensor", {"x": self}).fail(ValueError, f"`axis` of a reduction is {describe(axis)}.", hint)
 
     @over_explicit_axes
     def _reduce(self, axis: int | None, groups_fn: Any, dense_fn: Any, neutral: Any, empty: Any) -> Array:
@@ -405,11 +418,13 @@ class Arithmetic(GroupedBase, Operators):
         if by_group and not self.num_groups:  # The gradient can't gather from an empty array.
             return jnp.zeros((0,) if axis is None else (0, *self.shape[1:]), dtype)
         accumulator = accumulator_dtype(dtype)
-        neutral, empty = jnp.asarray(neutral, accumulator), jnp.asarray(empty, accumulator)
+        site, neutral = Site("GroupedTensor", {"x": self}), jnp.asarray(neutral, accumulator)
         data = jnp.asarray(self.data).astype(accumulator)
         if self.packed_axis is None:
             axes = tuple(group_axes) if axis is None else (axis,)
             out = dense_fn(data, axis=axes, initial=neutral)
+            check_fill(site, "empty", empty, dtype, out.shape)
+            empty = jnp.asarray(empty, accumulator)
             return (out if all(self.shape[a] for a in axes) else jnp.full_like(out, empty)).astype(dtype)
         data = jnp.where(self.mask, data, neutral)  # [rows, *more, last]
         has_any = self.mask  # where there is an element to reduce
@@ -424,7 +439,8 @@ class Arithmetic(GroupedBase, Operators):
             has_any = has_any.reshape(self.num_groups, *[1] * (self.ndim - 2), columns)
             if axis is None:
                 has_any = (widths > 0) & bool(math.prod(self.shape[1:-1]))
-        return jnp.where(has_any, data, empty).astype(dtype)
+        check_fill(site, "empty", empty, dtype, data.shape)
+        return jnp.where(has_any, data, jnp.asarray(empty, accumulator)).astype(dtype)
 
     @over_explicit_axes
     def softmax(
@@ -468,10 +484,13 @@ class Arithmetic(GroupedBase, Operators):
         check_not_quantized(self)
         check_has_groups(self)
         axes = self._group_axes
-        axis = -1 if axis == self.ndim - 1 else axis
-        if axis not in axes:
+        if is_count(axis) and axis == self.ndim - 1:
+            axis = -1
+        if not (is_count(axis, -self.ndim) and axis in axes):
             hint = f"It must be {_names_of(axes)}."
-            Site("GroupedTensor.softmax(axis)", {"x": self}).fail(ValueError, f"`axis` is {axis!r}.", hint)
+            if isinstance(axis, bool):
+                hint = f"Write `causal={axis}`. {hint}"
+            Site("GroupedTensor.softmax(axis)", {"x": self}).fail(ValueError, f"`axis` is {describe(axis)}.", hint)
         left, right = _window(self, causal, window)
         dtype = _mean_dtype(self.dtype)
         if (wide := _sum_dtype(dtype)) != self.dtype:
@@ -556,7 +575,7 @@ def _sinks(x: Arithmetic, visible: Array, axis: int, sink: float | AnyArray) -> 
         hint = f"An array must broadcast to {want} here, the shape of `x.max({axis})`."
         site.fail(TypeError, "`sink` must be a number or an array, and real if the tensor is.", hint)
     given = jnp.shape(sink)
-    if len(given) > len(want) or any(n not in (1, m) for n, m in zip(given[::-1], want[::-1], strict=False)):
+    if not broadcasts(given, want):
         hint = "A number is the same for all softmaxes. An array may have fewer dims, or dims of 1."
         site.fail(ValueError, f"`sink` must broadcast to {want} here, the shape of `x.max({axis})`.", hint)
     value = broadcast_accumulated(jnp.asarray(sink).astype(x.dtype), x.dtype, want)
@@ -676,7 +695,8 @@ def _broadcast(x: Arithmetic, wrapped: Wrapped) -> Array:
     if value.shape != want:
         if value.shape == x.shape[-1:]:
             hint += " One value per column is `ragged.per_column(v)`."
-        Site(f"ragged.{name}(v)", {"v": value, "x": x}).fail(ValueError, f"`v` must have shape {want} here.", hint)
+        shapes = f"({want[0]},) or {want}" if isinstance(wrapped, per_group) and len(want) > 1 else str(want)
+        Site(f"ragged.{name}(v)", {"v": value, "x": x}).fail(ValueError, f"`v` must have shape {shapes} here.", hint)
     if isinstance(wrapped, per_row):
         value = value.reshape(*want, *(1,) * (x.ndim - len(want)))
     if not isinstance(wrapped, per_group):
@@ -867,6 +887,7 @@ def _mean_dtype(dtype: Any) -> Any:
 
 def _window(x: Arithmetic, causal: bool, window: Any) -> tuple[Any, Any]:
     """`(left, right)`: how many columns before and after a row's position are visible; None for no limit."""
+    check_flag(Site("GroupedTensor.softmax", {"x": x}), "causal", causal)
     both = window if isinstance(window, tuple) else (window, window)
 
     def is_width(n: Any) -> bool:

@@ -38,19 +38,23 @@ class GroupedBase(eqx.Module):
     def __check_init__(self) -> None:
         for name in ("first_dims", "last_dims"):
             dims = getattr(self, name)
-            if isinstance(dims, list | tuple):
+            if isinstance(dims, list | tuple | range):
                 hint = f"Pass an array: `jnp.array({name}, jnp.int32)`."
                 Site("GroupedTensor", {name: dims}).fail(TypeError, f"`{name}` is a {type(dims).__name__}.", hint)
             if not is_arraylike(dims):
                 continue
             if dims.dtype not in (jnp.int32, jnp.uint32, jax.dtypes.float0):
-                problem = f"`{name}` must be int32 or uint32, one size per group."
-                Site("GroupedTensor", {name: dims}).fail(TypeError, problem, f"Cast it: `{name}.astype(jnp.int32)`.")
+                problem, hint = f"`{name}` must be int32 or uint32, one size per group.", f"`{name}.astype(jnp.int32)`"
+                hint = f"If it is a mask, pass `{name}.sum(axis=-1)`." if dims.dtype == bool else f"Cast it: {hint}."
+                Site("GroupedTensor", {name: dims}).fail(TypeError, problem, hint)
             if dims.ndim != 1:
                 problem = f"`{name}` must have shape (g,), one size per group."
                 hint = "A stack of tensors is made by `jax.vmap(GroupedTensor)`."
                 Site("GroupedTensor", {name: dims}).fail(ValueError, problem, hint)
         data, first, last = self.data, self.first_dims, self.last_dims
+        if isinstance(data, list | tuple):
+            hint = "Pass an array: `jnp.array(data)`. A list of groups is for `GroupedTensor.from_list`."
+            Site("GroupedTensor", {"data": data}).fail(TypeError, f"`data` is a {type(data).__name__}.", hint)
         if is_arraylike(first) and is_arraylike(last) and first.shape != last.shape:
             problem = f"`first_dims` has {first.shape[0]} groups but `last_dims` has {last.shape[0]}."
             hint = "Both need one size per group, including empty groups."

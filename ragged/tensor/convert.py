@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Int, Shaped
 
-from ragged.core.errors import Site, check_packed, describe, is_arraylike, is_concrete, is_count
+from ragged.core.errors import Site, check_fill, check_packed, describe, is_arraylike, is_concrete, is_count
 from ragged.core.formats import AnyArray
 from ragged.core.mesh import check_not_explicit, on_device, on_host, over_explicit_axes
 from ragged.core.offsets import as_int32, clipped, group_offsets, known_offsets, rows_from, take
@@ -83,7 +83,11 @@ def from_padded(
 ) -> tuple[Shaped[Array, "rows *more last"], Int[Array, " g"]]:
     """`(data, first_dims)` of a tensor with the groups in `[g, max_first, *more, last]`."""
     site = Site("GroupedTensor.from_padded", {"padded": padded, "first_dims": first_dims})
-    padded, first_dims = (x if is_arraylike(x) else jnp.asarray(x) for x in (padded, first_dims))
+    try:
+        padded, first_dims = (x if is_arraylike(x) else jnp.asarray(x) for x in (padded, first_dims))
+    except (TypeError, ValueError):  # such as another tensor, None, or lists of different lengths
+        hint = "Pass two arrays. For a list of groups, use `GroupedTensor.from_list`."
+        site.fail(TypeError, "an argument is not an array.", hint)
     if padded.ndim < 3:
         problem = f"`padded` must be [g, max_first, *more, last], but has {padded.ndim} dims."
         site.fail(ValueError, problem, "Pass an array as `to_padded` returns it.")
@@ -129,6 +133,8 @@ def to_padded(x: GroupedBase, max_len: Any, fill_value: Any) -> Shaped[Array, "g
     axis = require_packed(x, "to_padded")
     check_not_quantized(x)
     _check_extent(site, "max_len", max_len)
+    check_packed(site, max_len, "max_len")
+    check_fill(site, "fill_value", fill_value, x.dtype)
     if axis == -1:
         return to_padded(x.mT, max_len, fill_value).mT
     starts, ends = x.offsets[:-1, None], x.offsets[1:, None]

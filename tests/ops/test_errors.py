@@ -97,7 +97,7 @@ def test_what_came_is_described() -> None:
     }
     assert Site("call", operands).text("A problem.", "A hint.") == (
         "`call`: A problem.\n"
-        "Got x=f16[2,3], key=key<fry>[], tensor=GroupedTensor(f32[4,8,6]), count=a bool, size=1.5, name='row', "
+        "Got x=f16[2,3], key=key<fry>[], tensor=GroupedTensor(f32[4,8,6]), count=np.True_, size=1.5, name='row', "
         "none=None, few=[i32[4], [1, 2]], many=[0, 1, 2, 3, 4, 5, 6, 7, ...], module=a Identity.\n"
         "A hint."
     )
