@@ -6,7 +6,8 @@
 jaxtyping sees one array, `[g, tokens, d]`. It checks and binds all its axes, or none if one doesn't match.
 """
 
-from functools import reduce
+import copyreg
+from functools import cache, reduce
 from operator import or_
 from types import UnionType
 from typing import TYPE_CHECKING, Any, NoReturn, Union, get_args, get_origin, no_type_check
@@ -22,8 +23,7 @@ class _Kind(type):
     """Metaclass of `Rows`, `Cols`, `Both`, `Uniform` and their subscripted forms."""
 
     kind: str
-    annotation: Any = None  # jaxtyping's annotation of `[g, *buffer]`; None without subscripts
-    logical: bool = False  # whether the dtype is the one of `dequantize()`, not the buffer's
+    subscripts: Any = None  # jaxtyping's annotation of the buffer, the group axis and perhaps "logical"; or None
 
     def __getitem__(cls, item: Any) -> Any:
         buffer, *more = item if isinstance(item, tuple) else (item,)
@@ -32,20 +32,14 @@ class _Kind(type):
         if buffer is GroupedTensor:
             buffer = Shaped[GroupedTensor, "..."]
         name = f"{cls.__name__}[{', '.join(map(_name, (buffer, *more)))}]"
-        if cls.annotation is not None or len(more) not in (1, 2) or more[1:] not in ([], ["logical"]):
+        if cls.subscripts is not None or len(more) not in (1, 2) or more[1:] not in ([], ["logical"]):
             cls._fail(TypeError, name, 'the subscripts must be an annotation, the group axis and optionally "logical".')
         if not (isinstance(buffer, type) and issubclass(buffer, AbstractArray) and buffer.array_type is GroupedTensor):
             cls._fail(TypeError, name, f"{_name(buffer)} doesn't annotate a `GroupedTensor`.")
         groups: Any = Shaped[jax.Array, str(more[0])]
         if not isinstance(more[0], str | int) or len(groups.dims) != 1 or groups.index_variadic is not None:
             cls._fail(ValueError, name, f"{more[0]!r} isn't one axis.")
-
-        class OfBuffer(AbstractDtype):
-            dtypes = buffer.dtypes
-
-        annotation = OfBuffer[jax.ShapeDtypeStruct, f"{groups.dim_str} {buffer.dim_str}"]
-        fields = {"annotation": annotation, "logical": "logical" in more[1:]}
-        return _Kind(name, (cls,), {**fields, "__module__": "ragged", "__qualname__": name})
+        return _Kind(name, (cls,), {"subscripts": (buffer, *more), "__module__": "ragged", "__qualname__": name})
 
     # `no_type_check`: jaxtyping's import hook would bind the axes for this call only.
     @no_type_check
@@ -55,7 +49,7 @@ class _Kind(type):
     @no_type_check
     def __instancecheck_str__(cls, x: Any) -> str:
         """The reason why `x` doesn't match, for beartype's message `x violates ..., as <reason>`; `""` if it does."""
-        if cls.annotation is None:
+        if cls.subscripts is None:
             cls._fail(TypeError, cls.__name__, "an annotation needs its axes.")
         if not isinstance(x, GroupedTensor):
             return f"this is {describe(x)}, not a GroupedTensor"
@@ -67,10 +61,11 @@ class _Kind(type):
             return "this is a stack of tensors, with a leading axis: annotate the function that is mapped over it"
         if x.kind != cls.kind:
             return f"this tensor's kind is {x.kind}, not {cls.kind}"
-        dtype = x.logical_dtype if cls.logical else x.dtype
-        array = jax.ShapeDtypeStruct((x.num_groups, *x.shape), dtype)
-        problem = cls.annotation.__instancecheck_str__(array)
-        return problem and f"its groups and buffer, {describe(array)}, don't fit '{cls.annotation.dim_str}': {problem}"
+        buffer, groups, *logical = cls.subscripts
+        annotation = _with_groups(buffer, groups)
+        array = jax.ShapeDtypeStruct((x.num_groups, *x.shape), x.logical_dtype if logical else x.dtype)
+        problem = annotation.__instancecheck_str__(array)
+        return problem and f"its groups and buffer, {describe(array)}, don't fit '{annotation.dim_str}': {problem}"
 
     def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
         cls._fail(TypeError, cls.__name__, "an annotation can't be called.")
@@ -79,6 +74,26 @@ class _Kind(type):
         axes = "g k n" if cls.kind == "uniform" else "m k"
         hint = f'Write it as in `ragged.{cls.__name__.partition("[")[0]}[Float[GroupedTensor, "{axes}"], "g"]`.'
         Site(name).fail(error, problem, hint)
+
+
+@cache
+def _with_groups(buffer: Any, groups: str | int) -> Any:
+    """jaxtyping's annotation of `[g, *buffer]`."""
+
+    class OfBuffer(AbstractDtype):
+        dtypes = buffer.dtypes
+
+    axis: Any = Shaped[jax.Array, str(groups)]
+    return OfBuffer[jax.ShapeDtypeStruct, f"{axis.dim_str} {buffer.dim_str}"]
+
+
+def _pickled(annotation: Any) -> Any:
+    if annotation.subscripts is None:
+        return annotation.__qualname__
+    return _Kind.__getitem__, (annotation.__base__, annotation.subscripts)
+
+
+copyreg.pickle(_Kind, _pickled)
 
 
 def _name(x: Any) -> str:

@@ -7,6 +7,7 @@ The functions are checked twice: by jaxtyping and beartype as they run, and by p
 # Wrong calls are made on purpose.
 
 import itertools
+import pickle
 from collections.abc import Callable
 from typing import Any, assert_type
 
@@ -254,6 +255,15 @@ def test_without_jaxtyping_s_decorator() -> None:
 
 rows: Any = Rows
 AXES: tuple[Any, ...] = ("g h", "", None, "...")
+
+
+def test_annotations_are_pickled() -> None:
+    """As functions that are sent to another process have them."""
+    assert pickle.loads(pickle.dumps(Both)) is Both
+    for annotation in (Rows[Float[GroupedTensor, "tokens 8"], 4], Rows[Float32[GroupedTensor, "..."], "g", "logical"]):
+        copy: Any = pickle.loads(pickle.dumps(annotation))
+        assert str(copy) == str(annotation) and isinstance(ROWS, copy)
+        assert not isinstance(ROWS.mT, copy) and not isinstance(ROWS.astype(jnp.int32), copy)
 
 
 def test_subscripts() -> None:
