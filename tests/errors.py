@@ -30,7 +30,7 @@ UNREACHED = {
 """Where `fail` is called and the page shows no call, and why."""
 
 
-type Place = tuple[str, int]  # file, first line of a call of `fail`
+type Place = tuple[str, int]  # file, first line of a call of `fail`, or of a check that calls it
 
 
 def places() -> dict[Place, str]:
@@ -45,7 +45,9 @@ def places() -> dict[Place, str]:
             if isinstance(node, ast.FunctionDef):
                 function = node.name
             called = node.func if isinstance(node, ast.Call) else None
-            if isinstance(called, ast.Attribute) and called.attr in ("fail", "text"):
+            fails = isinstance(called, ast.Attribute) and called.attr in ("fail", "text")
+            checks = isinstance(called, ast.Name) and called.id in ("check_fill", "check_flag")
+            if called is not None and (fails or checks):
                 found[file, called.lineno] = f"{file}:{function}"
             for child in ast.iter_child_nodes(node):
                 visit(child, function)

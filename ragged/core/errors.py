@@ -73,7 +73,7 @@ def describe(x: Any) -> str:
     if isinstance(x, list | tuple):
         return f"[{', '.join(map(describe, x[:8]))}{', ...' if len(x) > 8 else ''}]"
     has_short_repr = isinstance(x, eqx.Module) and type(x).__repr__ is not eqx.Module.__repr__  # our own classes
-    if x is None or has_short_repr or isinstance(x, int | float | complex | str | np.number | np.bool_):
+    if x is None or has_short_repr or is_number(x) or isinstance(x, str):
         return repr(x)
     wraps = ", not the array that it holds" if hasattr(x, "__jax_array__") else ""  # such as flax's `nnx.Param`
     return f"a {type(x).__name__}{wraps}"
@@ -99,6 +99,16 @@ def short_name(dtype: str) -> str:
 def is_arraylike(x: Any) -> TypeGuard[Array]:
     """Whether `x` is a JAX array, traced or not, or a NumPy array."""
     return isinstance(x, jax.Array | np.ndarray)
+
+
+def is_of_numbers(dtype: Any) -> bool:
+    """Whether a dtype is of numbers or bools."""
+    return jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)
+
+
+def is_number(x: Any) -> bool:
+    """Whether `x` is a number or a bool, of Python or NumPy. Arrays aren't."""
+    return isinstance(x, int | float | complex) or (isinstance(x, np.generic) and is_of_numbers(x.dtype))
 
 
 def is_concrete(*xs: Any) -> bool:
@@ -138,35 +148,46 @@ def check_flag(site: Site, name: str, value: Any) -> None:
         site.fail(TypeError, f"`{name}` is {describe(value)}.", hint)
 
 
-def check_fill(site: Site, name: str, value: Any, dtype: Any, shape: tuple[Any, ...] = ()) -> None:
-    """Raises unless `value`, the argument `name`, is a number, or an array that broadcasts to `shape`. Unless it is
-    traced, `dtype` must also hold its numbers; floats may be rounded."""
+def check_fill(site: Site, name: str, value: Any, dtype: Any, shape: tuple[Any, ...] | None = ()) -> None:
+    """Raises unless `value`, the argument `name`, is a number, or an array of numbers that broadcasts to `shape` (to
+    any, for None).
+
+    Unless it is traced, `dtype` must hold its numbers. Floats may be rounded, numbers beyond the largest one only to
+    infinity.
+    """
     site, dtype = site.also(**{name: value}), jnp.dtype(dtype)
-    if not (is_arraylike(value) or isinstance(value, int | float | complex | np.number | np.bool_)):
+    if not (is_number(value) or (is_arraylike(value) and is_of_numbers(value.dtype))):
         site.fail(TypeError, f"`{name}` is {describe(value)}.", "Pass a number.")
-    if not broadcasts(np.shape(value), shape):
+    if shape is not None and not broadcasts(np.shape(value), shape):
         hint = f"An array must broadcast to {shape} here." if shape else "Pass a number."
         site.fail(ValueError, f"`{name}` has shape {np.shape(value)}.", hint)
-    if isinstance(value, Tracer):
+    is_elsewhere = isinstance(value, jax.Array) and (isinstance(value, Tracer) or not value.is_fully_addressable)
+    # float8_e8m0fnu lacks the default, 0.
+    if is_elsewhere or dtype == jnp.float8_e8m0fnu or jnp.issubdtype(dtype, jnp.complexfloating):
         return
-    given = np.asarray(value)
-    if given.dtype.kind in "OV":  # an int of more than 64 bits; a dtype that isn't NumPy's own
-        given = given.astype(np.float64)
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        held = True
-    elif np.iscomplexobj(given):
-        held = False
-    elif jnp.issubdtype(dtype, jnp.inexact):
-        with np.errstate(over="ignore", invalid="ignore"):
-            cast = given.astype(dtype).astype(np.float64)
-        held = (np.isnan(cast) == np.isnan(given)) & (np.isinf(cast) | ~np.isinf(given))
-    else:
-        is_bool = jnp.issubdtype(dtype, jnp.bool_)
-        first, last = (0, 1) if is_bool else (int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max))
-        held = (given >= first) & (given <= last) & (given == np.floor(given))
-    if not np.all(held):
+    if np.iscomplexobj(value):
+        site.fail(ValueError, f"`{name}` is complex, but the dtype here is {dtype.name}.", "Pass a real number.")
+    if not np.all(_holds(dtype, value)):
         hint = "Pass another number, or cast the tensor first, as in `x.astype(jnp.float32)`."
         site.fail(ValueError, f"{dtype.name} can't hold `{name}`.", hint)
+
+
+def _holds(dtype: Any, value: Any) -> Any:
+    """Whether a dtype of real numbers holds these real numbers."""
+    try:
+        given = np.asarray(value)
+        if given.dtype.kind in "OV":  # O: an int of more than 64 bits. V: a dtype that NumPy doesn't have.
+            given = given.astype(np.float64)
+    except OverflowError:  # an int that float64 doesn't hold
+        return False
+    if jnp.issubdtype(dtype, jnp.inexact):
+        with np.errstate(over="ignore", invalid="ignore"):
+            cast = given.astype(dtype).astype(np.float64)
+        is_in_range = (np.abs(given) <= float(jnp.finfo(dtype).max)) | np.isinf(cast)
+        return np.where(np.isnan(given), np.isnan(cast), is_in_range)
+    is_bool = jnp.issubdtype(dtype, jnp.bool_)
+    first, last = (0, 1) if is_bool else (int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max))
+    return (given >= first) & (given < last + 1) & (given == np.floor(given))
 
 
 def check_packed(site: Site, extent: Any, name: str = "") -> None:

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from ragged.backends.base import Refusal, Target
 from ragged.core.errors import (
+    MAX_ROWS,
     Site,
     check_packed,
     describe,
@@ -178,8 +179,8 @@ def check_plan(site: Site, x: Operands, call: Call, casts: tuple[Any, Any] = (No
 
 
 def check_size_range(site: Site, group_sizes: Any, lhs: Any) -> None:
-    """Raises for a concrete size that int32 can't hold."""
-    is_wide = jnp.issubdtype(group_sizes.dtype, jnp.integer) and group_sizes.dtype.itemsize > 4
+    """Raises for a concrete size that int32 can't hold. Other dtypes than integers aren't checked."""
+    is_wide = jnp.issubdtype(group_sizes.dtype, jnp.integer) and jnp.iinfo(group_sizes.dtype).max > MAX_ROWS
     if not (is_wide and is_concrete(group_sizes)):
         return
     sizes = np.asarray(group_sizes)

@@ -180,7 +180,6 @@ def _checked(
     if not isinstance(numbers, RaggedDotDimensionNumbers):
         hint = "Pass a `jax.lax.RaggedDotDimensionNumbers`."
         site.fail(TypeError, f"`ragged_dot_dimension_numbers` is {describe(numbers)}.", hint)
-    check.check_size_range(site, group_sizes, lhs)
     check.check_offset(site, arguments.group_offset)
     check.check_options(site, None, arguments.precision)
     shapes = [list(x.shape) for x in (lhs, rhs, group_sizes)]
@@ -203,6 +202,7 @@ def _checked(
         if numbers is _OF_RAGGED_DOT:
             hint = "`lhs` is [m, k], `rhs` [g, k, n], `group_sizes` (g,); dtypes are as in `jax.lax.ragged_dot`."
         site.fail(TypeError, f"{str(error).splitlines()[0].rstrip('.')}.", hint)
+    check.check_size_range(site, group_sizes, lhs)
     if _is_batch(numbers) and arguments.group_offset is not None:
         site.fail(ValueError, "`group_offset` is given, but the ragged dim is a batch dim.", "Leave it out.")
     return out

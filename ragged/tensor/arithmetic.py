@@ -287,6 +287,7 @@ class Arithmetic(GroupedBase, Operators):
           another axis it is packed like this tensor: `[rows, 1]` or `[1, cols]`, with zeros in the tail.
         - `empty`: the result where there are no elements. The default is 0 for `sum`, `mean` and `var`, the lowest
           value of the dtype for `logsumexp` and `max`, and the highest for `min` (-inf and inf, if the dtype has them).
+          A number that the result's dtype holds, or an array of them that broadcasts to the result without `keepdims`.
 
         **Returns:** for a uniform tensor, `jnp.sum` of each group. For a ragged one:
 
@@ -301,6 +302,9 @@ class Arithmetic(GroupedBase, Operators):
 
         In all reductions, NaN and infinities propagate as in NumPy, but never to another group (or row, or column) or
         its gradient.
+
+        **Raises:** `ValueError` for another `axis`, or an `empty` of another shape or that the dtype can't hold (a
+        traced one becomes another number); `TypeError` for other types of arguments.
         """
         x = self
         if x.dtype in (jnp.int4, jnp.uint4, jnp.int2, jnp.uint2):  # `jnp.sum` doesn't support these dtypes.
@@ -322,6 +326,7 @@ class Arithmetic(GroupedBase, Operators):
         """Variance of each group, `mean((x - mean(x))²)`, computed in two passes in float32. Arguments as for `sum`."""
         self._check_axis(axis)
         dtype = _mean_dtype(self.dtype)
+        check_fill(Site("GroupedTensor", {"x": self}), "empty", empty, jnp.finfo(dtype).dtype, shape=None)
         x = self.astype(accumulator_dtype(dtype))
         centred = x - x.mean(axis, keepdims=True)
         squares = centred.map(lambda d: jnp.real(d * jnp.conj(d)))
@@ -468,7 +473,8 @@ class Arithmetic(GroupedBase, Operators):
           than 1. A number, or an array that broadcasts to the shape of `x.max(axis)`: for attention scores
           `[rows, heads, max_last]`, `(heads,)`. A row whose elements are all -inf is then zero.
 
-        **Raises:** `ValueError` for another `axis` or `window`, or a `sink` of another shape.
+        **Raises:** `ValueError` for another `axis` or `window`, or a `sink` of another shape; `TypeError` if `causal`
+        isn't a bool, or is traced.
 
         !!! example
             ```python

@@ -44,17 +44,19 @@ class GroupedBase(eqx.Module):
             if not is_arraylike(dims):
                 continue
             if dims.dtype not in (jnp.int32, jnp.uint32, jax.dtypes.float0):
-                problem, hint = f"`{name}` must be int32 or uint32, one size per group.", f"`{name}.astype(jnp.int32)`"
-                hint = f"If it is a mask, pass `{name}.sum(axis=-1)`." if dims.dtype == bool else f"Cast it: {hint}."
+                hint = f"Cast it: `{name}.astype(jnp.int32)`."
+                if dims.dtype == bool:
+                    hint = f"Pass numbers. Those of a mask [g, length] are `{name}.sum(axis=-1).astype(jnp.int32)`."
+                problem = f"`{name}` must be int32 or uint32, one size per group."
                 Site("GroupedTensor", {name: dims}).fail(TypeError, problem, hint)
             if dims.ndim != 1:
                 problem = f"`{name}` must have shape (g,), one size per group."
                 hint = "A stack of tensors is made by `jax.vmap(GroupedTensor)`."
                 Site("GroupedTensor", {name: dims}).fail(ValueError, problem, hint)
         data, first, last = self.data, self.first_dims, self.last_dims
-        if isinstance(data, list | tuple):
+        if isinstance(data, list):
             hint = "Pass an array: `jnp.array(data)`. A list of groups is for `GroupedTensor.from_list`."
-            Site("GroupedTensor", {"data": data}).fail(TypeError, f"`data` is a {type(data).__name__}.", hint)
+            Site("GroupedTensor", {"data": data}).fail(TypeError, "`data` is a list.", hint)
         if is_arraylike(first) and is_arraylike(last) and first.shape != last.shape:
             problem = f"`first_dims` has {first.shape[0]} groups but `last_dims` has {last.shape[0]}."
             hint = "Both need one size per group, including empty groups."

@@ -42,7 +42,6 @@ def from_list(
         site.also(groups=given).fail(ValueError, problem, 'Pack them along rows: `ragged="first"`.')
     if capacity is not None:
         _check_extent(site, "capacity", capacity)
-        check_packed(site, capacity)
     firsts, lasts = [a.shape[0] for a in given], [a.shape[-1] for a in given]
     if len({a.shape[1:-1] for a in given}) > 1:
         problem = f"the groups' inner dims differ: {[a.shape[1:-1] for a in given]}."
@@ -83,11 +82,7 @@ def from_padded(
 ) -> tuple[Shaped[Array, "rows *more last"], Int[Array, " g"]]:
     """`(data, first_dims)` of a tensor with the groups in `[g, max_first, *more, last]`."""
     site = Site("GroupedTensor.from_padded", {"padded": padded, "first_dims": first_dims})
-    try:
-        padded, first_dims = (x if is_arraylike(x) else jnp.asarray(x) for x in (padded, first_dims))
-    except (TypeError, ValueError):  # such as another tensor, None, or lists of different lengths
-        hint = "Pass two arrays. For a list of groups, use `GroupedTensor.from_list`."
-        site.fail(TypeError, "an argument is not an array.", hint)
+    padded, first_dims = _as_array(site, "padded", padded), _as_array(site, "first_dims", first_dims)
     if padded.ndim < 3:
         problem = f"`padded` must be [g, max_first, *more, last], but has {padded.ndim} dims."
         site.fail(ValueError, problem, "Pass an array as `to_padded` returns it.")
@@ -100,7 +95,6 @@ def from_padded(
         site.fail(TypeError, "`first_dims` must be integers.", hint)
     if capacity is not None:
         _check_extent(site, "capacity", capacity)
-        check_packed(site, capacity)
     if first_dims.shape != (g,):
         problem = f"`padded` has {g} groups but `first_dims` has shape {first_dims.shape}."
         site.fail(ValueError, problem, "`first_dims` needs one size per group, including empty groups.")
@@ -133,7 +127,6 @@ def to_padded(x: GroupedBase, max_len: Any, fill_value: Any) -> Shaped[Array, "g
     axis = require_packed(x, "to_padded")
     check_not_quantized(x)
     _check_extent(site, "max_len", max_len)
-    check_packed(site, max_len, "max_len")
     check_fill(site, "fill_value", fill_value, x.dtype)
     if axis == -1:
         return to_padded(x.mT, max_len, fill_value).mT
@@ -149,6 +142,15 @@ def to_padded(x: GroupedBase, max_len: Any, fill_value: Any) -> Shaped[Array, "g
     padded = take(jnp.asarray(x.data), rows, 0)
     fill = broadcast_accumulated(jnp.asarray(fill_value, x.dtype), x.dtype, padded.shape)
     return jnp.where(inside, padded, fill)
+
+
+def _as_array(site: Site, name: str, x: Any) -> Any:
+    """`x`, an array or nested lists of numbers, as an array."""
+    try:
+        return x if is_arraylike(x) else jnp.asarray(x)
+    except (TypeError, ValueError, OverflowError):  # such as a tensor, None, or lists of different lengths
+        hint = "Pass an array. For a list of groups, use `GroupedTensor.from_list`."
+        site.fail(TypeError, f"`{name}` is not an array.", hint)
 
 
 def _check_numbers(site: Site, name: str, arrays: Sequence[Any]) -> None:
@@ -167,3 +169,4 @@ def _check_extent(site: Site, name: str, value: Any) -> None:
         if is_arraylike(value):
             shown, hint = describe(value), f"{hint} Under `jax.jit`, list the argument in `static_argnames`."
         site.fail(ValueError, f"`{name}` is {shown}.", hint)
+    check_packed(site, value, name)

@@ -238,10 +238,10 @@ class Route(eqx.Module):
         `out.data[i] = x[order[i] // top_k]`: ragged rows `[tokens * top_k, *d]` in the dtype of `x`. Within a group,
         rows are in the order of the tokens. The tail is zero.
 
-        **Raises:** `TypeError` if `x` isn't an array; `ValueError` if it isn't `[tokens, *d]`, or for a stack of
-        routes, as `jax.vmap` returns it.
+        **Raises:** `TypeError` if `x` isn't an array; `ValueError` if it isn't `[tokens, *d]`, and if `jax.vmap` made
+        a stack of routes.
         """
-        self._check_is_one("Route.dispatch(x)", "route.dispatch(x)", x=x)
+        self._check_is_one("dispatch", x=x)
         check_tokens("Route.dispatch(x)", x, self.place.shape[0])
         return self._dispatched(jnp.asarray(x))
 
@@ -259,7 +259,7 @@ class Route(eqx.Module):
 
         **Raises:** as `dispatch`, and a `ValueError` if `x` has more than two dims.
         """
-        self._check_is_one("Route.gathered(x)", "route.gathered(x)", x=x)
+        self._check_is_one("gathered", x=x)
         check_tokens("Route.gathered(x)", x, self.place.shape[0], max_ndim=2)
         return self._gathered(jnp.asarray(x))
 
@@ -268,12 +268,15 @@ class Route(eqx.Module):
         source, places = self._indices()
         return Gathered(x, spread_rows(x, source, places), source, places, self.first_dims)
 
-    def _check_is_one(self, call: str, code: str, **operand: Any) -> None:
+    def _check_is_one(self, method: str, **operands: Any) -> None:
         """Raises for a stack of routes."""
         if self.order.ndim > 1:
-            (name,) = operand
-            hint = f"Map over it: `jax.vmap(lambda route, {name}: {code})(route, {name})`."
-            Site(call, operand).fail(ValueError, f"the route is a stack of {self.order.shape[0]} routes.", hint)
+            axes = [0 if getattr(x, "shape", ())[:1] == self.order.shape[:1] else None for x in operands.values()]
+            in_axes = f", (0, {', '.join(map(str, axes))})" if None in axes else ""
+            names = ", ".join(operands)
+            hint = f"Map over it: `jax.vmap(ragged.Route.{method}{in_axes})(route, {names})`."
+            problem = f"the route is a stack of routes, of shape {self.order.shape[:-1]}."
+            Site(f"Route.{method}({names})", operands).fail(ValueError, problem, hint)
 
     def _indices(self) -> tuple[Int[Array, " rows"], Int[Array, "tokens top_k"]]:
         """`(source, places)`: the token of each row, and the rows of each token. For rows of no group, both are out of
@@ -295,9 +298,9 @@ class Route(eqx.Module):
         - `weights`: floats in the shape of `group_ids`; by default ones.
 
         **Raises:** `TypeError` if `y` isn't a `GroupedTensor` or is quantised, and for wrong dtypes; `ValueError` for
-        wrong shapes and sizes.
+        wrong shapes and sizes, and as `dispatch`.
         """
-        self._check_is_one("Route.combine(y, weights)", "route.combine(y)", y=y)
+        self._check_is_one("combine", y=y, **({} if weights is None else {"weights": weights}))
         sizes = self.order.shape[0], self.first_dims.shape[0]
         check_combined("Route", y, weights, sizes, self.place.shape, "route.dispatch(x)")
         if known_to_differ(y.first_dims, self.first_dims):

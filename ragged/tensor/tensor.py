@@ -228,7 +228,8 @@ class GroupedTensor(Arithmetic):
         """The groups, padded or truncated to one size: `[g, max_len, *more, last]`, or for ragged columns
         `[g, first, max_len]`.
 
-        The padding is `fill_value`. `ValueError` for a uniform tensor.
+        The padding is `fill_value`, a number. `ValueError` for a uniform tensor, and for a number that the dtype can't
+        hold (a traced one becomes another number).
         """
         return convert.to_padded(self, max_len, fill_value)
 

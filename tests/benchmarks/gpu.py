@@ -13,9 +13,10 @@ the stored `rhs [g, n, k]`; torch's has the same scales, XLA's dense one none. N
 step; in `fp8_fast`, everybody's add up all products of a result. `fp8_blocks` has scales for 1 × 128 and 128 × 128
 numbers. `gated` is `silu(x @ w) * (x @ up)`: one kernel of ours, of others two products and what follows.
 
-The file is written after every row. What fails is noted in its row, and the others go on, unless the device is broken:
-then the process ends. Rows of other products that were measured by the same versions stay in the file. So a loop over
-products, each in a process with a time limit, survives what crashes or hangs.
+The file is written after every row. What fails is noted in its row, and the others go on, unless the device is broken
+or the time is over: then each other row says so, and the exit status is 1. The file keeps the rows of other products
+and shapes that the same device and versions gave. So a loop over products, each in a process with a time limit,
+survives what crashes or hangs.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import product as cartesian
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -409,12 +411,17 @@ def tune(product: str, shape: Shape, setting: Setting) -> dict[str, Any]:
     }
 
 
-def clocks() -> str | None:
-    command = "nvidia-smi --format=csv,noheader --query-gpu=name,driver_version,clocks.sm,clocks.mem,temperature.gpu"
+def said(*command: str) -> str | None:
+    """What a command prints; None without it."""
     try:
-        return subprocess.run(command.split(), capture_output=True, text=True, timeout=10).stdout.strip()
+        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def clocks() -> str | None:
+    query = "--query-gpu=name,driver_version,clocks.sm,clocks.mem,temperature.gpu"
+    return said("nvidia-smi", "--format=csv,noheader", query)
 
 
 def line(row: dict[str, Any]) -> str:
@@ -424,7 +431,7 @@ def line(row: dict[str, Any]) -> str:
         return head + str(mine.get("error", row["failed"].get("ours")))[:90]
     distant = {name: each for name, each in row["differences"].items() if isinstance(each, str) or not each < 1e-2}
     others = ", ".join(
-        f"{name} {ratio:.2f}" + (f" (DIFFERS: {distant[name]})"[:30] if name in distant else "")
+        f"{name} {ratio:.2f}" + (f" (DIFFERS: {str(distant[name])[:20]})" if name in distant else "")
         for name, ratio in mine["speed_over"].items()
     )
     return (
@@ -457,6 +464,7 @@ def machine() -> dict[str, Any]:
         "date": time.strftime("%F %H:%M"),
         "device": jax.devices()[0].device_kind,
         "versions": report.versions("ragged", "jax", "jaxlib", "triton", "jax-triton", "torch", "tokamax"),
+        "commit": said("git", "describe", "--always", "--dirty"),
         "clocks": clocks(),
         "ptxas": shutil.which("ptxas"),
     }
@@ -484,13 +492,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     shapes = [TINY] if args.dry else shapes
     setting = DRY if args.dry else QUICK if args.quick else FULL
     results: dict[str, Any] = machine() | {"rows": [], "tuned": []}
+    chosen = list(cartesian(args.products, shapes))
     if args.json and os.path.exists(args.json):
-        with open(args.json) as file:
-            before = json.load(file)
-        if all(before.get(name) == results[name] for name in ("device", "versions")):
-            results |= {
-                name: [row for row in before[name] if row["product"] not in args.products] for name in ("rows", "tuned")
-            }
+        before = json.loads(Path(args.json).read_text())
+        if all(before.get(name) == results[name] for name in ("device", "versions", "commit")):
+            for name in ("rows", "tuned") if args.tune else ("rows",):
+                before[name] = [row for row in before[name] if (row["product"], tuple(row["shape"])) not in chosen]
+            results |= {name: before[name] for name in ("rows", "tuned")}
+        report.save(results, args.json)
     print(results["device"], results["versions"], results["clocks"], flush=True)
 
     def measure_one(product: str, shape: Shape) -> None:
@@ -503,24 +512,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         results["tuned"].append(row := tune(product, shape, setting))
         print(tuned_line(row), flush=True)
 
-    chosen = list(cartesian(args.products, shapes))
     steps = [(measure_one, *each) for each in chosen] + [(tune_one, *each) for each in chosen if args.tune]
+    stopped = ""
     for step, product, shape in steps:
-        if time.monotonic() > end:
-            results["stopped"] = f"before {product} {shape}" + " was tuned" * (step is tune_one)
-            break
+        stopped = stopped or ("the time is over" if time.monotonic() > end else "")
+        failed = {"product": product, "shape": shape, "error": stopped}
         try:
-            step(product, shape)
+            if not stopped:
+                step(product, shape)
         except Exception as error:
-            results["rows"].append({"product": product, "shape": shape, "error": sentence(error)})
-            print(product, shape, sentence(error), flush=True)
-            if not gpu.is_well():
-                results["stopped"] = f"after {product} {shape}: the device is broken"
-                break
+            failed["error"] = sentence(error)
+            stopped = "" if gpu.is_well() else "the device is broken"
+            print(product, shape, failed["error"], flush=True)
+        if failed["error"]:
+            results["tuned" if step is tune_one else "rows"].append(failed)
         report.save(results, args.json)
-    report.save(results, args.json)
-    if "stopped" in results:
-        raise SystemExit(f"stopped {results['stopped']}")
+    if stopped:
+        raise SystemExit(stopped)
 
 
 if __name__ == "__main__":

@@ -85,10 +85,20 @@ def test_a_broken_gpu_ends_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     before = json.loads(path.read_text())["rows"]
     monkeypatch.setattr(on_gpu, "make", breaks)
     monkeypatch.setattr(gpu, "is_well", lambda: False)
-    with pytest.raises(SystemExit, match="the device is broken"):
-        on_gpu.main(["--dry", "--products", "forward", "wgrad", "--json", str(path)])
-    error = {"product": "forward", "shape": list(on_gpu.TINY), "error": "RuntimeError: an illegal address"}
-    assert before and json.loads(path.read_text())["rows"] == [*before, error]
+    errors = {"forward": "RuntimeError: an illegal address", "wgrad": "the device is broken"}
+    failed = [{"product": name, "shape": [*on_gpu.TINY], "error": error} for name, error in errors.items()]
+    for _ in range(2):  # the second run replaces the rows of the first
+        with pytest.raises(SystemExit, match="the device is broken"):
+            on_gpu.main(["--dry", "--products", "forward", "wgrad", "--json", str(path)])
+        assert before and json.loads(path.read_text())["rows"] == [*before, *failed]
+    with pytest.raises(SystemExit, match="the time is over"):
+        on_gpu.main(["--dry", "--products", "gated", "--budget", "-1", "--json", str(path)])
+    failed.append({"product": "gated", "shape": [*on_gpu.TINY], "error": "the time is over"})
+    assert json.loads(path.read_text())["rows"] == [*before, *failed]
+    monkeypatch.setattr(on_gpu.report, "versions", lambda *_: {"jax": "another"})
+    with pytest.raises(SystemExit):
+        on_gpu.main(["--dry", "--products", "gated", "--budget", "-1", "--json", str(path)])
+    assert json.loads(path.read_text())["rows"] == failed[-1:]
 
 
 @pytest.mark.long

@@ -510,7 +510,7 @@ def quantised(backend: str, count: int, layouts: list[str], step: int = 37, **op
     """A pair of scalings for each layout, as different as they can be from the one before."""
     for i, layout in enumerate(layouts):
         lhs, rhs = PAIRS[i * step % len(PAIRS)]
-        dtype = BITS[(i + i // len(LETTERS)) % len(BITS)]  # the next time, each layout has another one
+        dtype = BITS[(i + i // len(LETTERS)) % len(BITS)]  # another one each time that a layout comes
         casts: dict[str, Any] = {
             "lhs_cast": lhs and (dtype, lhs),
             "rhs_cast": rhs and (FP8 if dtype == FP8_WIDE else dtype, rhs),

@@ -67,10 +67,12 @@ OF_CALLS: dict[str, dict[str, str]] = {
     "GroupedTensor.from_list([jax.device_put": {"groups": "[jnp.ones((2, 3)), jnp.ones((2, 3))]"},
     "ragged.route": {"x": "jnp.ones((2, 2, 8))"},
     "route.combine": {"x": "tokens"},
-    "routes.": {
+    "routes.dispatch": {"route": "routes", "x": "jnp.ones((2, 4, 8))"},
+    "routes.gathered": {"route": "routes", "x": "tokens"},
+    "routes.combine": {
         "route": "routes",
-        "x": "jnp.ones((2, 4, 8))",
-        "y": "jax.vmap(lambda route: route.dispatch(tokens))(routes)",
+        "y": "jax.vmap(ragged.Route.dispatch, (0, None))(routes, tokens)",
+        "weights": "jnp.ones((2, 4))",
     },
 }
 """Variables of calls that begin like this, where the setup's are others."""

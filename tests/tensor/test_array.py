@@ -3,7 +3,7 @@
 What operations compute is in `tests/contract/test_tensors.py`.
 """
 
-# pyright: reportOperatorIssue=false
+# pyright: reportOperatorIssue=false, reportArgumentType=false
 # Wrong calls are made on purpose.
 
 import inspect
@@ -210,6 +210,40 @@ def test_plain_vectors() -> None:
 )
 def test_wrong_shapes_of_values(kind: str, wrapped: Any, want: Any) -> None:
     check_error(lambda: TENSORS[kind] * wrapped, ValueError, f"(v)`: `v` must have shape {want} here.\n")
+
+
+def test_numbers_and_flags_of_reductions() -> None:
+    """NumPy's scalars are as good as Python's. What isn't a number, an axis or a flag raises at the call."""
+    x, uniform = TENSORS["both"], TENSORS["uniform"]
+    np.testing.assert_array_equal(
+        x.softmax(np.int64(-1), causal=np.True_).data, x.softmax(axis=x.ndim - 1, causal=True).data
+    )
+    assert x.sum(np.int8(-1), keepdims=np.True_).shape == (8, 1)
+    assert GroupedTensor(floats(2, 0, 3)).sum(-2, empty=np.arange(3)).tolist() == [[0, 1, 2]] * 2
+    text = "a"
+    calls: list[tuple[Callable[[], Any], str]] = [
+        (lambda: x.sum(-1.0), "`axis` of a reduction is -1.0"),
+        (lambda: x.softmax(-1.0), "`axis` is -1.0"),
+        (lambda: x.softmax(True), "`axis` is True"),
+        (lambda: x.sum(np.array(-1)), r"`axis` of a reduction is i64\[\]"),
+        (lambda: x.sum(keepdims=1), "`keepdims` is 1"),
+        (lambda: x.softmax(causal=text), "`causal` is 'a'"),
+        (lambda: x.sum(empty=text), "`empty` is 'a'"),
+        (lambda: x.sum(empty=np.array(text)), "`empty` is <U1"),
+        (lambda: x.sum(empty=jax.random.key(0)), "`empty` is key<fry>"),
+        (lambda: x.mean(empty=np.ones(3)), r"must broadcast to \(4,\)"),
+        (lambda: uniform.sum(empty=np.ones(3)), r"must broadcast to \(4,\)"),
+        (lambda: x.astype(jnp.float8_e4m3fn).var(empty=1e10), "can't hold `empty`"),
+        (lambda: x.to_padded(2**31), "`max_len` is 2147483648"),
+        (lambda: x.to_padded(np.int64(2**31)), "`max_len` is (np.int64.)?2147483648"),
+        (lambda: GroupedTensor(x.data, range(4)), "`first_dims` is a range"),
+        (lambda: GroupedTensor([[1.0]], x.first_dims), "`data` is a list"),
+        (lambda: GroupedTensor.from_padded([[1.0], [2.0, 3.0]], [1, 2]), "`padded` is not an array"),
+        (lambda: GroupedTensor.from_padded(floats(2, 1, 1), [1, 2**70]), "`first_dims` is not an array"),
+    ]
+    for call, problem in calls:
+        with pytest.raises((TypeError, ValueError), match=f"(?s)^`GroupedTensor.*{problem}"):
+            call()
 
 
 def test_per_group_of_a_uniform_tensor() -> None:

@@ -189,7 +189,7 @@ def check_scales(got: Any, want: np.ndarray) -> None:
 
 
 SERVED: dict[str, Any] = {"backend": "triton_gpu", "out_dtype": "float32", "k": 192, "n": 136, "capacity": 200}
-WEIGHTS = [  # of few bits, as models are served with; the last with zero points
+WEIGHTS = [  # of few bits, as models are served with
     *(
         Program("forward", dtype, rhs_cast=cast, packed_last=order, **SERVED)
         for order in ("", "rhs")
