@@ -68,7 +68,7 @@ class Quantised:
 
     @cached_property
     def recipe(self) -> Recipe:
-        found = RECIPES.get(self.name) or Recipe.preset(self.name, length=4)
+        found = RECIPES.get(self.name) or Recipe.preset(self.name, length=4 if self.name == "delayed" else None)
         save = "operands" if self.program.order == 2 else "quantized"
         return Recipe(found.forward, found.dgrad, found.wgrad, found.history, save=save)
 
