@@ -179,9 +179,8 @@ def check_plan(site: Site, x: Operands, call: Call, casts: tuple[Any, Any] = (No
 
 
 def check_size_range(site: Site, group_sizes: Any, lhs: Any) -> None:
-    """Raises for a concrete size that int32 can't hold. Other dtypes than integers aren't checked."""
-    is_wide = jnp.issubdtype(group_sizes.dtype, jnp.integer) and jnp.iinfo(group_sizes.dtype).max > MAX_ROWS
-    if not (is_wide and is_concrete(group_sizes)):
+    """Raises for a concrete size, an integer, that int32 can't hold."""
+    if not is_concrete(group_sizes) or jnp.iinfo(group_sizes.dtype).max <= MAX_ROWS:
         return
     sizes = np.asarray(group_sizes)
     for place in np.argwhere(sizes != clipped(sizes))[:1].tolist():

@@ -218,6 +218,9 @@ def test_sizes_of_any_integer_dtype() -> None:
         np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5, err_msg=dtype)
     out = ragged.lax.ragged_dot(jnp.ones((8, 2)), rhs, jnp.array([3, -2, 100], jnp.int8))
     assert out[:, 0].tolist() == [2.0] * 3 + [6.0] * 5
+    for beyond in (np.array([3, 2**31, 0], np.uint32), np.array([3, 2**32 + 1, 0])):
+        with pytest.raises(ValueError, match=r"`group_sizes\[1\]` is \d+, which int32 can't hold"):
+            ragged.lax.ragged_dot(jnp.ones((8, 2)), rhs, beyond)
 
 
 DTYPES = ["bool", "int4", "int8", "uint8", "int16", "int32", "uint32", "float16", "bfloat16", "float32"]
