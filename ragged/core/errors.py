@@ -102,7 +102,7 @@ def is_arraylike(x: Any) -> TypeGuard[Array]:
 
 
 def is_of_numbers(dtype: Any) -> bool:
-    """Whether a dtype is of numbers or bools."""
+    """True for dtypes of numbers, and for bool."""
     return jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)
 
 
@@ -137,7 +137,7 @@ def as_extent(x: Any) -> Any:
 
 
 def broadcasts(shape: tuple[Any, ...], to: tuple[Any, ...]) -> bool:
-    """Whether an array of this shape broadcasts to the shape `to`."""
+    """True if NumPy can broadcast an array of this shape to the shape `to`."""
     return len(shape) <= len(to) and all(n in (1, m) for n, m in zip(shape[::-1], to[::-1], strict=False))
 
 
@@ -173,7 +173,7 @@ def check_fill(site: Site, name: str, value: Any, dtype: Any, shape: tuple[Any, 
 
 
 def _holds(dtype: Any, value: Any) -> Any:
-    """Whether a dtype of real numbers holds these real numbers."""
+    """For each real number in `value`: True if `dtype` can represent it, see `check_fill`."""
     try:
         given = np.asarray(value)
         if given.dtype.kind in "OV":  # O: an int of more than 64 bits. V: a dtype that NumPy doesn't have.

@@ -71,7 +71,7 @@ def group_offsets(group_sizes: Integer[Array, "*batch g"], capacity: int) -> Int
 
 
 def may_be_offsets(group_sizes: Any, capacity: int) -> bool:
-    """Whether concrete sizes `(g,)` may be offsets: the first one is 0, none decreases, and the last one fits."""
+    """True if concrete sizes `(g,)` look like offsets: they begin with 0, don't decrease, and end within `capacity`."""
     sizes = np.asarray(group_sizes).astype(np.int64)
     return bool(sizes.size and sizes[0] == 0 and np.all(np.diff(sizes) >= 0) and sizes[-1] <= capacity)
 

@@ -318,7 +318,7 @@ class Arithmetic(GroupedBase, Operators):
         dtype = _mean_dtype(self.dtype)
         accumulator = accumulator_dtype(dtype)
         count, total = _count(self, axis, accumulator), self.astype(accumulator).sum(axis)
-        check_fill(Site("GroupedTensor", {"x": self}), "empty", empty, dtype, total.shape)
+        self._check_empty(empty, dtype, total.shape)
         mean = jnp.where(count > 0, total / jnp.maximum(count, 1), jnp.asarray(empty, accumulator)).astype(dtype)
         return self._with_kept_dims(mean, axis, keepdims)
 
@@ -326,7 +326,7 @@ class Arithmetic(GroupedBase, Operators):
         """Variance of each group, `mean((x - mean(x))²)`, computed in two passes in float32. Arguments as for `sum`."""
         self._check_axis(axis)
         dtype = _mean_dtype(self.dtype)
-        check_fill(Site("GroupedTensor", {"x": self}), "empty", empty, jnp.finfo(dtype).dtype, shape=None)
+        self._check_empty(empty, jnp.finfo(dtype).dtype, None)
         x = self.astype(accumulator_dtype(dtype))
         centred = x - x.mean(axis, keepdims=True)
         squares = centred.map(lambda d: jnp.real(d * jnp.conj(d)))
@@ -379,7 +379,7 @@ class Arithmetic(GroupedBase, Operators):
         """`out`, a reduction along `axis`, with `empty` where there are no elements; unchanged if `empty` is None."""
         if empty is None:
             return out
-        check_fill(Site("GroupedTensor", {"x": self}), "empty", empty, out.dtype, out.shape)
+        self._check_empty(empty, out.dtype, out.shape)
         has_any = self.with_data(jnp.ones(self.shape, bool)).max(axis)
         return jnp.where(has_any, out, jnp.asarray(empty, out.dtype))
 
@@ -404,6 +404,10 @@ class Arithmetic(GroupedBase, Operators):
             hint = f"It must be None, {_names_of(self._group_axes)}."
             Site("GroupedTensor", {"x": self}).fail(ValueError, f"`axis` of a reduction is {describe(axis)}.", hint)
 
+    def _check_empty(self, empty: Any, dtype: Any, shape: tuple[int, ...] | None) -> None:
+        """Raises unless `empty` can fill a reduction of this dtype and shape (any shape, for None)."""
+        check_fill(Site("GroupedTensor", {"x": self}), "empty", empty, dtype, shape)
+
     @over_explicit_axes
     def _reduce(self, axis: int | None, groups_fn: Any, dense_fn: Any, neutral: Any, empty: Any) -> Array:
         """The reduction along `axis`, as `sum` documents it, without `keepdims`.
@@ -423,13 +427,12 @@ class Arithmetic(GroupedBase, Operators):
         if by_group and not self.num_groups:  # The gradient can't gather from an empty array.
             return jnp.zeros((0,) if axis is None else (0, *self.shape[1:]), dtype)
         accumulator = accumulator_dtype(dtype)
-        site, neutral = Site("GroupedTensor", {"x": self}), jnp.asarray(neutral, accumulator)
+        neutral = jnp.asarray(neutral, accumulator)
         data = jnp.asarray(self.data).astype(accumulator)
         if self.packed_axis is None:
             axes = tuple(group_axes) if axis is None else (axis,)
             out = dense_fn(data, axis=axes, initial=neutral)
-            check_fill(site, "empty", empty, dtype, out.shape)
-            empty = jnp.asarray(empty, accumulator)
+            self._check_empty(empty, dtype, out.shape)
             return (out if all(self.shape[a] for a in axes) else jnp.full_like(out, empty)).astype(dtype)
         data = jnp.where(self.mask, data, neutral)  # [rows, *more, last]
         has_any = self.mask  # where there is an element to reduce
@@ -444,7 +447,7 @@ class Arithmetic(GroupedBase, Operators):
             has_any = has_any.reshape(self.num_groups, *[1] * (self.ndim - 2), columns)
             if axis is None:
                 has_any = (widths > 0) & bool(math.prod(self.shape[1:-1]))
-        check_fill(site, "empty", empty, dtype, data.shape)
+        self._check_empty(empty, dtype, data.shape)
         return jnp.where(has_any, data, jnp.asarray(empty, accumulator)).astype(dtype)
 
     @over_explicit_axes
